@@ -1,0 +1,43 @@
+"""Change the embedding model without re-embedding the gallery.
+
+``import xcompat`` costs next to nothing and makes ``AutoConfig`` and ``AutoModel`` of transformers know its models; the
+names below load torch and transformers when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from xcompat.models import *  # noqa: F403 - the lazy names of __getattr__, for type checkers
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of the models package
+    if not name.startswith("_") and name.endswith(("Config", "Model")):
+        models = importlib.import_module("xcompat.models")
+        if hasattr(models, name):
+            return getattr(models, name)
+    raise AttributeError(f"module 'xcompat' has no attribute {name!r}")
+
+
+_MODELING = "transformers.models.auto.modeling_auto"
+
+
+def _register(module: Any) -> None:  # noqa: ANN401 - a module
+    if module.__name__ == _MODELING or _MODELING not in sys.modules:  # else it is being imported, and comes here itself
+        importlib.import_module("xcompat.models")
+
+
+for _auto in (_MODELING, "transformers.models.auto.configuration_auto"):
+    wrapt.register_post_import_hook(_register, _auto)
+
+__all__ = ["Fingerprint", "FingerprintMismatchError", "XcompatError", "__version__"]

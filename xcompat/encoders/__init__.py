@@ -1,0 +1,121 @@
+"""The only code that knows transformers towers and open_clip: load one, build one, preprocess for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from xcompat.encoders.adapters import AdapterConfig, LoraSettings
+from xcompat.errors import XcompatError, nearest
+
+if TYPE_CHECKING:
+    from xcompat.encoders.base import Encoder
+    from xcompat.encoders.processor import Processor
+
+__all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor"]
+
+
+class EncoderSource(BaseModel):
+    """Where an encoder comes from.
+
+    Args:
+        name: folder, Hub name, or ``hf-hub:`` and a Hub name for open_clip's format.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether code from the repository may run; off unless said so here.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def library(self) -> str:
+        """Return which library reads it: open_clip for its own prefix or folder layout, else transformers."""
+        folder = Path(self.name)
+        own = (folder / "open_clip_config.json").exists() and not (folder / "config.json").exists()
+        return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
+
+
+def build_encoder(description: dict[str, Any]) -> Encoder:
+    """Build an encoder's architecture without loading weights.
+
+    Args:
+        description: ``Encoder.description``, as stored in a checkpoint's configuration.
+
+    Returns:
+        The encoder, its weights freshly initialised.
+
+    Raises:
+        XcompatError: when the library is unknown.
+    """
+    library = description["library"]
+    if library == "transformers":
+        from xcompat.encoders.transformers_encoder import build_transformers_encoder
+
+        return build_transformers_encoder(description)
+    if library == "open_clip":
+        from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
+
+        return build_open_clip_encoder(description)
+    raise XcompatError(f"unknown encoder library {library!r}; {nearest(library, ['transformers', 'open_clip'])}")
+
+
+def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
+    """Load an image-text encoder and its preprocessing.
+
+    Args:
+        source: a name or folder, or an :class:`EncoderSource` with revision.
+
+    Returns:
+        The encoder (float32, evaluation mode) and its processor.
+
+    Raises:
+        XcompatError: when it does not exist, is not safetensors, or has no two towers.
+
+    Example:
+        >>> encoder, processor = load_encoder("openai/clip-vit-base-patch32")  # doctest: +SKIP
+        >>> encoder.embed_texts(**processor.texts(["a red running shoe"])).shape  # doctest: +SKIP
+        torch.Size([1, 512])
+    """
+    source = EncoderSource(name=source) if isinstance(source, str) else source
+    looks_local = source.name.startswith((".", "/", "~")) or source.name.count("/") > 1
+    if looks_local and not Path(source.name).exists():
+        raise XcompatError(f"the model folder {source.name} does not exist")
+    try:
+        if source.library == "open_clip":
+            from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
+
+            encoder: Encoder = load_open_clip_encoder(source.name, source.revision)
+        else:
+            from xcompat.encoders.transformers_encoder import load_transformers_encoder
+
+            encoder = load_transformers_encoder(source.name, source.revision, source.trust_remote_code)
+        return encoder, load_processor(encoder.description, source)
+    except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
+        if error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise XcompatError(f"cannot load {source.name}: {reason}") from error
+
+
+def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:
+    """Load the preprocessing of an encoder.
+
+    Args:
+        description: the encoder's description.
+        source: where the processor's files lie: beside the encoder, or a checkpoint's folder.
+
+    Returns:
+        The processor.
+    """
+    source = EncoderSource(name=source) if isinstance(source, str) else source
+    if description["library"] == "open_clip":
+        from xcompat.encoders.open_clip_encoder import load_open_clip_processor, open_clip_folder
+
+        return load_open_clip_processor(open_clip_folder(source.name, source.revision), description)
+    from xcompat.encoders.transformers_encoder import load_transformers_processor
+
+    return load_transformers_processor(source.name, source.revision, source.trust_remote_code, description)

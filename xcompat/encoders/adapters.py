@@ -1,0 +1,146 @@
+"""LoRA through PEFT and visual prompts of our own, since PEFT has none: on, off bit for bit, and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from xcompat.errors import XcompatError
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adaptation of both towers (Hu et al. 2021); the defaults are XBT's.
+
+    Args:
+        rank: r of the two factors.
+        alpha: the update is scaled by alpha / rank.
+        dropout: on the input of the first factor.
+        targets: names of linear layers (their last component, such as ``q_proj``); None takes every linear layer of the
+            towers' repeated blocks.
+        towers: which towers get it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    rank: int = Field(16, ge=1)
+    alpha: float = 16.0
+    dropout: float = Field(0.1, ge=0, lt=1)
+    targets: list[str] | None = None
+    towers: list[str] = ["image", "text"]
+
+
+class AdapterConfig(BaseModel):
+    """What is added to a frozen encoder.
+
+    Args:
+        lora: LoRA settings, or None for no LoRA.
+        prompts: number of visual prompts on the image tower (Jia et al. 2022; 10 in XBT); 0 for none.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    lora: LoraSettings | None = None
+    prompts: int = Field(0, ge=0)
+
+
+class VisualPrompts(nn.Module):
+    """Learned tokens appended after the patch tokens, so that a class token stays first (xbt.txt §3.3).
+
+    Args:
+        count: number of prompts n.
+        width: width W of the image tower's tokens.
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(count, width))
+        self.enabled = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the tokens from N(0, 0.02²), as vision transformers draw their class token."""
+        nn.init.normal_(self.tokens, std=0.02)
+
+    def forward(self, tokens_BNW: Tensor) -> Tensor:
+        """Return ``(B, N + n, W)``."""
+        if tokens_BNW.ndim != 3:
+            raise XcompatError("visual prompts need an image tower that works on tokens (a vision transformer)")
+        prompts_BnW = self.tokens.to(tokens_BNW.dtype).expand(tokens_BNW.shape[0], -1, -1)
+        return torch.cat([tokens_BNW, prompts_BnW], dim=1)
+
+
+def _block_linears(tower: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers of the tower's repeated blocks: what lies under a ModuleList, not heads or projections."""
+    blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return {
+        name: module
+        for name, module in tower.named_modules()
+        # NonDynamicallyQuantizableLinear is nn.MultiheadAttention's own projection, which bypasses its forward
+        if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in blocks)
+    }
+
+
+def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None:
+    """Replace linear layers of the towers by LoRA layers, in place.
+
+    Args:
+        towers: ``image`` and ``text`` towers.
+        settings: rank, scale, dropout, targets.
+
+    Raises:
+        XcompatError: when a target matches no layer or a tower does not exist.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    for tower_name in settings.towers:
+        if tower_name not in towers:
+            raise XcompatError(f"lora.towers: no tower {tower_name!r}; known: {', '.join(towers)}")
+        linears = _block_linears(towers[tower_name])
+        if settings.targets is None:
+            chosen = list(linears)
+        else:
+            chosen = [name for name in linears if name.rsplit(".", 1)[-1] in settings.targets]
+        if not chosen:
+            known = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            raise XcompatError(
+                f"lora.targets {settings.targets} match no linear layer of the {tower_name} tower; known: {', '.join(known)}"
+            )
+        config = LoraConfig(
+            r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=chosen, bias="none"
+        )
+        inject_adapter_in_model(config, towers[tower_name])
+
+
+@contextmanager
+def adapters_disabled(module: nn.Module) -> Iterator[None]:
+    """Switch every LoRA layer and prompt under ``module`` off inside the block, leaving ``requires_grad`` as it was."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    prompts = [layer for layer in module.modules() if isinstance(layer, VisualPrompts)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    for prompt in prompts:
+        prompt.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for prompt in prompts:
+            prompt.enabled = True
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter in trainable)
+
+
+def merge_lora(module: nn.Module) -> None:
+    """Fold each LoRA update into its linear layer and put the plain layer back in its place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in [(n, m) for n, m in module.named_modules() if isinstance(m, BaseTunerLayer)]:
+        layer.merge()
+        parent_name, _, child = name.rpartition(".")
+        setattr(module.get_submodule(parent_name), child, layer.get_base_layer())

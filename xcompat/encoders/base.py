@@ -1,0 +1,154 @@
+"""The one small interface behind which every image-text library hides."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.adapters import AdapterConfig, VisualPrompts, adapters_disabled, inject_lora, merge_lora
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+
+DEFAULT_LOGIT_SCALE = 1 / 0.07
+"""CLIP's scale at initialisation, exp(2.6592): the fixed temperature of XBT."""
+
+
+class Encoder(nn.Module, ABC):
+    """An image and a text tower that end in one space.
+
+    Args:
+        model: the library's own module.
+        embedding_dim: D, the dimension of that space.
+        description: JSON that rebuilds the architecture without weights: ``library``, ``name``, ``revision``, ``config``.
+    """
+
+    library: ClassVar[str]
+    prompts: VisualPrompts | None
+
+    def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding_dim = embedding_dim
+        self.description = description
+        self.prompts = None
+
+    @abstractmethod
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return projected image features (B, D), not normalised."""
+
+    @abstractmethod
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return projected text features (B, D), not normalised."""
+
+    @property
+    @abstractmethod
+    def towers(self) -> dict[str, nn.Module]:
+        """Return the ``image`` and ``text`` towers, for adapters."""
+
+    @property
+    def image_embedding_layer(self) -> nn.Module | None:
+        """Return the layer whose output are the image tower's tokens, where visual prompts go; None if there is none."""
+        return None
+
+    @property
+    def image_width(self) -> int:
+        """Return the width of the image tower's tokens."""
+        raise XcompatError(f"{self.name} has no token width: visual prompts need a transformers vision transformer")
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model in its own library's format, without xcompat in it."""
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """Embed preprocessed images.
+
+        Args:
+            pixel_values: (B, C, H, W) from :meth:`Processor.images`.
+
+        Returns:
+            (B, D) float32, L2-normalised.
+        """
+        return F.normalize(self.image_features(pixel_values).float(), dim=-1)
+
+    def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed tokenised texts.
+
+        Args:
+            input_ids: (B, L) int64 from :meth:`Processor.texts`.
+            attention_mask: (B, L) int64, or None for models that read their padding.
+
+        Returns:
+            (B, D) float32, L2-normalised.
+        """
+        return F.normalize(self.text_features(input_ids, attention_mask).float(), dim=-1)
+
+    @property
+    def name(self) -> str:
+        """Return the name or folder the encoder was loaded from."""
+        return self.description["name"]
+
+    @property
+    def logit_scale(self) -> float:
+        """Return the factor on cosine similarities in the model's own training (exp of the stored logarithm)."""
+        parameter = getattr(self.model, "logit_scale", None)
+        return math.exp(float(parameter)) if parameter is not None and not parameter.is_meta else DEFAULT_LOGIT_SCALE
+
+    def fingerprint(self, processor: Processor) -> Fingerprint:
+        """Return the identity of architecture, weights and preprocessing together.
+
+        Args:
+            processor: the preprocessing the embeddings are made with.
+
+        Returns:
+            The fingerprint; neither the name, the folder nor the library version enter it.
+        """
+        architecture = {k: v for k, v in self.description["config"].items() if k not in _NOT_ARCHITECTURE}
+        parts = {"library": self.library, "architecture": architecture, "processor": processor.describe()}
+        return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
+
+    def add_adapters(self, config: AdapterConfig) -> None:
+        """Put LoRA and visual prompts on the towers; both start as the identity up to the prompts' tokens.
+
+        Args:
+            config: ranks, targets and the number of prompts.
+
+        Raises:
+            XcompatError: when the towers cannot take them.
+        """
+        if config.lora is not None:
+            inject_lora(self.towers, config.lora)
+        if config.prompts:
+            layer = self.image_embedding_layer
+            if layer is None:
+                raise XcompatError(f"{self.name} cannot take visual prompts: its image tower has no token embedding layer")
+            self.prompts = VisualPrompts(config.prompts, self.image_width)
+            layer.register_forward_hook(self._append_prompts)
+
+    def _append_prompts(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:  # noqa: ANN401 - hook signature
+        return self.prompts(output) if self.prompts is not None and self.prompts.enabled else None
+
+    def adapter_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of LoRA and prompts."""
+        return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
+
+    @contextmanager
+    def adapters_disabled(self) -> Iterator[None]:
+        """Compute with the original weights alone, bit for bit, inside the block."""
+        with adapters_disabled(self):
+            yield
+
+    def merge_adapters(self) -> None:
+        """Fold LoRA into the weights and drop it; prompts stay, as they are part of the input."""
+        merge_lora(self)
+
+
+_NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path"}

@@ -1,0 +1,181 @@
+"""Encoders of open_clip, from a folder or the Hub, safetensors only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import open_clip
+import torch
+from open_clip.transformer import text_global_pool
+from PIL.Image import Image
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path, read_json, write_json
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+HUB_PREFIX = "hf-hub:"
+
+
+@dataclass
+class OpenClipProcessor(Processor):
+    """open_clip's own image transform and tokenizer."""
+
+    transform: Callable[[Image], Tensor] = field(kw_only=True)
+    tokenizer: Callable[[Sequence[str]], Tensor] = field(kw_only=True)
+    config: dict[str, Any] = field(kw_only=True)
+
+    def images(self, images: Sequence[Image]) -> Tensor:
+        """See :meth:`Processor.images`."""
+        return torch.stack([self.transform(image) for image in images])
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """See :meth:`Processor.tokenize`; open_clip pads and truncates by itself, so both are undone or counted here."""
+        tokens_BL = self.tokenizer(list(texts))
+        if self.pad_to_max_length:
+            return tokens_BL.tolist()
+        lengths = (tokens_BL != self.pad_token_id).sum(dim=1)
+        full = [text for text, length in zip(texts, lengths.tolist(), strict=True) if length == self.max_length]
+        self.count_truncated += sum(len(self.tokenizer.encode(text)) + 2 > self.max_length for text in full)
+        return [row[:length].tolist() for row, length in zip(tokens_BL, lengths.tolist(), strict=True)]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Processor.save_pretrained`."""
+        write_json(Path(folder) / CONFIG_FILE, self.config)
+        if isinstance(self.tokenizer, open_clip.HFTokenizer):
+            self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Processor.describe`."""
+        if isinstance(self.tokenizer, open_clip.HFTokenizer):
+            vocabulary = self.tokenizer.tokenizer.get_vocab()
+        else:
+            vocabulary = self.tokenizer.encoder
+        tokens = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+        return {"transform": str(self.transform), "tokens": tokens, "max_length": self.max_length}
+
+
+class OpenClipEncoder(Encoder):
+    """``open_clip.CLIP`` or ``CustomTextCLIP``."""
+
+    library: ClassVar[str] = "open_clip"
+
+    @property
+    def trims_padding(self) -> bool:
+        """Return whether the text tower pools at the end token under a causal mask, so that padding changes nothing."""
+        return _trims_padding(self.description["config"]["model_cfg"])
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`Encoder.image_features`."""
+        return self.model.encode_image(pixel_values)
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :meth:`Encoder.text_features`.
+
+        ``CLIP.encode_text`` insists on 77 tokens; this is the same computation on as many as there are.
+        """
+        model = self.model
+        if not isinstance(model, open_clip.CLIP):
+            return model.encode_text(input_ids)
+        length = input_ids.shape[1]
+        dtype = model.transformer.get_cast_dtype()
+        tokens_BLW = model.token_embedding(input_ids).to(dtype) + model.positional_embedding[:length].to(dtype)
+        mask = None if model.attn_mask is None else model.attn_mask[:length, :length]
+        tokens_BLW = model.ln_final(model.transformer(tokens_BLW, attn_mask=mask))
+        pooled_BW = text_global_pool(tokens_BLW, input_ids, model.text_pool_type, eos_token_id=model.text_eos_id)
+        if isinstance(model.text_projection, nn.Linear):
+            return model.text_projection(pooled_BW)
+        return pooled_BW if model.text_projection is None else pooled_BW @ model.text_projection
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        """See :attr:`Encoder.towers`."""
+        text = self.model.transformer if isinstance(self.model, open_clip.CLIP) else self.model.text
+        return {"image": self.model.visual, "text": text}
+
+    def rebuild_masks(self) -> None:
+        """Compute the causal masks anew: they are not saved, and loading leaves them undefined."""
+        for module in self.model.modules():
+            mask = getattr(module, "attn_mask", None)
+            if isinstance(mask, Tensor):
+                module.attn_mask = torch.full_like(mask, float("-inf"), device=mask.device).triu_(1)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Encoder.save_pretrained`."""
+        write_json(Path(folder) / CONFIG_FILE, self.description["config"])
+        with atomic_path(Path(folder) / WEIGHTS_FILE) as temporary:
+            save_model(self.model, str(temporary))
+
+
+def _trims_padding(model_cfg: dict[str, Any]) -> bool:
+    text = model_cfg["text_cfg"]
+    return text.get("pool_type", "argmax") == "argmax" and not text.get("no_causal_mask") and not text.get("hf_model_name")
+
+
+def open_clip_folder(name: str, revision: str | None) -> Path:
+    """Return the folder that holds an open_clip model, downloading it (safetensors only) when ``name`` is on the Hub."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        wanted = [CONFIG_FILE, WEIGHTS_FILE, "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt"]
+        folder = Path(snapshot_download(name.removeprefix(HUB_PREFIX), revision=revision, allow_patterns=wanted))
+    return folder
+
+
+def build_open_clip_encoder(description: dict[str, Any]) -> OpenClipEncoder:
+    """Build the architecture without loading weights (see :func:`build_transformers_encoder`)."""
+    model_cfg = {key: value for key, value in description["config"]["model_cfg"].items() if key != "custom_text"}
+    custom = description["config"]["model_cfg"].get("custom_text") or "hf_model_name" in model_cfg["text_cfg"]
+    model = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**model_cfg)
+    return OpenClipEncoder(model, model_cfg["embed_dim"], description)
+
+
+def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
+    """Load architecture and weights from a folder or the Hub.
+
+    Args:
+        name: folder with ``open_clip_config.json``, or ``hf-hub:`` and a Hub name.
+        revision: branch, tag or commit; None for the default branch.
+
+    Returns:
+        The encoder in float32, in evaluation mode.
+    """
+    folder = open_clip_folder(name, revision)
+    weights = folder / WEIGHTS_FILE
+    if not weights.exists():
+        raise XcompatError(f"{name} has no {WEIGHTS_FILE}: only safetensors are loaded; convert the weights first")
+    description = {"library": "open_clip", "name": name, "revision": revision, "config": read_json(folder / CONFIG_FILE)}
+    encoder = build_open_clip_encoder(description)
+    encoder.model.load_state_dict(load_file(weights))
+    return encoder.eval()
+
+
+def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenClipProcessor:
+    """Make the image transform and the tokenizer that a configuration describes."""
+    config = description["config"]
+    model_cfg = config["model_cfg"]
+    size = model_cfg["vision_cfg"].get("image_size", 224)
+    given = {key: value for key, value in config.get("preprocess_cfg", {}).items() if key != "size"}
+    preprocess = open_clip.transform.PreprocessCfg(size=size, **given)
+    return OpenClipProcessor(
+        image_size=(size, size) if isinstance(size, int) else tuple(size),
+        mean=tuple(preprocess.mean),
+        std=tuple(preprocess.std),
+        interpolation=preprocess.interpolation,
+        max_length=model_cfg["text_cfg"].get("context_length", 77),
+        pad_to_max_length=not _trims_padding(model_cfg),
+        pad_token_id=0,
+        transform=open_clip.transform.image_transform_v2(preprocess, is_train=False),
+        tokenizer=open_clip.get_tokenizer(f"local-dir:{folder}"),
+        config=config,
+    )

@@ -1,0 +1,96 @@
+"""Pixels and tokens exactly as a model wants them, and the rule by which its texts are padded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+
+@dataclass
+class Processor(ABC):
+    """Preprocessing of one encoder; two libraries implement it, the rest of the project sees only this.
+
+    Args:
+        image_size: height and width the image tower takes, in pixels.
+        mean: per-channel mean subtracted from pixels in [0, 1].
+        std: per-channel standard deviation the pixels are divided by.
+        interpolation: name of the resampling filter, such as ``"bicubic"``.
+        max_length: most tokens the text tower takes; 0 when there is no text tower.
+        pad_to_max_length: True when the model reads the padding (SigLIP), so that trimming it changes embeddings.
+        pad_token_id: the token that fills up a batch.
+        count_truncated: texts so far that were longer than ``max_length`` and lost their end.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    max_length: int
+    pad_to_max_length: bool
+    pad_token_id: int
+    count_truncated: int = 0
+
+    @abstractmethod
+    def images(self, images: Sequence[Image]) -> Tensor:
+        """Preprocess for evaluation, as the model's own authors do: ``(B, C, H, W)`` float32."""
+
+    @abstractmethod
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return token ids per text, truncated to ``max_length`` and not padded."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the files from which :func:`xcompat.encoders.load_processor` makes an equal processor."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what belongs into a fingerprint: everything that changes pixels or tokens."""
+
+    def to_pixels(self, pixels_BCHW: Tensor) -> Tensor:
+        """Normalise augmented images that already have the right size.
+
+        Args:
+            pixels_BCHW: uint8 RGB of ``image_size``.
+
+        Returns:
+            float32 of the same shape, as the image tower takes it.
+        """
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        return pixels_BCHW.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+    def pad(self, token_ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Stack token lists into one batch.
+
+        Args:
+            token_ids: B lists from :meth:`tokenize`.
+
+        Returns:
+            ``input_ids`` (B, L) int64 and, unless the model reads its padding, ``attention_mask`` (B, L) int64; L is the
+            longest list, or ``max_length`` when the model wants a fixed length.
+        """
+        length = self.max_length if self.pad_to_max_length else max(len(ids) for ids in token_ids)
+        input_ids = torch.full((len(token_ids), length), self.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(token_ids):
+            input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            attention_mask[row, : len(ids)] = 1
+        return {"input_ids": input_ids} if self.pad_to_max_length else {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def texts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Tokenise and pad a batch of texts.
+
+        Args:
+            texts: B strings.
+
+        Returns:
+            What :meth:`pad` returns.
+        """
+        return self.pad(self.tokenize(texts))

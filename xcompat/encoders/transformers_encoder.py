@@ -1,0 +1,259 @@
+"""Encoders of the transformers library: CLIP, SigLIP, SigLIP 2, BLIP and any VisionTextDualEncoderModel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL.Image import Image, Resampling
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoTokenizer,
+    BaseImageProcessor,
+    BlipForImageTextRetrieval,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+
+IMAGE_BACKEND = "pil"
+"""PIL and torchvision resize differently (up to .03 after normalisation), and the saved configuration does not say which."""
+
+
+@dataclass
+class TransformersProcessor(Processor):
+    """An image processor and a tokenizer of the transformers library."""
+
+    image_processor: BaseImageProcessor = field(kw_only=True)
+    tokenizer: PreTrainedTokenizerBase = field(kw_only=True)
+
+    def images(self, images: Sequence[Image]) -> Tensor:
+        """See :meth:`Processor.images`."""
+        return self.image_processor(list(images), return_tensors="pt")["pixel_values"]
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """See :meth:`Processor.tokenize`."""
+        batch = self.tokenizer(list(texts), truncation=True, max_length=self.max_length, padding=False)
+        self.count_truncated += sum(bool(encoding.overflowing) for encoding in batch.encodings or [])
+        return batch["input_ids"]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Processor.save_pretrained`."""
+        self.image_processor.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Processor.describe`."""
+        pixels = {k: v for k, v in self.image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        state = json.loads(backend.to_str()) if backend is not None else {"vocab": self.tokenizer.get_vocab()}
+        # Truncation and padding are this call's settings, left over in the tokenizer by whoever used it last.
+        state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}
+        return {
+            "backend": IMAGE_BACKEND,
+            "pixels": pixels,
+            "tokens": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest(),
+            "max_length": self.max_length,
+            "pad_to_max_length": self.pad_to_max_length,
+        }
+
+
+class TransformersEncoder(Encoder):
+    """A model with ``get_image_features`` and ``get_text_features``."""
+
+    library: ClassVar[str] = "transformers"
+    model: PreTrainedModel
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`Encoder.image_features`."""
+        return self.model.get_image_features(pixel_values=pixel_values).pooler_output
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :meth:`Encoder.text_features`."""
+        return self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        """See :attr:`Encoder.towers`."""
+        text = getattr(self.model, "text_model", None) or self.model.text_encoder  # BLIP calls it text_encoder
+        return {"image": self.model.vision_model, "text": text}
+
+    @property
+    def image_embedding_layer(self) -> nn.Module | None:
+        """See :attr:`Encoder.image_embedding_layer`."""
+        for name, module in self.towers["image"].named_modules():
+            if name.rsplit(".", 1)[-1] == "embeddings":
+                return module
+        return None
+
+    @property
+    def image_width(self) -> int:
+        """See :attr:`Encoder.image_width`."""
+        return self.model.config.vision_config.hidden_size
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Encoder.save_pretrained`."""
+        self.model.save_pretrained(folder)
+
+
+class BlipEncoder(TransformersEncoder):
+    """BLIP's retrieval heads: class tokens through ``vision_proj`` and ``text_proj``."""
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`Encoder.image_features`."""
+        tokens_BNW = self.model.vision_model(pixel_values=pixel_values).last_hidden_state
+        return self.model.vision_proj(tokens_BNW[:, 0])
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :meth:`Encoder.text_features`."""
+        tokens_BLW = self.model.text_encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.model.text_proj(tokens_BLW[:, 0])
+
+
+class Siglip2Encoder(TransformersEncoder):
+    """SigLIP 2 with native resolution, fed square images cut into a fixed grid of patches.
+
+    A fixed grid keeps ``pixel_values`` one ordinary tensor; the aspect ratio is not kept, as in fixed-size SigLIP.
+    """
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`Encoder.image_features`."""
+        patch = self.model.config.vision_config.patch_size
+        batch, channels, height, width = pixel_values.shape
+        grid = (height // patch, width // patch)
+        patches = pixel_values.reshape(batch, channels, grid[0], patch, grid[1], patch).permute(0, 2, 4, 3, 5, 1)
+        patches_BNP = patches.reshape(batch, grid[0] * grid[1], patch * patch * channels)
+        mask_BN = torch.ones(patches_BNP.shape[:2], dtype=torch.int64, device=pixel_values.device)
+        shapes = torch.tensor([grid] * batch, device=pixel_values.device)
+        return self.model.get_image_features(
+            pixel_values=patches_BNP, pixel_attention_mask=mask_BN, spatial_shapes=shapes
+        ).pooler_output
+
+
+def _encoder_class(model_type: str) -> type[TransformersEncoder]:
+    return {"blip": BlipEncoder, "siglip2": Siglip2Encoder}.get(model_type, TransformersEncoder)
+
+
+def _embedding_dim(config: PreTrainedConfig) -> int:
+    for holder, key in ((config, "image_text_hidden_size"), (config, "projection_dim"), (config.text_config, "projection_size")):
+        # BlipConfig has both: its retrieval heads end in image_text_hidden_size
+        if config.model_type != "blip" and key == "image_text_hidden_size":
+            continue
+        if (dim := getattr(holder, key, None)) is not None:
+            return dim
+    return config.text_config.hidden_size
+
+
+def build_transformers_encoder(description: dict[str, Any]) -> TransformersEncoder:
+    """Build the architecture without loading weights.
+
+    Args:
+        description: what :attr:`Encoder.description` holds.
+
+    Returns:
+        The encoder with freshly initialised weights.
+    """
+    config = AutoConfig.for_model(**description["config"])
+    model = BlipForImageTextRetrieval(config) if config.model_type == "blip" else AutoModel.from_config(config)
+    return _wrap(model, description)
+
+
+def load_transformers_encoder(name: str, revision: str | None, trust_remote_code: bool) -> TransformersEncoder:
+    """Load architecture and weights from a folder or the Hub, safetensors only.
+
+    Args:
+        name: folder or Hub name.
+        revision: branch, tag or commit; None for the default branch.
+        trust_remote_code: whether code from the repository may run.
+
+    Returns:
+        The encoder in float32, in evaluation mode.
+    """
+    where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **where)
+    loader = BlipForImageTextRetrieval if config.model_type == "blip" else AutoModel
+    model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True, **where)
+    if not hasattr(model, "get_image_features") and config.model_type != "blip":
+        raise XcompatError(f"{name} ({config.model_type}) has no image and text towers that end in one space")
+    return _wrap(model, {"library": "transformers", "name": name, "revision": revision, "config": config.to_dict()}).eval()
+
+
+def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> TransformersEncoder:
+    config = model.config
+    return _encoder_class(config.model_type)(model, _embedding_dim(config), json.loads(json.dumps(description, default=str)))
+
+
+def load_transformers_processor(
+    name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]
+) -> TransformersProcessor:
+    """Load image processor and tokenizer.
+
+    Args:
+        name: folder or Hub name that holds ``preprocessor_config.json`` and the tokenizer's files.
+        revision: branch, tag or commit; None for the default branch.
+        trust_remote_code: whether code from the repository may run.
+        description: the encoder's description, which says how long texts may be.
+
+    Returns:
+        The processor.
+    """
+    where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    config = AutoConfig.for_model(**description["config"])
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    if config.model_type == "siglip2":
+        image_processor = _square_siglip2_processor(name, config)
+    else:
+        image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
+    return make_processor(image_processor, tokenizer, config)
+
+
+def make_processor(
+    image_processor: BaseImageProcessor, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> TransformersProcessor:
+    """Join an image processor and a tokenizer as the given architecture wants them.
+
+    Args:
+        image_processor: with ``size`` or ``crop_size`` and normalisation.
+        tokenizer: with a padding token.
+        config: the model's configuration.
+
+    Returns:
+        The processor.
+    """
+    size = (getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)) or image_processor.size
+    edge = dict(size).get("shortest_edge")
+    text_type = config.text_config.model_type
+    longest = getattr(config.text_config, "max_position_embeddings", tokenizer.model_max_length)
+    normalise = getattr(image_processor, "do_normalize", True)
+    return TransformersProcessor(
+        image_size=(edge, edge) if edge else (size["height"], size["width"]),
+        mean=tuple(image_processor.image_mean) if normalise else (0.0, 0.0, 0.0),
+        std=tuple(image_processor.image_std) if normalise else (1.0, 1.0, 1.0),
+        interpolation=Resampling(image_processor.resample).name.lower(),
+        max_length=min(longest, tokenizer.model_max_length),
+        pad_to_max_length=text_type.startswith("siglip"),  # pools its last position, whatever stands there
+        pad_token_id=tokenizer.pad_token_id,
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+    )
+
+
+def _square_siglip2_processor(name: str, config: PreTrainedConfig) -> BaseImageProcessor:
+    """Return a fixed-size image processor with the grid on which SigLIP 2's position table was trained."""
+    from transformers import SiglipImageProcessor
+
+    vision = config.vision_config
+    edge = int(vision.num_patches**0.5) * vision.patch_size
+    return SiglipImageProcessor(size={"height": edge, "width": edge}, image_mean=[0.5] * 3, image_std=[0.5] * 3)

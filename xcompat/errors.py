@@ -1,0 +1,37 @@
+"""Errors for people: what is wrong, where, and how to mend it, in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class XcompatError(ValueError):
+    """A mistake the user can mend; the command line prints its message alone and exits with code 2."""
+
+
+class FingerprintMismatchError(XcompatError):
+    """Embeddings of two different models were about to be compared as if they were of one."""
+
+
+class TrainingDivergedError(XcompatError):
+    """The loss or the gradient stopped being finite."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name is meant, for the end of an error message.
+
+    Args:
+        name: what the user wrote.
+        known: the names that would have been right.
+
+    Returns:
+        ``"did you mean 'x'?"``, or the list of known names when none is near.
+
+    Example:
+        >>> nearest("learing_rate", ["learning_rate", "seed"])
+        "did you mean 'learning_rate'?"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,84 @@
+"""The identity of a model: what it computes, not what it is called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from xcompat.errors import FingerprintMismatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Hash of a model's architecture, weights and preprocessing; two are equal when their digests are.
+
+    Args:
+        digest: 64 hexadecimal digits (SHA-256).
+        name: what people call the model; not part of the identity.
+
+    Example:
+        >>> Fingerprint.from_string("clip-b32") == Fingerprint.from_string("clip-b32")
+        True
+    """
+
+    digest: str
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def from_string(cls, name: str) -> Fingerprint:
+        """Make a fingerprint for embeddings whose model is known by name only.
+
+        Args:
+            name: any name; equal names give equal fingerprints.
+
+        Returns:
+            A fingerprint that no model with weights has.
+        """
+        return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "") -> Fingerprint:
+        """Hash every parameter and persistent buffer of a module, and what stands beside them.
+
+        Args:
+            module: the model; its ``state_dict`` is hashed tensor by tensor, in order of name.
+            parts: JSON-like description of architecture and preprocessing.
+            name: what people call the model.
+
+        Returns:
+            The fingerprint.
+        """
+        import torch
+
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+        for key, tensor in sorted(module.state_dict().items()):
+            digest.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(memoryview(raw.numpy()))
+        return cls(digest.hexdigest(), name)
+
+    def require(self, other: Fingerprint, what: str) -> None:
+        """Raise unless ``other`` is the same model.
+
+        Args:
+            other: the fingerprint found.
+            what: what carries ``other``, for the message.
+
+        Raises:
+            FingerprintMismatchError: naming both.
+        """
+        if self != other:
+            raise FingerprintMismatchError(
+                f"{what} was made by {other}, but {self} is asked for: embeddings of different models cannot be "
+                "compared; use the model that made it, or embed again"
+            )
+
+    def __str__(self) -> str:
+        """Return ``name@first 12 digits``."""
+        return f"{self.name or 'unnamed'}@{self.digest[:12]}"

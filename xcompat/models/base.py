@@ -1,0 +1,333 @@
+"""The contract of all methods: an ordinary transformers model that knows what it is compatible with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
+from xcompat.encoders.adapters import VisualPrompts
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.outputs import CompatOutput
+
+_TRANSFORMERS_KEYS = {"transformers_version", "architectures", "dtype", "torch_dtype", "model_type", "name_or_path"}
+
+
+class CompatConfig(PreTrainedConfig):
+    """What every compatible model's ``config.json`` says.
+
+    Args:
+        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` (of the unadapted encoder).
+        old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
+            ``compatible_with``, the earlier versions whose galleries share its space.
+        embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.
+        adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
+        logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
+
+    Raises:
+        XcompatError: for an unknown key, naming the nearest known one.
+    """
+
+    model_type: ClassVar[str] = "xcompat"
+
+    encoder: dict | None = None
+    old: dict | None = None
+    embedding_dim: int = 0
+    adapters: dict | None = None
+    logit_scale: float = 1 / 0.07
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Refuse what transformers would accept silently, then let it set up the rest."""
+        known = {field.name for field in fields(type(self))}
+        for key in kwargs:
+            if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_", "num_labels")):
+                raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, known)}")
+        super().__post_init__(**kwargs)
+
+
+class CompatModel(PreTrainedModel):
+    """A new embedding model whose queries work on galleries of an old one.
+
+    A subclass says in ``columns`` what its forward reads, builds its own parts in ``__init__`` after ``super().__init__``,
+    and overrides ``forward``, and ``view`` or ``upgrade`` where the spaces differ.
+    """
+
+    config_class: ClassVar[type[CompatConfig]] = CompatConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    main_input_name = "pixel_values"
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Batch columns the loss needs."""
+    embeds_in_memory: ClassVar[bool] = False
+    """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
+    citation: ClassVar[str] = ""
+
+    encoder: Encoder | None
+
+    def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config)
+        self.encoder = None
+        self._processor: Processor | None = None
+        self._outside_encoder: list[Encoder] = []  # a list, so that the module tree does not own what is not saved
+        if not self.embeds_in_memory:
+            if config.encoder is None:
+                raise XcompatError(f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)")
+            self.encoder = encoder or build_encoder(config.encoder)
+            if config.adapters is not None:
+                self.encoder.add_adapters(AdapterConfig(**config.adapters))
+        elif encoder is not None:
+            self._outside_encoder = [encoder]
+
+    def post_init(self) -> None:
+        """Finish construction; every part has initialised itself already.
+
+        transformers would go over nested models once more and draw LoRA's zero matrix anew. On the meta device, where a
+        checkpoint is about to be loaded, that pass is what restores buffers which are not saved.
+        """
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            for module in self.modules():
+                module._is_hf_initialized = True
+        super().post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+        """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub name.
+            args: as transformers takes them.
+            kwargs: as transformers takes them.
+
+        Returns:
+            The model in evaluation mode (with loading information, when that was asked for).
+
+        Raises:
+            XcompatError: when weights are missing, left over, of another shape, or not safetensors.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("use_safetensors", True)
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise XcompatError(f"cannot load {pretrained_model_name_or_path}: {' '.join(str(error).split())}") from error
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[kind]:
+                some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
+                raise XcompatError(
+                    f"the checkpoint {pretrained_model_name_or_path} does not fit its configuration: "
+                    f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
+                )
+        model.set_trainable()
+        return (model, info) if with_info else model
+
+    @classmethod
+    def from_encoder(
+        cls,
+        encoder: str | EncoderSource | tuple[Encoder, Processor],
+        old: dict[str, Any] | None = None,
+        **options: Any,  # noqa: ANN401 - the method's own configuration
+    ) -> Self:
+        """Start a method from a pretrained encoder.
+
+        Args:
+            encoder: name, folder, source, or an encoder and its processor already loaded.
+            old: the old model, as ``describe_old`` gives it; None for a model that is compatible with nothing.
+            options: the method's configuration.
+
+        Returns:
+            The model in float32, in evaluation mode, the encoder's weights those given.
+        """
+        loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
+        fingerprint = loaded.fingerprint(processor)
+        description = loaded.description | {"fingerprint": fingerprint.digest}
+        config = cls.config_class(encoder=description, old=old, embedding_dim=loaded.embedding_dim, **options)
+        model = cls(config, encoder=loaded)
+        model._processor = processor
+        model.set_trainable()
+        return model.eval()
+
+    def set_trainable(self) -> None:
+        """Set ``requires_grad`` as the method's configuration says; by default everything trains."""
+
+    # ----------------------------------------------------------------------------------------------- embedding
+
+    @property
+    def processor(self) -> Processor:
+        """Return the encoder's preprocessing, from the checkpoint's folder or the encoder's own."""
+        if self._processor is None:
+            assert self.config.encoder is not None
+            where = self.config.encoder if self.embeds_in_memory else {"name": self.name_or_path, "revision": None}
+            self._processor = load_processor(
+                self.config.encoder, EncoderSource(name=where["name"], revision=where.get("revision"))
+            )
+        return self._processor
+
+    def _get_encoder(self) -> Encoder:
+        if self.encoder is not None:
+            return self.encoder
+        if not self._outside_encoder:
+            if self.config.encoder is None:
+                raise XcompatError("this map was fitted on embeddings alone: give it embeddings, or set config.encoder")
+            source = EncoderSource(name=self.config.encoder["name"], revision=self.config.encoder.get("revision"))
+            encoder, processor = load_encoder(source)
+            expected = Fingerprint(self.config.encoder["fingerprint"], self.config.encoder["name"])
+            expected.require(encoder.fingerprint(processor), f"the encoder at {source.name}")
+            self._processor = processor
+            self._outside_encoder = [encoder.requires_grad_(False).eval()]
+        return self._outside_encoder[0].to(self.device)
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """Embed images for a new gallery.
+
+        Args:
+            pixel_values: (B, C, H, W) from ``processor.images``.
+
+        Returns:
+            (B, D) float32, L2-normalised.
+        """
+        return self._get_encoder().embed_images(pixel_values)
+
+    def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed texts for a new gallery.
+
+        Args:
+            input_ids: (B, L) int64 from ``processor.texts``.
+            attention_mask: (B, L) int64; None for models that read their padding.
+
+        Returns:
+            (B, D) float32, L2-normalised.
+        """
+        return self._get_encoder().embed_texts(input_ids, attention_mask)
+
+    # ------------------------------------------------------------------------------------------- compatibility
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the identity of this model: encoder, adapters, heads and preprocessing."""
+        own = {key: self.config.to_dict().get(key) for key in ("model_type", "encoder", "old", "adapters", "embedding_dim")}
+        parts = json.loads(json.dumps(own | {"processor": self.processor.describe()}, default=str))
+        return Fingerprint.from_module(self, parts, self.name_or_path or type(self).__name__)
+
+    @property
+    def compatible_with(self) -> list[Fingerprint]:
+        """Return the versions whose galleries this model's queries can search, the nearest first."""
+        old = self.config.old
+        if old is None:
+            return []
+        earlier = [Fingerprint(item["fingerprint"], item["name"]) for item in old.get("compatible_with", [])]
+        return [Fingerprint(old["fingerprint"], old["name"]), *earlier]
+
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Bring own embeddings into the space of an older gallery: here the first d dimensions, normalised.
+
+        Args:
+            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
+            version: the gallery's version; None for the old model this one was trained for.
+
+        Returns:
+            (B, d) float32, L2-normalised.
+
+        Raises:
+            FingerprintMismatchError: when the model was not made compatible with that version.
+        """
+        self._check_version(version)
+        assert self.config.old is not None
+        return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
+
+    def _check_version(self, version: Fingerprint | None) -> None:
+        known = self.compatible_with
+        if not known:
+            raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
+        if version is not None and version not in known:
+            names = ", ".join(map(str, known))
+            raise FingerprintMismatchError(f"this model is compatible with {names}, not with {version}; use a model trained for it")
+
+    def self_view(self, embeds: Tensor) -> Tensor:
+        """Return the form in which two of this model's own embeddings are compared (new/new): here as they are."""
+        return embeds
+
+    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings towards the new model; the identity unless a method maps galleries.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) side-information stored with them, for methods that use it.
+
+        Returns:
+            The embeddings to store instead.
+        """
+        return old_embeds
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def forward(self, return_loss: bool = True) -> CompatOutput:
+        """Compute the loss of one batch; every method names the columns it reads."""
+        raise TypeError(f"{type(self).__name__} does not define forward")
+
+    def _require(self, **columns: Tensor | None) -> None:
+        """Refuse a batch that lacks a column the loss needs, by its name."""
+        missing = [name for name, value in columns.items() if value is None]
+        if missing:
+            raise XcompatError(f"{type(self).__name__} needs the column{'s' * (len(missing) > 1)} {', '.join(missing)} in the batch")
+
+    @contextmanager
+    def adapters_disabled(self) -> Iterator[None]:
+        """Embed as the original new model does, bit for bit, inside the block."""
+        with self.encoder.adapters_disabled() if self.encoder is not None else nullcontext():
+            yield
+
+    def for_inference(self) -> Self:
+        """Return the model without what only training needs, in evaluation mode."""
+        return self.requires_grad_(False).eval()
+
+    def merge_adapters(self) -> Self:
+        """Fold LoRA into the encoder's weights: the same embeddings without the extra layers; prompts stay."""
+        if self.encoder is not None and self.config.adapters is not None:
+            self.encoder.merge_adapters()
+            self.config.adapters = {**self.config.adapters, "lora": None}
+        return self
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, VisualPrompts):
+            init.normal_(module.tokens, std=0.02)
+        if isinstance(module, Encoder) and hasattr(module, "rebuild_masks"):
+            module.rebuild_masks()
+
+
+def describe_old(
+    fingerprint: Fingerprint, dim: int, logit_scale: float | None = None, compatible_with: list[Fingerprint] | None = None
+) -> dict[str, Any]:
+    """Describe an old model for ``CompatConfig.old``.
+
+    Args:
+        fingerprint: its identity and name.
+        dim: d, the dimension of its embeddings.
+        logit_scale: the scale it was trained with, if known.
+        compatible_with: earlier versions whose galleries share its space.
+
+    Returns:
+        A JSON-like dictionary.
+    """
+    earlier = [{"name": version.name, "fingerprint": version.digest} for version in compatible_with or []]
+    return {
+        "name": fingerprint.name,
+        "fingerprint": fingerprint.digest,
+        "dim": dim,
+        "logit_scale": logit_scale,
+        "compatible_with": earlier,
+    }

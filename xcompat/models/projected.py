@@ -1,0 +1,67 @@
+"""An encoder with φ on top: the shape that XBT and its direct baselines share."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from xcompat.encoders.base import Encoder
+from xcompat.fingerprint import Fingerprint
+from xcompat.heads import Projection
+from xcompat.models.base import CompatConfig, CompatModel
+
+TrainedPart = Literal["none", "layer_norm", "all"]
+
+
+class ProjectedConfig(CompatConfig):
+    """Configuration of an encoder with φ.
+
+    Args:
+        train_encoder: which of the encoder's own weights train beside its adapters.
+        train_projection: which weights of φ train.
+    """
+
+    train_encoder: TrainedPart = "none"
+    train_projection: TrainedPart = "all"
+
+
+class ProjectedModel(CompatModel):
+    """Encoder, adapters and φ; what they learn from is the subclass's ``forward``.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = ProjectedConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+
+    def __init__(self, config: ProjectedConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert config.old is not None
+        self.projection = Projection(config.embedding_dim, config.old["dim"])
+        self.post_init()
+
+    def set_trainable(self) -> None:
+        """Freeze everything but adapters, prompts and the parts that the configuration names."""
+        assert self.encoder is not None
+        adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
+        for part, which in ((self.encoder, self.config.train_encoder), (self.projection, self.config.train_projection)):
+            norms = {id(p) for layer in part.modules() if isinstance(layer, nn.LayerNorm) for p in layer.parameters()}
+            for parameter in part.parameters():
+                named = which == "all" or (which == "layer_norm" and id(parameter) in norms)
+                parameter.requires_grad_(named or id(parameter) in adapters)
+
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
+        self._check_version(version)
+        return self.projection(embeds)
+
+    def self_view(self, embeds: Tensor) -> Tensor:
+        """Compare own embeddings after φ, the space they are trained in, as the paper's new/new does."""
+        return self.projection(embeds)
+
+    def project_pair(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the synthetic old embeddings of images and texts: φ(v_new), φ(w_new) (xbt.txt Eqn. 4), each (B, d)."""
+        return self.projection(self.embed_images(pixel_values)), self.projection(self.embed_texts(input_ids, attention_mask))

@@ -1,0 +1,81 @@
+"""φ alone: text-only pretraining of the map from the new space into the old one (XBT, part 1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.heads import Projection
+from xcompat.losses import clip_contrastive_loss
+from xcompat.models.base import CompatConfig, CompatModel
+from xcompat.outputs import CompatOutput
+
+
+class ProjectionConfig(CompatConfig):
+    """Configuration of :class:`ProjectionModel`.
+
+    Args:
+        noise_std: σ of the Gaussian noise on the new embedding; the paper gives no value.
+    """
+
+    model_type = "xcompat-projection"
+
+    noise_std: float = 0.08
+
+
+class ProjectionModel(CompatModel):
+    """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (xbt.txt Eqn. 3).
+
+    No encoder is in memory. The paper pretrains on texts alone; trained on images it is the paper's ablation (h).
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+
+    Example:
+        >>> from xcompat.models.base import describe_old
+        >>> from xcompat.fingerprint import Fingerprint
+        >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
+        >>> model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=8))
+        >>> model.view(torch.randn(2, 8)).shape
+        torch.Size([2, 4])
+    """
+
+    config_class = ProjectionConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    embeds_in_memory = True
+    citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 3"
+
+    def __init__(self, config: ProjectionConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.projection = Projection(config.embedding_dim, config.old["dim"])
+        self.post_init()
+
+    def view(self, embeds: Tensor, version: object = None) -> Tensor:
+        """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
+        self._check_version(version)
+        return self.projection(embeds)
+
+    def forward(
+        self, new_embeds: Tensor | None = None, old_embeds: Tensor | None = None, return_loss: bool = True
+    ) -> CompatOutput:
+        """Compute the loss between φ of the noisy new embeddings and the old embeddings of the same samples.
+
+        Args:
+            new_embeds: (B, D) L2-normalised embeddings of the new model.
+            old_embeds: (B, d) L2-normalised embeddings of the old model.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and φ's output as ``text_embeds``.
+        """
+        self._require(new_embeds=new_embeds, old_embeds=old_embeds)
+        if self.training and self.config.noise_std > 0:
+            new_embeds = F.normalize(new_embeds + self.config.noise_std * torch.randn_like(new_embeds), dim=-1)
+        mapped = self.projection(new_embeds)
+        loss = clip_contrastive_loss(mapped, old_embeds, self.config.logit_scale) if return_loss else None
+        return CompatOutput(loss=loss, text_embeds=mapped)
