@@ -1,0 +1,87 @@
+"""Bootstrap intervals against a loop that draws and averages one resample at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
+from xcompat.evaluation import intervals as module
+
+
+def naive_interval(values: np.ndarray, clusters: list, n_resamples: int, level: float, seed: int) -> tuple[float, float]:
+    generator = np.random.default_rng(seed)
+    names = list(dict.fromkeys(clusters))
+    means = []
+    for _ in range(n_resamples):
+        drawn = []
+        for index in generator.integers(len(names), size=len(names)):
+            drawn += [value for value, cluster in zip(values, clusters, strict=True) if cluster == names[index]]
+        means.append(np.mean(drawn))
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.sampled_from("abcde")), min_size=1, max_size=25), st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_equals_the_naive_loop(items: list, seed: int) -> None:
+    values = np.array([value for value, _ in items])
+    clusters = [cluster for _, cluster in items]
+    for chosen in (clusters, None):
+        expected = naive_interval(values, chosen or list(range(len(values))), 40, 0.9, seed)
+        assert bootstrap_interval(values, 40, 0.9, seed, chosen) == pytest.approx(expected, abs=1e-9)
+
+
+def test_memory_blocks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    whole = bootstrap_interval(values, 100)
+    monkeypatch.setattr(module, "_BLOCK_NUMBERS", 333)
+    assert bootstrap_interval(values, 100) == whole
+
+
+def test_covers_the_true_mean_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    inside = 0
+    for trial in range(200):
+        low, high = bootstrap_interval(generator.random(120) < 0.3, 300, 0.95, trial)
+        inside += low <= 0.3 <= high
+    assert 0.90 <= inside / 200 <= 0.99
+
+
+def test_clusters_widen_the_interval_of_repeated_answers() -> None:
+    answers = np.random.default_rng(2).random(60) < 0.5
+    repeated, clusters = np.repeat(answers, 16), np.repeat(np.arange(60), 16)
+    alone, together = bootstrap_interval(answers), bootstrap_interval(repeated, clusters_Q=clusters)
+    assert together == pytest.approx(alone)
+    naive_low, naive_high = bootstrap_interval(repeated)
+    assert (naive_high - naive_low) < 0.5 * (together[1] - together[0])
+
+
+def test_paired_difference_sees_what_single_intervals_miss() -> None:
+    generator = np.random.default_rng(3)
+    old = generator.random(400) < 0.4
+    new = old | (generator.random(400) < 0.05)
+    difference = paired_bootstrap(new, old)
+    assert difference.mean == pytest.approx(new.mean() - old.mean())
+    assert difference.excludes_zero
+    assert bootstrap_interval(new)[0] < bootstrap_interval(old)[1]
+    mirrored = paired_bootstrap(old, new)
+    assert (mirrored.mean, mirrored.low, mirrored.high) == pytest.approx((-difference.mean, -difference.high, -difference.low))
+    assert not paired_bootstrap(old, old).excludes_zero
+    assert not PairedDifference(0.1, -0.1, 0.2).excludes_zero
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(XcompatError, match="empty"):
+        bootstrap_interval(np.array([]))
+    with pytest.raises(XcompatError, match="level"):
+        bootstrap_interval(np.ones(3), level=95)
+    with pytest.raises(XcompatError, match="3 rows but 2 ids"):
+        bootstrap_interval(np.ones(3), clusters_Q=["a", "b"])
+    with pytest.raises(XcompatError, match="same queries"):
+        paired_bootstrap(np.ones(3), np.ones(4))
+    with pytest.raises(XcompatError, match="one number per query"):
+        bootstrap_interval(np.ones((3, 2)))

@@ -1,0 +1,228 @@
+"""A report says what was measured, survives the disk, needs nothing beside its page, and never runs what it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation import EmbeddedPairs, ZeroShot, evaluate_cases
+from xcompat.fingerprint import Fingerprint
+from xcompat.report import (
+    Example,
+    ExampleRow,
+    Hit,
+    Report,
+    ReportContent,
+    load_report,
+    print_report,
+    render_report,
+    write_report,
+)
+from xcompat.report.wording import percent, verdicts
+
+N_ITEMS = 40
+
+
+def embedded(name: str, dim: int, noise: float, basis_seed: int) -> EmbeddedPairs:
+    generator = np.random.default_rng(dim + int(noise * 10))
+    truth = np.random.default_rng(0).normal(size=(N_ITEMS, 8)) @ np.random.default_rng(basis_seed).normal(size=(8, dim))
+    images, texts = (truth + noise * generator.normal(size=truth.shape) for _ in range(2))
+    shot = ZeroShot(images[:6], texts[:6], np.arange(6))
+    return EmbeddedPairs(name, Fingerprint.from_string(name), images, texts, np.arange(N_ITEMS), np.arange(N_ITEMS), shot)
+
+
+def make_content(view_noise: float = 0.3) -> ReportContent:
+    old, view = embedded("old<b>", 8, 3.0, 1), embedded("new", 8, view_noise, 1)
+    new, independent = embedded("new", 12, 0.2, 2), embedded("plain", 12, 0.2, 3)
+    evaluation = evaluate_cases(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)}, n_resamples=30)
+    blot = Image.new("RGBA", (300, 200), (200, 30, 30, 255))
+    row = ExampleRow("old query", [Hit(blot, "a [red] blot", True), Hit(None, "<script>alert(1)</script>", False)])
+    examples = [Example("find [me] & <you>", [row, ExampleRow("new query", [Hit(Image.new("L", (8, 8), 7), "grey", False)])])]
+    seconds = {"train": 12.5, "evaluate": 1.25}
+    run = {"command": "xcompat quickstart"}
+    return ReportContent(evaluation, old, view, new, independent, "xbt", seconds, run, examples, tsne_pairs=12)
+
+
+@pytest.fixture(scope="module")
+def content() -> ReportContent:
+    return make_content()
+
+
+@pytest.fixture(scope="module")
+def folder(content: ReportContent, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = write_report(tmp_path_factory.mktemp("run") / "report", content)
+    assert page.name == "report.html"
+    return page.parent
+
+
+def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportContent) -> None:
+    document = json.loads((folder / "report.json").read_text())
+    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "run"}
+    assert document["schema"] == 1
+    assert document["old"] == {"name": "old<b>", "fingerprint": content.old.fingerprint.digest, "dim": 8}
+    assert document["new"]["dim"] == 12
+    assert set(document["criterion"]) == {"backward_compatible", "new_model_not_hurt", "failed", "differences"}
+    keys = {"query", "gallery", "direction", "n_queries", "n_gallery", "metrics", "ci95"}
+    for case, measured in zip(document["cases"], content.evaluation.cases, strict=True):
+        assert set(case) == keys
+        assert case["metrics"] == measured.metrics
+        assert case["ci95"] == {name: list(bounds) for name, bounds in measured.ci95.items()}
+    assert document["run"]["command"] == "xcompat quickstart"
+    assert document["run"]["notes"] == content.evaluation.notes
+
+
+def test_everything_comes_back_from_disk(folder: Path, content: ReportContent) -> None:
+    report = load_report(folder)
+    assert report.cases == content.evaluation.cases
+    assert report.criterion == content.evaluation.criterion
+    assert report.seconds == content.seconds
+    assert report.ranks.keys() == content.evaluation.ranks.keys()
+    assert all((report.ranks[key] == ranks).all() for key, ranks in content.evaluation.ranks.items())
+    assert [panel.title for panel in report.panels] == ["Old space", "Independent model, own space"]
+    assert [points.shape for _, points in report.panels[0].series] == [(12, 2)] * 4
+    found, given = report.examples[0], content.examples[0]
+    assert found.query_text == given.query_text
+    for (label, hits), (given_label, given_hits) in zip(found.rows, given.rows, strict=True):
+        assert label == given_label
+        assert [(hit.caption, hit.is_hit, hit.image is None) for hit in hits] == [
+            (hit.caption, hit.is_hit, hit.image is None) for hit in given_hits
+        ]
+    blot = found.rows[0].hits[0].image
+    assert blot is not None
+    assert blot.size == (160, 107)
+    assert blot.getpixel((3, 3)) == (200, 30, 30)
+
+
+def test_page_is_self_contained_and_says_every_number(folder: Path, content: ReportContent) -> None:
+    page = (folder / "report.html").read_text()
+    sources = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+    assert len(sources) == 6 + 2
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?://|<script|@import|url\(", page.replace("&lt;script", ""))
+    for case in content.evaluation.cases:
+        for value in case.metrics.values():
+            assert percent(value) in page
+    assert "find [me] &amp; &lt;you&gt;" in page
+    assert "old&lt;b&gt;" in page
+    assert page.index("A new query finds more in the old gallery") < page.index("Who finds what")
+
+
+def test_plots_are_pictures(folder: Path) -> None:
+    names = sorted(path.name for path in (folder / "plots").iterdir())
+    directions = ("image-to-text", "text-to-image")
+    assert names == sorted([f"{kind}-{d}.png" for kind in ("cases", "recall") for d in directions] + ["tsne-0.png", "tsne-1.png"])
+    for name in names:
+        picture = Image.open(folder / "plots" / name).convert("L")
+        assert min(picture.size) > 300
+        assert np.asarray(picture).std() > 5
+
+
+def test_rendering_again_changes_nothing(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (folder / "report.html").unlink()
+    (folder / "plots" / "stale.png").write_bytes(b"")
+    render_report(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_without_the_data_file_tables_remain(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes((folder / "report.json").read_bytes())
+    page = render_report(tmp_path).read_text()
+    assert "Who finds what" in page
+    assert "Recall at every depth" not in page
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["cases-image-to-text.png", "cases-text-to-image.png"]
+
+
+def printed(report: Report) -> str:
+    buffer = io.StringIO()
+    print_report(report, Console(file=buffer, width=100))
+    return buffer.getvalue()
+
+
+def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
+    report = load_report(folder)
+    text = printed(report)
+    for case in report.cases:
+        row = next(line for line in text.splitlines() if case.label in line)
+        assert row.strip().startswith(case.label)
+    first = report.cases[0]
+    assert f"{first.metrics['recall@10'] * 100:.1f}" in text
+    assert "find [me] & <you>" in text
+    assert "✓ a [red] blot" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_verdict_follows_the_criterion() -> None:
+    content = make_content()
+    retrieval_only = {name: replace(getattr(content, name), zero_shot=None) for name in ("old", "new_view", "new", "independent")}
+    good = evaluate_cases(**retrieval_only, ks=(1, 5), n_resamples=30)
+    bad = evaluate_cases(**{**retrieval_only, "new_view": retrieval_only["old"]}, ks=(1, 5), n_resamples=30)
+    unknown = evaluate_cases(**{**retrieval_only, "independent": None}, ks=(1, 5), n_resamples=30)
+    shell = Report(old=None, new=None, method="", cases=[], criterion=good.criterion, seconds={}, run={})  # type: ignore[arg-type]
+    assert verdicts(shell)[0].answer == "yes"
+    sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
+    assert f"{sure} of 4 gains" in verdicts(shell)[0].detail
+    failed = verdicts(replace(shell, criterion=bad.criterion))[0]
+    assert (failed.answer, failed.detail) == ("no", "4 of 4 comparisons failed; it has to win them all.")
+    assert verdicts(replace(shell, criterion=unknown.criterion))[1].answer == "not measured"
+
+
+def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
+    evaluation = evaluate_cases(content.old, content.new_view, None, None, ks=(1,), n_resamples=10)
+    bare = ReportContent(evaluation, content.old, content.new_view, None, None, "ridge", tsne_pairs=4)
+    page = write_report(tmp_path, bare).read_text()
+    assert "not measured" in page
+    assert "Where the embeddings lie" not in page
+    assert "Example searches" not in page
+    assert "nan" not in printed(load_report(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "not valid JSON"),
+        ("[]", "has schema 'list'"),
+        ('{"schema": 2}', "has schema 2 but this version reads schema 1"),
+        ('{"schema": 1}', "not a complete report"),
+        ('{"schema": 1, "old": {"nom": "x"}}', "not a complete report"),
+    ],
+)
+def test_unusable_files_are_one_clear_line(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    with pytest.raises(XcompatError, match=message) as caught:
+        load_report(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_data_file_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes((folder / "report.json").read_bytes())
+    (tmp_path / "report_data.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(XcompatError, match=r"report_data\.safetensors cannot be read"):
+        load_report(tmp_path)
+
+
+def test_a_failed_drawing_leaves_the_old_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = folder / "plots" / "kept.png"
+    kept.write_bytes(b"kept")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("xcompat.report.report.render_html", fail)
+    with pytest.raises(OSError, match="No space"):
+        render_report(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    kept.unlink()

@@ -1,0 +1,171 @@
+"""Bootstrap intervals over queries, resampling whole clusters where several queries are about one item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.scores import Ids, as_ids, id_codes
+
+_BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean difference between two measurements of the same queries, and its bootstrap interval.
+
+    Args:
+        mean: mean of ``a - b``.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the whole interval lies on one side of zero."""
+        return self.low > 0 or self.high < 0
+
+
+def bootstrap_interval(
+    values_Q: np.ndarray,
+    n_resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    clusters_Q: Ids | None = None,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of a mean (Efron 1979).
+
+    Args:
+        values_Q: ``(Q,)`` numbers, such as 1 for a hit and 0 for a miss.
+        n_resamples: how often to draw.
+        level: the share of resampled means inside.
+        seed: equal seeds draw equal queries, so that intervals over the same queries are comparable.
+        clusters_Q: what each query is about; queries of one cluster (16 faces of a character, 5 captions of an image) are drawn
+            together, as they are not independent.
+
+    Returns:
+        (low, high); equal when there is a single cluster.
+
+    Raises:
+        XcompatError: if there is no value, or the clusters do not fit.
+
+    Example:
+        >>> bootstrap_interval(np.ones(10))
+        (1.0, 1.0)
+    """
+    values_Q1 = _column(values_Q)
+    low, high = interval_bounds(resampled_means(values_Q1, n_resamples, seed, clusters_Q), level)
+    return float(low[0]), float(high[0])
+
+
+def paired_bootstrap(
+    a_Q: np.ndarray,
+    b_Q: np.ndarray,
+    n_resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    clusters_Q: Ids | None = None,
+) -> PairedDifference:
+    """Return the mean of ``a - b`` with its interval, drawing the same queries for both.
+
+    Args:
+        a_Q: ``(Q,)`` numbers of one model.
+        b_Q: ``(Q,)`` numbers of the other, for the same queries in the same order.
+        n_resamples: how often to draw.
+        level: the share of resampled differences inside.
+        seed: of the draws.
+        clusters_Q: as in :func:`bootstrap_interval`.
+
+    Returns:
+        The difference.
+
+    Raises:
+        XcompatError: if the two do not have the same queries.
+
+    Example:
+        >>> paired_bootstrap(np.ones(50), np.zeros(50)).excludes_zero
+        True
+    """
+    a_Q1, b_Q1 = _column(a_Q), _column(b_Q)
+    if a_Q1.shape != b_Q1.shape:
+        raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_Q1)} and {len(b_Q1)}")
+    differences_Q1 = a_Q1 - b_Q1
+    low, high = interval_bounds(resampled_means(differences_Q1, n_resamples, seed, clusters_Q), level)
+    return PairedDifference(float(differences_Q1.mean()), float(low[0]), float(high[0]))
+
+
+def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters_Q: Ids | None = None) -> np.ndarray:
+    """Return the means of K columns over resampled clusters: the draws behind every interval here.
+
+    A resample draws as many clusters as there are, with replacement; its mean is over all members of the drawn clusters.
+
+    Args:
+        values_QK: ``(Q, K)`` numbers.
+        n_resamples: how often to draw; at least 1.
+        seed: of the draws.
+        clusters_Q: one hashable per query; each query by itself if None.
+
+    Returns:
+        float64 ``(n_resamples, K)``.
+
+    Raises:
+        XcompatError: if there is no value, no draw, or the clusters do not fit.
+    """
+    values_QK = np.asarray(values_QK, dtype=np.float64)
+    n_queries = len(values_QK)
+    if n_queries == 0 or n_resamples < 1:
+        raise XcompatError(f"a bootstrap of {n_queries} values and {n_resamples} resamples is empty; both must be at least 1")
+    codes_Q = _cluster_codes(clusters_Q, n_queries)
+    sizes_C = np.bincount(codes_Q)
+    n_clusters = len(sizes_C)
+    # One more column, the sizes, so that a weighted sum over clusters gives numerators and denominator together.
+    sums_CK = np.stack([np.bincount(codes_Q, column, n_clusters) for column in values_QK.T] + [sizes_C], axis=1)
+    generator = np.random.default_rng(seed)
+    per_block = max(1, _BLOCK_NUMBERS // n_clusters)
+    means = []
+    for start in range(0, n_resamples, per_block):
+        count = min(per_block, n_resamples - start)
+        drawn_RC = generator.integers(n_clusters, size=(count, n_clusters))
+        offsets_R1 = np.arange(count)[:, None] * n_clusters
+        times_RC = np.bincount((drawn_RC + offsets_R1).ravel(), minlength=count * n_clusters).reshape(count, n_clusters)
+        totals_RK = times_RC.astype(np.float64) @ sums_CK
+        means.append(totals_RK[:, :-1] / totals_RK[:, -1:])
+    return np.concatenate(means)
+
+
+def interval_bounds(means_RK: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the percentile interval of each column of resampled means.
+
+    Args:
+        means_RK: ``(R, K)`` from :func:`resampled_means`.
+        level: the share inside, in (0, 1).
+
+    Returns:
+        float64 ``(K,)`` lower and ``(K,)`` upper ends.
+
+    Raises:
+        XcompatError: if the level is not a share.
+    """
+    if not 0 < level < 1:
+        raise XcompatError(f"level must lie between 0 and 1, such as 0.95, not {level}")
+    low_K, high_K = np.quantile(means_RK, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low_K, high_K
+
+
+def _column(values_Q: np.ndarray) -> np.ndarray:
+    values_Q = np.asarray(values_Q, dtype=np.float64)
+    if values_Q.ndim != 1:
+        raise XcompatError(f"a bootstrap takes one number per query, not an array of shape {values_Q.shape}")
+    return values_Q[:, None]
+
+
+def _cluster_codes(clusters_Q: Ids | None, n_queries: int) -> np.ndarray:
+    if clusters_Q is None:
+        return np.arange(n_queries)
+    return id_codes(as_ids(clusters_Q, n_queries, "clusters"), ())[0]

@@ -1,0 +1,248 @@
+"""Retrieval metrics, pure and exact: ranks without sorting, ties against you, memory bounded by the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, as_rows, blocks, id_codes
+
+_POSITIVE_ROWS = 128  # queries whose positives are looked for together; few, so that little else stands between them
+
+
+def recall_at_k(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_ids: Ids,
+    gallery_ids: Ids,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk_size: int = 1024,
+) -> dict[int, float]:
+    """Return the share of queries that find at least one item of their own id among the first k.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_ids: Q hashables; a hit is an equal id.
+        gallery_ids: G hashables; several items may share one.
+        ks: cut-offs, at least 1.
+        chunk_size: rows per block on both sides; memory grows with it, results do not change.
+
+    Returns:
+        k -> fraction in [0, 1] of the queries that have any match; queries without one are left out
+        (:func:`first_hit_ranks` marks them with -1).
+
+    Raises:
+        XcompatError: if shapes, ids or numbers are unusable, or no query has a match.
+
+    Example:
+        >>> recall_at_k(np.eye(2), np.eye(2)[::-1], ["a", "b"], ["a", "b"], ks=(1, 2))
+        {1: 0.0, 2: 1.0}
+    """
+    if not ks or any(k < 1 for k in ks):
+        raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
+    ranks_Q = first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, chunk_size)
+    found_Q = ranks_Q[ranks_Q >= 0]
+    if not found_Q.size:
+        raise XcompatError("no query id occurs in the gallery, so nothing can be found; check that both sides use the same ids")
+    return {int(k): float((found_Q < k).mean()) for k in ks}
+
+
+def first_hit_ranks(
+    queries_QD: Embeddings, gallery_GD: Embeddings, query_ids: Ids, gallery_ids: Ids, chunk_size: int = 1024
+) -> np.ndarray:
+    """Return how many negatives stand before each query's best positive.
+
+    Ties are pessimistic: a positive ranks after every negative of the same score; positives do not push each other down.
+    Nothing is sorted: the rank is the number of negatives that score at least as high as the best positive. Scores are exact
+    (:mod:`xcompat.evaluation.scores`), so the result does not depend on the chunk size in any bit.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_ids: Q hashables.
+        gallery_ids: G hashables.
+        chunk_size: rows per block on both sides.
+
+    Returns:
+        int64 ``(Q,)``, 0 for a first place, -1 for queries whose id is not in the gallery.
+
+    Raises:
+        XcompatError: if shapes, ids or numbers are unusable.
+
+    Example:
+        >>> first_hit_ranks(np.ones((2, 3)), np.ones((4, 3)), ["a", "z"], ["a", "a", "b", "c"]).tolist()
+        [2, -1]
+    """
+    if chunk_size < 1:
+        raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
+    device = queries_QD.device if isinstance(queries_QD, torch.Tensor) and queries_QD.is_cuda else torch.device("cpu")
+    queries, gallery = ExactRows(queries_QD, "queries", device), ExactRows(gallery_GD, "gallery", device)
+    if queries.dim != gallery.dim:
+        raise XcompatError(
+            f"queries have {queries.dim} dimensions but the gallery has {gallery.dim}; "
+            "bring the queries into the gallery's space first (the model's view)"
+        )
+    query_codes, gallery_codes = id_codes(
+        as_ids(query_ids, len(queries), "queries"), as_ids(gallery_ids, len(gallery), "gallery")
+    )
+    # In order of their codes, the positives of a block of queries stand together: finding the best is a fraction of the work.
+    order_Q, order_G = np.argsort(query_codes, kind="stable"), np.argsort(gallery_codes, kind="stable")
+    order_Q = order_Q[np.isin(query_codes[order_Q], gallery_codes)]
+    best_Q, tied_Q = np.empty(len(queries)), np.zeros(len(queries), dtype=np.int64)
+    for block in blocks(len(order_Q), min(chunk_size, _POSITIVE_ROWS)):
+        rows = order_Q[block]
+        codes = query_codes[rows]
+        first, last = np.searchsorted(gallery_codes[order_G], [codes[0], codes[-1] + 1])
+        best_Q[rows], tied_Q[rows] = _best_positives(
+            queries.block(rows), codes, gallery, gallery_codes, order_G[first:last], chunk_size
+        )
+    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
+    for block in blocks(len(order_Q), chunk_size):
+        rows = order_Q[block]
+        # Counts every item at or above the best positive: the negatives wanted, and the positives that equal it.
+        above_B = _count_at_least(queries.block(rows), torch.from_numpy(best_Q[rows]).to(device), gallery, chunk_size)
+        ranks_Q[rows] = above_B - tied_Q[rows]
+    return ranks_Q
+
+
+def _best_positives(
+    block_BD: torch.Tensor,
+    codes_B: np.ndarray,
+    gallery: ExactRows,
+    gallery_codes: np.ndarray,
+    candidates: np.ndarray,
+    chunk_size: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each query's best positive score, and how many positives have exactly that; each has one among the candidates."""
+    query_codes_B1 = torch.from_numpy(codes_B).to(gallery.device)[:, None]
+    best_B = block_BD.new_full((len(block_BD),), -torch.inf)
+    tied_B = torch.zeros(len(block_BD), dtype=torch.int64, device=gallery.device)
+    for columns in blocks(len(candidates), chunk_size):
+        items = candidates[columns]
+        scores_BC = block_BD @ gallery.block(items).T
+        is_negative_BC = torch.from_numpy(gallery_codes[items]).to(gallery.device) != query_codes_B1
+        scores_BC.masked_fill_(is_negative_BC, -torch.inf)
+        better_B = torch.maximum(best_B, scores_BC.amax(dim=1))
+        tied_B = torch.where(better_B > best_B, 0, tied_B) + (scores_BC == better_B[:, None]).count_nonzero(dim=1)
+        best_B = better_B
+    return best_B.cpu().numpy(), tied_B.cpu().numpy()
+
+
+def _count_at_least(block_BD: torch.Tensor, threshold_B: torch.Tensor, gallery: ExactRows, chunk_size: int) -> np.ndarray:
+    """Return how many gallery items score at least the threshold, per query."""
+    count_B = torch.zeros(len(block_BD), dtype=torch.int64, device=gallery.device)
+    for columns in blocks(len(gallery), chunk_size):
+        count_B += (block_BD @ gallery.block(columns).T >= threshold_B[:, None]).count_nonzero(dim=1)
+    return count_B.cpu().numpy()
+
+
+def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int = 1) -> float:
+    """Return the share of queries that the old model answered within the first k and the new one does not.
+
+    The negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval: better on average may still mean
+    worse for some.
+
+    Args:
+        old_ranks_Q: ``(Q,)`` from :func:`first_hit_ranks`.
+        new_ranks_Q: ``(Q,)`` of the same queries.
+        k: the cut-off that counts as right.
+
+    Returns:
+        A fraction in [0, 1] of the queries that have any match.
+
+    Raises:
+        XcompatError: if the two are not ranks of the same queries.
+
+    Example:
+        >>> negative_flip_rate(np.array([0, 0, 3, -1]), np.array([0, 1, 0, -1]))
+        0.3333333333333333
+    """
+    old_ranks_Q, new_ranks_Q = np.asarray(old_ranks_Q), np.asarray(new_ranks_Q)
+    if old_ranks_Q.shape != new_ranks_Q.shape or ((old_ranks_Q < 0) != (new_ranks_Q < 0)).any():
+        raise XcompatError("old and new ranks are not of the same queries and gallery; evaluate both models on the same items")
+    known_Q = old_ranks_Q >= 0
+    if not known_Q.any():
+        raise XcompatError("no query has a match in the gallery, so nothing can flip; check that both sides use the same ids")
+    return float(((old_ranks_Q < k) & (new_ranks_Q >= k))[known_Q].mean())
+
+
+def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
+    """Return one embedding per class from its prompts: the mean of the normalised prompt embeddings, normalised again.
+
+    Prompt ensembling of CLIP (Radford et al. 2021, section 3.1.4).
+
+    Args:
+        prompt_embeds_CTD: ``(C, T, D)`` embeddings of T prompts ("a photo of a …") for each of C classes.
+
+    Returns:
+        float64 ``(C, D)``, L2-normalised.
+
+    Raises:
+        XcompatError: if the prompts are not ``(C, T, D)``, not finite, or cancel out.
+
+    Example:
+        >>> class_embeddings(np.array([[[2.0, 0.0], [0.0, 5.0]]])).round(3).tolist()
+        [[0.707, 0.707]]
+    """
+    if prompt_embeds_CTD.ndim != 3:
+        raise XcompatError(f"prompt embeddings must be (classes, templates, dimensions), not {tuple(prompt_embeds_CTD.shape)}")
+    n_classes, n_templates, dim = prompt_embeds_CTD.shape
+    prompts = as_rows(prompt_embeds_CTD.reshape(n_classes * n_templates, dim), "prompt embeddings").astype(np.float64)
+    norms = np.linalg.norm(prompts, axis=1, keepdims=True)
+    if not np.isfinite(norms).all() or (norms == 0).any():
+        raise XcompatError("prompt embeddings hold NaN, infinite or all-zero rows; embed the prompts again")
+    means_CD = (prompts / norms).reshape(n_classes, n_templates, dim).mean(axis=1)
+    lengths_C1 = np.linalg.norm(means_CD, axis=1, keepdims=True)
+    if (lengths_C1 < 1e-12).any():
+        raise XcompatError(f"the prompts of class {int(lengths_C1.argmin())} cancel out to zero; use other templates")
+    return means_CD / lengths_C1
+
+
+def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024) -> float:
+    """Return the share of images whose nearest class embedding is their own class (ties count as wrong).
+
+    Args:
+        image_embeds_ND: ``(N, D)`` embeddings.
+        class_embeds_CD: ``(C, D)`` from :func:`class_embeddings`.
+        labels_N: N integers in [0, C).
+        chunk_size: rows per block.
+
+    Returns:
+        A fraction in [0, 1].
+
+    Raises:
+        XcompatError: if shapes, labels or numbers are unusable.
+
+    Example:
+        >>> zero_shot_accuracy(np.eye(3), np.eye(3), [0, 1, 1])
+        0.6666666666666666
+    """
+    return float((zero_shot_ranks(image_embeds_ND, class_embeds_CD, labels_N, chunk_size) < 1).mean())
+
+
+def zero_shot_ranks(
+    image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024
+) -> np.ndarray:
+    """Return how many classes stand before each image's own one; arguments as in :func:`zero_shot_accuracy`.
+
+    Args:
+        image_embeds_ND: ``(N, D)`` embeddings.
+        class_embeds_CD: ``(C, D)`` from :func:`class_embeddings`.
+        labels_N: N integers in [0, C).
+        chunk_size: rows per block.
+
+    Returns:
+        int64 ``(N,)``, 0 for a right answer.
+
+    Raises:
+        XcompatError: if shapes, labels or numbers are unusable.
+    """
+    ranks_N = first_hit_ranks(image_embeds_ND, class_embeds_CD, labels_N, range(len(class_embeds_CD)), chunk_size)
+    if (ranks_N < 0).any():
+        bad = int(np.flatnonzero(ranks_N < 0)[0])
+        raise XcompatError(f"label {bad} is not one of the {len(class_embeds_CD)} classes; labels are integers from 0")
+    return ranks_N

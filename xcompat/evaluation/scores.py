@@ -1,0 +1,169 @@
+"""Exact cosine scores: the same two vectors have the same score in every block, on every machine.
+
+A BLAS product adds up in an order that depends on the shape of its operands, so the last bits of a float score depend on the
+chunk size, and copies of one gallery item need not tie. Here rows are L2-normalised and rounded to multiples of 2^-26 (finer
+than float32 scores can tell apart). As integers their products are below 2^52 and so, by Cauchy-Schwarz, is every partial sum;
+float64 holds integers up to 2^53, hence no order of summation rounds, and a score is a pure function of its two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+
+Embeddings = np.ndarray | torch.Tensor
+"""Rows of embeddings, of any floating dtype, on any device."""
+Ids = Sequence[Hashable] | np.ndarray | torch.Tensor
+"""One identity per row."""
+
+_GRID = 2.0**26
+_NORM_ROWS = 1024
+
+
+def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
+    """Return embeddings as a NumPy matrix, without a copy where they are one (memory-mapped files stay so).
+
+    Args:
+        embeds_ND: ``(N, D)`` numbers.
+        what: what they are, for the message.
+
+    Returns:
+        ``(N, D)``, N and D at least 1.
+
+    Raises:
+        XcompatError: if there is nothing in it, or it is not a matrix.
+    """
+    if isinstance(embeds_ND, torch.Tensor):
+        tensor = embeds_ND.detach().cpu()
+        rows_ND = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16
+    else:
+        rows_ND = np.asarray(embeds_ND)
+    if rows_ND.ndim != 2:
+        raise XcompatError(f"{what} must be a matrix of one embedding per row, not of shape {rows_ND.shape}; reshape them")
+    if rows_ND.size == 0:
+        raise XcompatError(f"{what} are empty (shape {rows_ND.shape}); embed at least one item")
+    return rows_ND
+
+
+def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
+    """Return ids as a list of hashables, one per row.
+
+    Args:
+        ids_N: N hashables: strings, integers, tuples, or a one-dimensional array.
+        n_rows: how many there must be.
+        what: whose ids they are, for the message.
+
+    Returns:
+        A list of length ``n_rows``.
+
+    Raises:
+        XcompatError: if the number is wrong, or one of them is not hashable.
+    """
+    ids = ids_N.tolist() if isinstance(ids_N, np.ndarray | torch.Tensor) else [_plain(item) for item in ids_N]
+    if len(ids) != n_rows:
+        raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give one id per row")
+    for position, item in enumerate(ids):
+        if not isinstance(item, Hashable):
+            raise XcompatError(f"{what}: id {position} is a {type(item).__name__}; ids must be strings, integers or tuples")
+    return ids
+
+
+def _plain(item: Any) -> Any:  # noqa: ANN401 - an id may be anything
+    """Turn a NumPy scalar into Python's own, which reads well in messages."""
+    return item.item() if isinstance(item, np.generic) else item
+
+
+def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+    """Give every id a number, equal ids the same; ``1`` and ``"1"`` are different ids.
+
+    Args:
+        query_ids: Q hashables.
+        gallery_ids: G hashables.
+
+    Returns:
+        int64 ``(Q,)`` and ``(G,)``.
+
+    Example:
+        >>> [codes.tolist() for codes in id_codes(["a", "b"], ["b", "c"])]
+        [[0, 1], [1, 2]]
+    """
+    known: dict[Hashable, int] = {}
+    codes = [
+        np.fromiter((known.setdefault(item, len(known)) for item in ids), np.int64, len(ids)) for ids in (query_ids, gallery_ids)
+    ]
+    return codes[0], codes[1]
+
+
+def blocks(total: int, chunk_size: int) -> Iterator[slice]:
+    """Yield the slices that cut ``total`` rows into chunks.
+
+    Args:
+        total: number of rows.
+        chunk_size: rows per chunk; the last one may be smaller.
+
+    Yields:
+        Slices in order.
+    """
+    for start in range(0, total, chunk_size):
+        yield slice(start, min(start + chunk_size, total))
+
+
+class ExactRows:
+    """Embeddings whose normalised, rounded rows are handed out block by block; only their norms are held.
+
+    Args:
+        embeds_ND: ``(N, D)`` numbers; a row of zeros stays zero and scores 0 against everything.
+        what: what they are, for messages.
+        device: where blocks go.
+
+    Raises:
+        XcompatError: if they are no matrix, empty, or hold a number that is not finite.
+
+    Example:
+        >>> rows = ExactRows(np.array([[3.0, 4.0]]), "rows", torch.device("cpu"))
+        >>> (rows.block(slice(0, 1)) / 2**26).round(decimals=6).tolist()
+        [[0.6, 0.8]]
+    """
+
+    def __init__(self, embeds_ND: Embeddings, what: str, device: torch.device) -> None:
+        self.device = device
+        self._rows_ND = as_rows(embeds_ND, what)
+        self._norms_N1 = np.concatenate([_norms(self._rows_ND[rows], what) for rows in blocks(len(self), _NORM_ROWS)])
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self._rows_ND)
+
+    @property
+    def dim(self) -> int:
+        """Dimensions D."""
+        return int(self._rows_ND.shape[1])
+
+    def block(self, rows: slice | np.ndarray) -> torch.Tensor:
+        """Return rows as integers whose dot products are exact.
+
+        Args:
+            rows: which ones: a slice, or their numbers.
+
+        Returns:
+            float64 ``(B, D)``, integers of norm about 2^26.
+        """
+        wide_BD = np.asarray(self._rows_ND[rows], dtype=np.float64) / self._norms_N1[rows]
+        return torch.from_numpy(np.rint(wide_BD * _GRID)).to(self.device)
+
+
+def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
+    """Return float64 ``(B, 1)`` Euclidean norms, 1 for rows of zeros; refuse what is not finite."""
+    wide_BD = np.asarray(rows_BD, dtype=np.float64)
+    peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
+    if not np.isfinite(peak_B1).all():
+        raise XcompatError(f"{what} hold NaN or infinite numbers; the model that made them diverged or overflowed: embed again")
+    peak_B1[peak_B1 == 0] = 1.0
+    # accumulate adds from left to right by definition; a plain sum may pair its terms differently in blocks of another shape
+    norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
+    return np.where(norms_B1 > 0, norms_B1, 1.0)

@@ -1,0 +1,23 @@
+"""What an evaluation found, for people and for programs."""
+
+from __future__ import annotations
+
+from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
+from xcompat.report.html import render_html
+from xcompat.report.report import render_report, write_report
+from xcompat.report.storage import load_report
+from xcompat.report.terminal import print_report
+
+__all__ = [
+    "Example",
+    "ExampleRow",
+    "Hit",
+    "ModelInfo",
+    "Report",
+    "ReportContent",
+    "load_report",
+    "print_report",
+    "render_html",
+    "render_report",
+    "write_report",
+]

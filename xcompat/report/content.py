@@ -1,0 +1,174 @@
+"""What a report holds, in memory: given by the caller, or read back from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from xcompat.evaluation import Case, Criterion, EmbeddedPairs, Evaluation
+from xcompat.evaluation.protocol import RankKey
+
+
+class Hit(NamedTuple):
+    """One item that a search found.
+
+    Args:
+        image: its picture, if it has one.
+        caption: its text.
+        is_hit: whether it is what was asked for.
+    """
+
+    image: Image.Image | None
+    caption: str
+    is_hit: bool
+
+
+class ExampleRow(NamedTuple):
+    """What one kind of query found, best first.
+
+    Args:
+        label: such as ``old query`` or ``new query``.
+        hits: the first items of the old gallery.
+    """
+
+    label: str
+    hits: list[Hit]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example search.
+
+    Args:
+        query_text: what was asked.
+        rows: what each kind of query found.
+    """
+
+    query_text: str
+    rows: list[ExampleRow]
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """Everything a report is made from; the models are those that were passed to ``evaluate_cases``.
+
+    Args:
+        evaluation: what was measured.
+        old: the old model on the test set.
+        new_view: the new model in the old space.
+        new: the new model in its own space.
+        independent: the new model before compatibility training.
+        method: such as ``xbt``.
+        seconds: stage -> seconds.
+        run: versions, machine, command: any JSON.
+        examples: example searches in the old gallery.
+        tsne_pairs: image-text pairs per model in the t-SNE maps; 0 leaves the maps out.
+        seed: of the choice of pairs and of t-SNE.
+    """
+
+    evaluation: Evaluation
+    old: EmbeddedPairs
+    new_view: EmbeddedPairs
+    new: EmbeddedPairs | None
+    independent: EmbeddedPairs | None
+    method: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    examples: list[Example] = field(default_factory=list)
+    tsne_pairs: int = 500
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model as the report names it.
+
+    Args:
+        name: what people call it.
+        fingerprint: 64 hexadecimal digits.
+        dim: dimensions of its embeddings.
+    """
+
+    name: str
+    fingerprint: str
+    dim: int
+
+
+class Series(NamedTuple):
+    """One cloud of points in a map.
+
+    Args:
+        label: such as ``old images``.
+        points_N2: float32 ``(N, 2)``; row i of every series of a panel belongs to the same pair.
+    """
+
+    label: str
+    points_N2: np.ndarray
+
+
+class Panel(NamedTuple):
+    """One t-SNE map: embeddings of one space.
+
+    Args:
+        title: which space.
+        series: the clouds.
+    """
+
+    title: str
+    series: list[Series]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report as it lies on disk: ``report.json`` and what its pictures are drawn from.
+
+    Args:
+        old: the old model.
+        new: the new model.
+        method: such as ``xbt``.
+        cases: who queried whom, with what result.
+        criterion: the verdict.
+        seconds: stage -> seconds.
+        run: versions, machine, command, and ``notes`` on the evaluation.
+        ranks: (query, gallery, direction) -> int32 ``(Q,)``, -1 for queries left out.
+        panels: t-SNE maps.
+        examples: example searches.
+    """
+
+    old: ModelInfo
+    new: ModelInfo
+    method: str
+    cases: list[Case]
+    criterion: Criterion
+    seconds: dict[str, float]
+    run: dict[str, Any]
+    ranks: dict[RankKey, np.ndarray] = field(default_factory=dict, repr=False)
+    panels: list[Panel] = field(default_factory=list, repr=False)
+    examples: list[Example] = field(default_factory=list, repr=False)
+
+    @property
+    def directions(self) -> list[str]:
+        """The directions measured, in order of appearance."""
+        return list(dict.fromkeys(case.direction for case in self.cases))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know about the evaluation."""
+        return list(self.run.get("notes", []))
+
+    def tables(self) -> list[tuple[str, list[str], list[Case]]]:
+        """Group the cases into tables: those of one direction that have the same kind of metrics.
+
+        Returns:
+            (direction, metric names, cases) per table; zero-shot classification stands in its own.
+        """
+        groups: dict[tuple[str, bool], list[Case]] = {}
+        for case in self.cases:
+            groups.setdefault((case.direction, any(name.startswith("recall") for name in case.metrics)), []).append(case)
+        return [
+            (direction, list(dict.fromkeys(name for case in cases for name in case.metrics)), cases)
+            for (direction, _), cases in groups.items()
+        ]

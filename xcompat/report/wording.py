@@ -1,0 +1,125 @@
+"""The verdict and the cases in plain words, for the page and the terminal alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xcompat.report.content import Report
+
+COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
+NOT_HURT_QUESTION = "In its own space, the new model is as good as without compatibility training"
+
+_MEANINGS = {
+    "old/old": "old queries, old gallery: what users have today",
+    "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
+    "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
+    "new/new": "new queries, new gallery: after everything is embedded again",
+    "independent/independent": "a plain new model on its own gallery: the ceiling",
+}
+
+
+class Verdict(NamedTuple):
+    """One question and its answer.
+
+    Args:
+        question: in plain words.
+        answer: ``yes``, ``no`` or ``not measured``.
+        detail: one sentence on why.
+    """
+
+    question: str
+    answer: str
+    detail: str
+
+
+def percent(value: float) -> str:
+    """Return a fraction as a percentage with one decimal.
+
+    Args:
+        value: the fraction.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> percent(0.1234)
+        '12.3 %'
+    """
+    return f"{value * 100:.1f} %"
+
+
+def interval(ci95: tuple[float, float]) -> str:
+    """Return an interval of fractions in percent, or of differences in percentage points.
+
+    Args:
+        ci95: (low, high).
+
+    Returns:
+        The text.
+
+    Example:
+        >>> interval((0.1, 0.25))
+        '10.0 to 25.0'
+    """
+    return f"{ci95[0] * 100:.1f} to {ci95[1] * 100:.1f}"
+
+
+def metric_name(metric: str) -> str:
+    """Return a metric as people write it.
+
+    Args:
+        metric: as in ``report.json``.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> metric_name("recall@10"), metric_name("negative_flip_rate@1")
+        ('R@10', 'NFR@1')
+    """
+    name, _, k = metric.partition("@")
+    known = {"recall": "R", "negative_flip_rate": "NFR", "zero_shot": "Zero-shot top-"}
+    return f"{known[name]}{'' if name == 'zero_shot' else '@'}{k}" if name in known else metric
+
+
+def case_meaning(label: str) -> str:
+    """Say what a case measures.
+
+    Args:
+        label: ``query/gallery``.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> case_meaning("ridge/old")
+        'queries mapped into the old space by ridge, old gallery'
+    """
+    query, _, gallery = label.partition("/")
+    return _MEANINGS.get(label, f"queries mapped into the old space by {query}, {gallery} gallery")
+
+
+def verdicts(report: Report) -> list[Verdict]:
+    """Answer the two questions that a report is read for.
+
+    Args:
+        report: the report.
+
+    Returns:
+        Backward compatibility first, then whether the new model was hurt.
+    """
+    criterion = report.criterion
+    lost = [line for line in criterion.failed if "new/old" in line]
+    hurt = [line for line in criterion.failed if "new/new" in line]
+    sure = [each for each in criterion.differences if each.ci95[0] > 0]
+    total = len(criterion.differences)
+    if criterion.backward_compatible:
+        why = f"On every metric measured. {len(sure)} of {total} gains have a 95 % interval above zero."
+    else:
+        why = f"{len(lost)} of {total} comparisons failed; it has to win them all."
+    first = Verdict(COMPATIBLE_QUESTION, "yes" if criterion.backward_compatible else "no", why)
+    if criterion.new_model_not_hurt is None:
+        detail = "This needs the new model's own embeddings and those of an independent model."
+        return [first, Verdict(NOT_HURT_QUESTION, "not measured", detail)]
+    detail = "On every metric measured." if not hurt else f"{len(hurt)} comparison{'s' * (len(hurt) != 1)} failed."
+    return [first, Verdict(NOT_HURT_QUESTION, "yes" if criterion.new_model_not_hurt else "no", detail)]
