@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +55,33 @@ def gather_with_grad(embeds_BD: torch.Tensor) -> torch.Tensor:
         embeds_BD: this rank's rows, the same B on every rank.
 
     Returns:
-        ``(world_size * B, D)`` in rank order; the input itself without ``torch.distributed``.
+        ``(world_size * B, D)`` in rank order; the input itself without ``torch.distributed``. Its gradient is the sum over
+        the ranks of the gradients with respect to this rank's rows.
     """
     if not is_distributed():
         return embeds_BD
-    import torch
-    from torch.distributed.nn.functional import all_gather
+    return _gather_function().apply(embeds_BD)
 
-    return torch.cat(all_gather(embeds_BD.contiguous()))
+
+@functools.cache
+def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late so that importing this module stays cheap
+    import torch
+    import torch.distributed as dist
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+            gathered = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
+            dist.all_gather_into_tensor(gathered, mine.contiguous())
+            return gathered
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+            mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+            dist.reduce_scatter_tensor(mine, gradient.contiguous())
+            return mine
+
+    return Gather
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

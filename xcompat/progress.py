@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 
 from xcompat.distributed import is_main_process
-
-T = TypeVar("T")
 
 console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
 
@@ -41,28 +38,18 @@ def progress_bar() -> Progress:
     )
 
 
-def track(items: Iterable[T], description: str, *, total: int | None = None, unit: str = "it", step: int = 1) -> Iterator[T]:
-    """Iterate with a progress bar that shows the rate.
+def rate_of(bar: Progress, task: TaskID, done: int, unit: str) -> None:
+    """Advance a bar and show its mean rate so far.
 
     Args:
-        items: what to iterate over.
-        description: what is being done.
-        total: how many units there are in all; unknown if None.
+        bar: the display.
+        task: its task, made with the field ``rate``.
+        done: units done since the last call.
         unit: what is counted, such as ``"texts"``.
-        step: units per item (a batch of 256 texts counts 256).
-
-    Yields:
-        The items.
     """
-    with progress_bar() as bar:
-        task = bar.add_task(description, total=total, rate="")
-        started = time.perf_counter()
-        done = 0
-        for item in items:
-            yield item
-            done += step
-            seconds = max(time.perf_counter() - started, 1e-9)
-            bar.update(task, completed=min(done, total) if total is not None else done, rate=f"{done / seconds:,.0f} {unit}/s")
+    state = bar.tasks[bar.task_ids.index(task)]
+    rate = (state.completed + done) / max(state.elapsed or 0.0, 1e-9)
+    bar.update(task, advance=done, rate=f"{rate:,.0f} {unit}/s")
 
 
 @contextmanager

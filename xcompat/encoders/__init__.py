@@ -24,12 +24,15 @@ class EncoderSource(BaseModel):
         name: folder, Hub name, or ``hf-hub:`` and a Hub name for open_clip's format.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code from the repository may run; off unless said so here.
+        model_type: the architecture it is expected to have (transformers' name, or ``open_clip``): checked on loading, and
+            what a dry run builds a stand-in of.
     """
 
     model_config = ConfigDict(extra="forbid")
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
+    model_type: str | None = None
 
     @property
     def library(self) -> str:
@@ -93,6 +96,9 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
             from xcompat.encoders.transformers_encoder import load_transformers_encoder
 
             encoder = load_transformers_encoder(source.name, source.revision, source.trust_remote_code)
+        found = encoder.description["config"].get("model_type", "open_clip")
+        if source.model_type not in (None, found):
+            raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
         return encoder, load_processor(encoder.description, source)
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:

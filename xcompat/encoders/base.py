@@ -111,8 +111,7 @@ class Encoder(nn.Module, ABC):
         Returns:
             The fingerprint; neither the name, the folder nor the library version enter it.
         """
-        architecture = {k: v for k, v in self.description["config"].items() if k not in _NOT_ARCHITECTURE}
-        parts = {"library": self.library, "architecture": architecture, "processor": processor.describe()}
+        parts = {"library": self.library, "architecture": _architecture(self.description["config"]), "processor": processor.describe()}
         return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
 
     def add_adapters(self, config: AdapterConfig) -> None:
@@ -152,3 +151,10 @@ class Encoder(nn.Module, ABC):
 
 
 _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path"}
+
+
+def _architecture(config: Any) -> Any:  # noqa: ANN401 - nested JSON
+    """Drop what does not change embeddings from a configuration, at every level."""
+    if isinstance(config, dict):
+        return {key: _architecture(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
+    return config

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import open_clip
 import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transformer import text_global_pool
 from PIL.Image import Image
 from safetensors.torch import load_file, save_model
@@ -51,12 +52,12 @@ class OpenClipProcessor(Processor):
     def save_pretrained(self, folder: str | Path) -> None:
         """See :meth:`Processor.save_pretrained`."""
         write_json(Path(folder) / CONFIG_FILE, self.config)
-        if isinstance(self.tokenizer, open_clip.HFTokenizer):
+        if isinstance(self.tokenizer, HFTokenizer):
             self.tokenizer.tokenizer.save_pretrained(folder)
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Processor.describe`."""
-        if isinstance(self.tokenizer, open_clip.HFTokenizer):
+        if isinstance(self.tokenizer, HFTokenizer):
             vocabulary = self.tokenizer.tokenizer.get_vocab()
         else:
             vocabulary = self.tokenizer.encoder
@@ -160,6 +161,14 @@ def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
     return encoder.eval()
 
 
+def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> Callable[[Sequence[str]], Tensor]:
+    length = text_cfg.get("context_length", 77)
+    settings = text_cfg.get("tokenizer_kwargs", {})
+    if text_cfg.get("hf_tokenizer_name"):
+        return HFTokenizer(str(folder), context_length=length, **settings)
+    return SimpleTokenizer(context_length=length, **settings)
+
+
 def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenClipProcessor:
     """Make the image transform and the tokenizer that a configuration describes."""
     config = description["config"]
@@ -176,6 +185,6 @@ def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenC
         pad_to_max_length=not _trims_padding(model_cfg),
         pad_token_id=0,
         transform=open_clip.transform.image_transform_v2(preprocess, is_train=False),
-        tokenizer=open_clip.get_tokenizer(f"local-dir:{folder}"),
+        tokenizer=_tokenizer(folder, model_cfg["text_cfg"]),
         config=config,
     )

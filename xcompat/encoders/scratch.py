@@ -48,7 +48,7 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str], seed: int 
     """
     from transformers import CLIPImageProcessorPil
 
-    from xcompat.encoders.transformers_encoder import build_transformers_encoder, make_processor
+    from xcompat.encoders.transformers_encoder import build_transformers_encoder, image_edge, make_processor
 
     text_config = source.model.get("text_config", {})
     max_length = text_config.get("max_position_embeddings", 77)
@@ -56,7 +56,7 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str], seed: int 
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     filled = source.model | {"text_config": text_config | ids | {"vocab_size": len(tokenizer)}}
     config = AutoConfig.for_model(**filled)
-    edge = config.vision_config.image_size
+    edge = image_edge(config)
     image_processor = CLIPImageProcessorPil(
         size={"height": edge, "width": edge}, do_center_crop=False, image_mean=[source.mean] * 3, image_std=[source.std] * 3
     )

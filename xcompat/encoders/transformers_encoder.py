@@ -22,7 +22,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
@@ -211,11 +213,12 @@ def load_transformers_processor(
     """
     where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.for_model(**description["config"])
-    tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    if config.model_type == "siglip2":
-        image_processor = _square_siglip2_processor(name, config)
-    else:
-        image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
+    # A generic tokenizer is loaded as it was saved; AutoTokenizer would rebuild the one its architecture usually has.
+    generic = get_tokenizer_config(name, **where).get("tokenizer_class") in {"PreTrainedTokenizerFast", "TokenizersBackend"}
+    tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name, **where)
+    image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
+    if type(image_processor).__name__.startswith("Siglip2"):
+        image_processor = _square_siglip2_processor(config)
     return make_processor(image_processor, tokenizer, config)
 
 
@@ -250,10 +253,17 @@ def make_processor(
     )
 
 
-def _square_siglip2_processor(name: str, config: PreTrainedConfig) -> BaseImageProcessor:
-    """Return a fixed-size image processor with the grid on which SigLIP 2's position table was trained."""
-    from transformers import SiglipImageProcessor
-
+def image_edge(config: PreTrainedConfig) -> int:
+    """Return the side of the square images that an architecture was made for, in pixels."""
     vision = config.vision_config
-    edge = int(vision.num_patches**0.5) * vision.patch_size
-    return SiglipImageProcessor(size={"height": edge, "width": edge}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    if (size := getattr(vision, "image_size", None)) is not None:
+        return size
+    return int(vision.num_patches**0.5) * vision.patch_size  # SigLIP 2: the grid of its position table
+
+
+def _square_siglip2_processor(config: PreTrainedConfig) -> BaseImageProcessor:
+    """Return a fixed-size image processor instead of SigLIP 2's own, which cuts patches by itself."""
+    from transformers import SiglipImageProcessorPil
+
+    edge = image_edge(config)
+    return SiglipImageProcessorPil(size={"height": edge, "width": edge}, image_mean=[0.5] * 3, image_std=[0.5] * 3)

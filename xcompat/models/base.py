@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +23,8 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.outputs import CompatOutput
 
-_TRANSFORMERS_KEYS = {"transformers_version", "architectures", "dtype", "torch_dtype", "model_type", "name_or_path"}
+_TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
+"""What transformers itself writes into every configuration or passes to it."""
 
 
 class CompatConfig(PreTrainedConfig):
@@ -52,8 +54,9 @@ class CompatConfig(PreTrainedConfig):
         """Refuse what transformers would accept silently, then let it set up the rest."""
         known = {field.name for field in fields(type(self))}
         for key in kwargs:
-            if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_", "num_labels")):
-                raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, known)}")
+            if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
+                own = known - _TRANSFORMERS_KEYS
+                raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, own)}")
         super().__post_init__(**kwargs)
 
 
@@ -73,6 +76,10 @@ class CompatModel(PreTrainedModel):
     """Batch columns the loss needs."""
     embeds_in_memory: ClassVar[bool] = False
     """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
+    starts_from_projection: ClassVar[bool] = False
+    """True when φ must come from a pretrained :class:`~xcompat.models.ProjectionModel`."""
+    compares_with_old: ClassVar[bool] = True
+    """False for a method that makes no promise about old galleries."""
     citation: ClassVar[str] = ""
 
     encoder: Encoder | None
@@ -300,6 +307,16 @@ class CompatModel(PreTrainedModel):
             self.encoder.merge_adapters()
             self.config.adapters = {**self.config.adapters, "lora": None}
         return self
+
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model with everything that inference needs.
+
+        Args:
+            folder: made if missing; ``from_pretrained`` reads it.
+        """
+        self.save_pretrained(folder)
+        if self.encoder is not None:
+            self.processor.save_pretrained(folder)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

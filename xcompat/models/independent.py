@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
-from xcompat.losses import clip_contrastive_loss
+from xcompat.losses import clip_contrastive_loss, siglip_loss
 from xcompat.models.base import CompatConfig, CompatModel
 from xcompat.outputs import CompatOutput
 
@@ -20,7 +21,7 @@ class IndependentConfig(CompatConfig):
 
 
 class IndependentModel(CompatModel):
-    """An image-text encoder trained with its own contrastive loss and a learned scale (Radford et al. 2021).
+    """An image-text encoder trained with its own contrastive loss and a learned scale (Radford et al. 2021, Zhai et al. 2023).
 
     Args:
         config: the configuration.
@@ -29,6 +30,7 @@ class IndependentModel(CompatModel):
 
     config_class = IndependentConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    compares_with_old = False
     citation = "Radford et al., Learning transferable visual models from natural language supervision, ICML 2021"
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
@@ -54,11 +56,25 @@ class IndependentModel(CompatModel):
             Loss and the embeddings it compared.
         """
         self._require(pixel_values=pixel_values, input_ids=input_ids)
+        assert pixel_values is not None and input_ids is not None
         image_embeds, text_embeds = self.embed_images(pixel_values), self.embed_texts(input_ids, attention_mask)
-        loss = clip_contrastive_loss(image_embeds, text_embeds, self._scale()) if return_loss else None
+        loss = self._own_loss(image_embeds, text_embeds) if return_loss else None
         return CompatOutput(loss=loss, image_embeds=image_embeds, text_embeds=text_embeds)
 
-    def _scale(self) -> Tensor | float:
-        parameter = getattr(self.encoder.model, "logit_scale", None)
+    def _own_loss(self, image_embeds: Tensor, text_embeds: Tensor) -> Tensor:
+        """Return the loss the encoder's family is trained with: sigmoid when it has a logit bias (SigLIP), else softmax."""
+        assert self.encoder is not None
+        log_scale = getattr(self.encoder.model, "logit_scale", None)
+        bias = getattr(self.encoder.model, "logit_bias", None)
+        if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none
+            return clip_contrastive_loss(image_embeds, text_embeds, self.config.logit_scale)
+        if bias is not None:
+            return siglip_loss(image_embeds, text_embeds, log_scale.exp(), bias)
         # CLIP clips the scale at 100, so that one batch cannot make the logits explode
-        return parameter.clamp(max=torch.log(torch.tensor(100.0))).exp() if isinstance(parameter, nn.Parameter) else self.config.logit_scale
+        return clip_contrastive_loss(image_embeds, text_embeds, log_scale.clamp(max=math.log(100)).exp())
+
+    def export(self, folder: str | Path) -> None:
+        """Write the encoder in its own library's format: nothing of this package is needed to load it."""
+        assert self.encoder is not None
+        self.encoder.save_pretrained(folder)
+        self.processor.save_pretrained(folder)

@@ -1,0 +1,78 @@
+"""Shared fixtures: tiny encoders saved as their libraries save them, tiny pairs, one thread, no network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from xcompat.encoders.standins import save_stand_in
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
+TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return a saved tiny encoder per architecture, D = 16."""
+    base = tmp_path_factory.mktemp("encoders")
+    return {name: save_stand_in(base / name, name, 16, seed=1) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def old_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a saved tiny CLIP in the role of the old model, d = 8."""
+    return save_stand_in(tmp_path_factory.mktemp("old") / "old", "clip", 8, seed=2)
+
+
+@pytest.fixture(scope="session")
+def images() -> list[Image.Image]:
+    """Return four different pictures."""
+    pixels = np.random.default_rng(0).integers(0, 255, (4, 40, 48, 3), dtype=np.uint8)
+    return [Image.fromarray(picture) for picture in pixels]
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder of 24 pictures with a captions file."""
+    folder = tmp_path_factory.mktemp("pairs")
+    pixels = np.random.default_rng(1).integers(0, 255, (24, 40, 40, 3), dtype=np.uint8)
+    for row, picture in enumerate(pixels):
+        Image.fromarray(picture).save(folder / f"{row}.png")
+    lines = ["image,caption", *(f"{row}.png,thing number {row} of many" for row in range(24))]
+    (folder / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def texts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a corpus of 40 lines."""
+    file = tmp_path_factory.mktemp("texts") / "texts.txt"
+    file.write_text("\n".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}" for row in range(40)) + "\n", encoding="utf-8")
+    return str(file)

@@ -1,0 +1,182 @@
+"""Every encoder behind one interface: shapes, padding, round trips, adapters on, off and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, TEXTS
+from PIL import Image
+
+from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+
+VISION_TRANSFORMERS = [name for name in ARCHITECTURES if name != "open_clip"]
+
+
+def load(folder: str) -> tuple[Encoder, Processor]:
+    encoder, processor = load_encoder(folder)
+    return encoder.requires_grad_(False), processor
+
+
+def embed(encoder: Encoder, processor: Processor, images: list[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        return encoder.embed_images(processor.images(images)), encoder.embed_texts(**processor.texts(TEXTS))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_embeddings_are_unit_vectors_of_the_stated_dimension(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of[architecture])
+    for embeds in embed(encoder, processor, images):
+        assert embeds.shape == (4, encoder.embedding_dim) and embeds.dtype == torch.float32
+        torch.testing.assert_close(embeds.norm(dim=-1), torch.ones(4))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_text_has_one_embedding_whatever_its_batch(architecture: str, folder_of: dict[str, str]) -> None:
+    encoder, processor = load(folder_of[architecture])
+    with torch.no_grad():
+        together = encoder.embed_texts(**processor.texts(TEXTS))
+        alone = torch.cat([encoder.embed_texts(**processor.texts([text])) for text in TEXTS])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+    fixed = processor.texts(["a"])["input_ids"].shape[1] == processor.max_length
+    assert fixed == architecture.startswith("siglip"), "only SigLIP reads its padding"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_save_and_load_keep_embeddings_and_fingerprint(
+    architecture: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    encoder, processor = load(folder_of[architecture])
+    encoder.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    again, its_processor = load(str(tmp_path))
+    for first, second in zip(embed(encoder, processor, images), embed(again, its_processor, images), strict=True):
+        assert torch.equal(first, second)
+    assert encoder.fingerprint(processor) == again.fingerprint(its_processor)
+
+
+@pytest.mark.parametrize("architecture", VISION_TRANSFORMERS)
+def test_adapters_off_is_the_original_bit_for_bit(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of[architecture])
+    before = embed(encoder, processor, images)
+    encoder.add_adapters(AdapterConfig(lora={"rank": 2}, prompts=3))
+    for parameter in encoder.adapter_parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    encoder.eval()
+    on = embed(encoder, processor, images)
+    with encoder.adapters_disabled():
+        off = embed(encoder, processor, images)
+    for original, without, with_adapters in zip(before, off, on, strict=True):
+        assert torch.equal(original, without)
+        assert (original - with_adapters).abs().max() > 1e-3
+    assert torch.equal(embed(encoder, processor, images)[0], on[0]), "adapters are back after the block"
+
+
+@pytest.mark.parametrize("architecture", VISION_TRANSFORMERS)
+def test_merging_lora_keeps_the_embeddings(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of[architecture])
+    encoder.add_adapters(AdapterConfig(lora={"rank": 2}, prompts=2))
+    for parameter in encoder.adapter_parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    encoder.eval()
+    before = embed(encoder, processor, images)
+    encoder.merge_adapters()
+    assert not [name for name, _ in encoder.named_parameters() if "lora" in name]
+    for first, second in zip(before, embed(encoder, processor, images), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+def test_prompts_stand_after_the_patches(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of["clip"])
+    layer = encoder.image_embedding_layer
+    plain = layer(processor.images(images))
+    encoder.add_adapters(AdapterConfig(prompts=5))
+    prompted = layer(processor.images(images))
+    assert prompted.shape[1] == plain.shape[1] + 5
+    assert torch.equal(prompted[:, :-5], plain), "the class token stays first"
+    assert torch.equal(prompted[0, -5:], encoder.prompts.tokens)
+
+
+def test_lora_targets_by_name(folder_of: dict[str, str]) -> None:
+    encoder, _ = load(folder_of["clip"])
+    encoder.add_adapters(AdapterConfig(lora={"rank": 2, "targets": ["q_proj", "v_proj"], "towers": ["text"]}))
+    adapted = {name.split(".lora_")[0] for name, _ in encoder.named_parameters() if "lora_" in name}
+    assert len(adapted) == 4 and all("text_model" in name and name.endswith(("q_proj", "v_proj")) for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora": {"targets": ["qproj"]}}, "match no linear layer.*q_proj"),
+        ({"lora": {"towers": ["audio"]}}, "no tower 'audio'"),
+    ],
+)
+def test_wrong_lora_settings_are_named(config: dict[str, object], message: str, folder_of: dict[str, str]) -> None:
+    encoder, _ = load(folder_of["clip"])
+    with pytest.raises(XcompatError, match=message):
+        encoder.add_adapters(AdapterConfig(**config))
+
+
+def test_prompts_on_a_tower_without_tokens_are_refused(folder_of: dict[str, str]) -> None:
+    encoder, _ = load(folder_of["open_clip"])
+    with pytest.raises(XcompatError, match="cannot take visual prompts"):
+        encoder.add_adapters(AdapterConfig(prompts=2))
+
+
+def test_long_texts_are_truncated_and_counted(folder_of: dict[str, str]) -> None:
+    for architecture in ARCHITECTURES:
+        _, processor = load(folder_of[architecture])
+        ids = processor.texts(["word " * 50, "short"])["input_ids"]
+        assert ids.shape[1] == processor.max_length
+        assert processor.count_truncated == 1, architecture
+
+
+@pytest.mark.parametrize("change", ["weights", "pixels", "tokens"])
+def test_fingerprint_sees_what_changes_embeddings(change: str, folder_of: dict[str, str]) -> None:
+    encoder, processor = load(folder_of["clip"])
+    before = encoder.fingerprint(processor)
+    if change == "weights":
+        encoder.model.visual_projection.weight.data[0, 0].add_(1e-3)
+    elif change == "pixels":
+        processor.image_processor.image_mean = [0.4, 0.5, 0.5]
+    else:
+        processor.tokenizer.add_tokens(["shoe"])
+    assert encoder.fingerprint(processor) != before
+
+
+def test_fingerprint_does_not_see_name_or_use(folder_of: dict[str, str]) -> None:
+    encoder, processor = load(folder_of["clip"])
+    before = encoder.fingerprint(processor)
+    encoder.description["name"] = "elsewhere"
+    processor.texts(["something long enough to set the tokenizer's truncation " * 3])
+    assert encoder.fingerprint(processor) == before
+
+
+def test_loading_refuses_what_is_not_safetensors(folder_of: dict[str, str], tmp_path: Path) -> None:
+    encoder, processor = load(folder_of["clip"])
+    encoder.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(encoder.model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(XcompatError, match="safetensors"):
+        load_encoder(str(tmp_path))
+
+
+def test_open_clip_refuses_what_is_not_safetensors(folder_of: dict[str, str], tmp_path: Path) -> None:
+    encoder, processor = load(folder_of["open_clip"])
+    encoder.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "open_clip_model.safetensors").rename(tmp_path / "open_clip_pytorch_model.bin")
+    with pytest.raises(XcompatError, match="safetensors"):
+        load_encoder(str(tmp_path))
+
+
+def test_a_missing_folder_and_a_wrong_architecture_are_named(folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="does not exist"):
+        load_encoder("./nowhere/at/all")
+    with pytest.raises(XcompatError, match="is a clip model, not siglip"):
+        load_encoder(EncoderSource(name=folder_of["clip"], model_type="siglip"))

@@ -1,0 +1,291 @@
+"""The behaviour matrix: every method, found by its registration, does what the contract promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TEXTS
+from PIL import Image
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel
+
+import xcompat
+from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.encoders import load_encoder
+from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.models.closed_form import ClosedFormModel
+
+OLD = Fingerprint.from_string("old")
+OLDER = Fingerprint.from_string("older")
+ADAPTERS = {"lora": {"rank": 2, "alpha": 2, "dropout": 0.0}, "prompts": 2}
+TRAINED = [name for name, model in METHODS.items() if not issubclass(model, ClosedFormModel)]
+
+
+def build(method: str, folder_of: dict[str, str], **options: Any) -> CompatModel:
+    model_class = METHODS[method]
+    old = describe_old(OLD, dim=8, compatible_with=[OLDER]) if model_class.compares_with_old else None
+    if method in ("xbt", "direct"):
+        options.setdefault("adapters", ADAPTERS)
+    torch.manual_seed(0)
+    return model_class.from_encoder(folder_of["clip"], old=old, **options)
+
+
+def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    made = {
+        "old_embeds": F.normalize(torch.randn(4, 8, generator=generator), dim=-1),
+        "old_text_embeds": F.normalize(torch.randn(4, 8, generator=generator), dim=-1),
+        "new_embeds": F.normalize(torch.randn(4, 16, generator=generator), dim=-1),
+        "pixel_values": model.processor.images(images),
+        **model.processor.texts(TEXTS),
+    }
+    wanted = {*model.columns, *(["attention_mask"] if "input_ids" in model.columns else [])}
+    return {name: made[name] for name in wanted}
+
+
+def embeddings(model: CompatModel, images: list[Image.Image]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        own = [model.embed_images(model.processor.images(images)), model.embed_texts(**model.processor.texts(TEXTS))]
+        return own + [model.view(embeds) for embeds in own if model.compatible_with] + [model.self_view(embeds) for embeds in own]
+
+
+def shake(model: CompatModel) -> None:
+    """Move every weight that is not the frozen encoder's, so that nothing is the identity any more."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not name.startswith("encoder."):
+            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_save_load_keeps_embeddings_and_fingerprint(
+    method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model = build(method, folder_of)
+    shake(model)
+    model.save_pretrained(tmp_path)
+    if not model.embeds_in_memory:
+        model.processor.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert type(again) is type(model) and not again.training
+    for first, second in zip(embeddings(model, images), embeddings(again, images), strict=True):
+        assert torch.equal(first, second)
+    assert model.fingerprint() == again.fingerprint()
+    assert {p.name for p in tmp_path.iterdir()}.isdisjoint({"pytorch_model.bin"}), "safetensors only"
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_export_is_whole(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    model = build(method, folder_of)
+    model.export(tmp_path)
+    if method == "independent":
+        encoder, processor = load_encoder(str(tmp_path))
+        with torch.no_grad():
+            assert torch.equal(encoder.embed_images(processor.images(images)), embeddings(model, images)[0])
+    else:
+        again = AutoModel.from_pretrained(tmp_path)
+        assert torch.equal(embeddings(again, images)[0], embeddings(model, images)[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of)
+    shake(model)
+    if not model.compatible_with:
+        with pytest.raises(XcompatError, match="compatible with no gallery"):
+            model.view(torch.randn(2, 16))
+        return
+    own = model.embed_texts(**model.processor.texts(TEXTS))
+    assert own.shape == (4, 16)
+    for version in (None, OLD, OLDER):
+        view = model.view(own, version)
+        assert view.shape == (4, 8) and view.dtype == torch.float32
+        torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
+    with pytest.raises(FingerprintMismatchError, match="compatible with old.*not with stranger"):
+        model.view(own, Fingerprint.from_string("stranger"))
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_steps_lower_the_loss_and_move_only_what_trains(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of, **({"noise_std": 0.0} if method == "projection" else {}))
+    batch = batch_for(model, images)
+    frozen = {name: value.clone() for name, value in model.state_dict().items()}
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(**batch).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not unused, "a parameter without gradient hangs data-parallel training"
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[-1] < losses[0]
+    for name, value in model.state_dict().items():
+        if name not in trainable:
+            assert torch.equal(value, frozen[name]), f"{name} is frozen"
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_missing_column_is_named(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of)
+    for column in model.columns:
+        batch = batch_for(model, images)
+        del batch[column]
+        with pytest.raises(XcompatError, match=f"needs the column {column} "):
+            model(**batch)
+
+
+@pytest.mark.parametrize("method", ["xbt", "direct"])
+def test_switched_off_it_is_the_original_new_model(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load_encoder(folder_of["clip"])
+    encoder.requires_grad_(False)
+    original = encoder.embed_images(processor.images(images)), encoder.embed_texts(**processor.texts(TEXTS))
+    model = build(method, folder_of)
+    shake(model)
+    with model.adapters_disabled():
+        off = embeddings(model, images)[:2]
+    on = embeddings(model, images)[:2]
+    for first, second, third in zip(original, off, on, strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third)
+
+
+@pytest.mark.parametrize("method", ["xbt", "direct"])
+def test_merged_and_saved_it_embeds_the_same(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    model = build(method, folder_of)
+    shake(model)
+    before = embeddings(model, images)
+    model.merge_adapters().export(tmp_path)
+    for first, second in zip(before, embeddings(AutoModel.from_pretrained(tmp_path), images), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+def test_what_trains_follows_the_paper_and_its_contradictions(folder_of: dict[str, str]) -> None:
+    def kinds(**options: Any) -> set[str]:
+        names = [name for name, parameter in build("xbt", folder_of, **options).named_parameters() if parameter.requires_grad]
+        def kind(name: str) -> str:
+            if "lora_" in name or "prompts" in name:
+                return "adapters"
+            part = "projection" if name.startswith("projection.") else "encoder"
+            norm = "norm" in name or name.startswith(("projection.1.", "projection.4."))
+            return f"{part} norms" if norm else f"{part} rest"
+        return {kind(name) for name in names}
+
+    assert kinds() == {"adapters", "projection norms"}
+    assert kinds(train_encoder="layer_norm", adapters=None) == {"encoder norms", "projection norms"}
+    assert kinds(train_projection="all") == {"adapters", "projection norms", "projection rest"}
+    assert kinds(train_projection="none") == {"adapters"}
+
+
+def test_gradient_checkpointing_changes_nothing(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = build("xbt", folder_of).train()
+        shake(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            assert any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
+        model(**batch_for(model, images)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5)
+
+
+def test_projection_noise_only_in_training_and_normalised(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build("projection", folder_of, noise_std=0.5)
+    batch = batch_for(model, images)
+    assert torch.equal(model(**batch).loss, model(**batch).loss)
+    seen = []
+    model.projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.train()(**batch)
+    torch.testing.assert_close(seen[0].norm(dim=-1), torch.ones(4))
+    assert (seen[0] - batch["new_embeds"]).norm(dim=-1).min() > 0.1
+
+
+def test_projection_has_the_papers_size() -> None:
+    from xcompat.heads import Projection
+
+    assert sum(p.numel() for p in Projection(768, 512).parameters()) == pytest.approx(6.83e6, rel=1e-3)
+
+
+def naive_ridge(new: torch.Tensor, old: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solve by gradient: the minimum of the ridge objective has gradient zero, found here by the normal equations of augmented data."""
+    centred, target = new - new.mean(0), old - old.mean(0)
+    penalty = (strength * len(new)) ** 0.5 * torch.eye(new.shape[1], dtype=torch.float64)
+    weight = torch.linalg.lstsq(torch.cat([centred, penalty]), torch.cat([target, torch.zeros(new.shape[1], old.shape[1], dtype=torch.float64)])).solution
+    return weight, old.mean(0) - new.mean(0) @ weight
+
+
+def test_ridge_is_least_squares_on_augmented_data(folder_of: dict[str, str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn(50, 16, generator=generator, dtype=torch.float64)
+    old = new[:, :8] * 2 + torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    model = build("ridge", folder_of, regularisation=0.1)
+    model.fit(zip(new.split(7), old.split(7), strict=True))
+    variance = ((new - new.mean(0)) ** 2).mean(0).mean()
+    weight, bias = naive_ridge(new, old, float(0.1 * variance))
+    torch.testing.assert_close(model.weight.double(), weight, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.bias.double(), bias, atol=1e-5, rtol=1e-5)
+
+
+def test_procrustes_finds_a_rotation_and_no_orthogonal_map_does_better(folder_of: dict[str, str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q[:, :8]
+    new = torch.randn(60, 16, generator=generator)
+    model = build("procrustes", folder_of).fit([(new, new @ rotation)])
+    torch.testing.assert_close(model.weight.T @ model.weight, torch.eye(8), atol=1e-5, rtol=0)
+    noisy = torch.randn(60, 8, generator=generator)
+    model = build("procrustes", folder_of).fit([(new, noisy)])
+    score = (new @ model.weight * noisy).sum()
+    for _ in range(50):
+        other = torch.linalg.qr(torch.randn(16, 8, generator=generator)).Q
+        assert (new @ other * noisy).sum() <= score
+
+
+@pytest.mark.parametrize("method", ["ridge", "procrustes"])
+def test_a_closed_form_needs_pairs(method: str, folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="there are none"):
+        build(method, folder_of).fit([])
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(XcompatError, match="no option 'noise_sd'; did you mean 'noise_std'"):
+        xcompat.ProjectionConfig(noise_sd=0.1)
+
+
+def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    build("projection", folder_of).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("projection.0.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(XcompatError, match="1 missing keys, such as projection.0.weight"):
+        xcompat.ProjectionModel.from_pretrained(tmp_path)
+
+
+def test_a_map_refuses_another_encoder_than_its_own(folder_of: dict[str, str], old_folder: str) -> None:
+    from xcompat.encoders.standins import save_stand_in
+
+    model = build("projection", folder_of)
+    model._outside_encoder = []
+    model.config.encoder["name"] = save_stand_in(Path(old_folder).parent / "other", "clip", 16, seed=9)
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        model.embed_texts(**model.processor.texts(TEXTS))
+
+
+def test_methods_are_registered_with_transformers() -> None:
+    for name, model in METHODS.items():
+        assert AutoConfig.for_model(f"xcompat-{name}", embedding_dim=4).__class__ is model.config_class
+        assert getattr(xcompat, model.__name__) is model
+
+
+def test_every_method_cites_its_source() -> None:
+    for model in METHODS.values():
+        assert len(model.citation) > 20 and model.__doc__

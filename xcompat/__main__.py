@@ -1,0 +1,5 @@
+"""``python -m xcompat``, the form that ``accelerate launch -m`` needs."""
+
+from xcompat.cli import main
+
+main()

@@ -1,0 +1,127 @@
+"""The command line: verbs only, nothing is computed here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from xcompat.errors import XcompatError
+
+app = typer.Typer(
+    help="Change the embedding model without re-embedding the gallery.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each.")]  # noqa: UP045 - typer reads it at run time
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Check the recipe on tiny stand-ins of its models; download and write nothing.")] = False,
+) -> None:
+    """Train every stage of a recipe that is not done, evaluate it and write its report."""
+    from xcompat.training.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    if dry_run:
+        from xcompat.training.dry_run import dry_run_recipe
+
+        dry_run_recipe(loaded)
+    else:
+        from xcompat.training.run import run_recipe
+
+        run_recipe(loaded)
+
+
+@app.command()
+def embed(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Fill the embedding caches that a recipe's stages will read, on all processes, and stop there."""
+    from xcompat.training.recipe import load_recipe
+    from xcompat.training.run import embed_recipe
+
+    embed_recipe(load_recipe(recipe, overrides or []))
+
+
+@app.command()
+def evaluate(
+    target: Annotated[Optional[Path], typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,  # noqa: UP045
+    overrides: Overrides = None,
+    data: Annotated[Optional[Path], typer.Option(help="Images with captions to test a checkpoint on.")] = None,  # noqa: UP045
+    old: Annotated[Optional[str], typer.Option(help="The old model, or a folder with its embeddings as .npy.")] = None,  # noqa: UP045
+    new: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,  # noqa: UP045
+    new_own: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,  # noqa: UP045
+    independent: Annotated[Optional[Path], typer.Option(help="Folder with embeddings of the independent new model.")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="Where the report goes.")] = None,  # noqa: UP045
+    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
+) -> None:
+    """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report."""
+    from xcompat.training.verdict import evaluate_checkpoint, evaluate_embeddings, evaluate_recipe
+
+    if new is not None:
+        if old is None:
+            raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
+        report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"))
+    elif target is None:
+        raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
+    elif target.suffix in {".yaml", ".yml"} or (target / "recipe.yaml").exists():
+        report = evaluate_recipe(target, overrides or [])
+    else:
+        report = evaluate_checkpoint(target, data, old, output or target / "evaluation")
+    if require_compatible and not report.criterion.backward_compatible:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Folder that holds report.json.")]) -> None:
+    """Render report.html and the plots of a finished run again, and print its table."""
+    from xcompat.progress import console
+    from xcompat.report import load_report, print_report, render_report
+
+    render_report(run)
+    print_report(load_report(run), console)
+
+
+@app.command()
+def quickstart(
+    output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
+    overrides: Overrides = None,
+) -> None:
+    """Do the main job on the embedded data: two models, one old gallery, a verdict. Under 8 minutes on 2 cores."""
+    from xcompat.quickstart import run_quickstart
+
+    run_quickstart(output, overrides or [])
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except XcompatError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted; start again to continue")
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _fail(f"no space left on the device while writing {error.filename or 'a file'}; free some and start again to continue")
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            _fail(f"cannot write {error.filename}: {error.strerror}")
+        raise
+
+
+def _fail(message: str) -> None:
+    """Print one line on the main process and exit with code 2 on all."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        lines = message.strip().splitlines()  # a data loader's worker puts its traceback before the message
+        line = lines[-1].partition("XcompatError: ")[2] or lines[-1]
+        print(f"xcompat: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
+    sys.exit(2)

@@ -1,0 +1,262 @@
+"""Embed a data set once: sharded, memory-mapped, resumed shard by shard after a kill, written by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.data import iterate_images
+from xcompat.distributed import barrier, is_main_process, rank, world_size
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path, read_json, write_json
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.embedder import Embedder
+from xcompat.progress import console, progress_bar, rate_of
+
+if TYPE_CHECKING:
+    import datasets
+
+SCHEMA = 1
+TOKENS_PER_BATCH = 4096  # short captions fill the caches of a CPU at this size; a GPU is fed by MANY_TOKENS
+MANY_TOKENS = 65536
+IMAGES_PER_BATCH = 64
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """``cache.json``, written last: a cache without it is not complete.
+
+    Args:
+        fingerprint: digest of the model that made the embeddings.
+        name: what people call that model.
+        data: digest of what was embedded, in order.
+        kind: ``texts`` or ``images``.
+        rows: number of embeddings.
+        dim: their dimension.
+        shard_rows: rows in every shard but the last.
+        dtype: NumPy name of the stored type.
+        schema: version of this format.
+    """
+
+    fingerprint: str
+    name: str
+    data: str
+    kind: str
+    rows: int
+    dim: int
+    shard_rows: int
+    dtype: str = "float16"
+    schema: int = SCHEMA
+
+
+class EmbeddingCache:
+    """Embeddings on disk that are fetched by row number without being loaded.
+
+    Args:
+        path: the cache's folder.
+
+    Raises:
+        XcompatError: when it is missing, unfinished or of another format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "cache.json").exists():
+            raise XcompatError(f"{self.path} is no finished embedding cache; run `xcompat embed` again, it continues where it was")
+        fields = read_json(self.path / "cache.json")
+        if fields.get("schema") != SCHEMA:
+            raise XcompatError(f"{self.path} has cache format {fields.get('schema')}, this version reads {SCHEMA}; delete it and embed again")
+        self.info = CacheInfo(**fields)
+        count = -(-self.info.rows // self.info.shard_rows)
+        self._shards = [np.load(_shard_path(self.path, shard), mmap_mode="r", allow_pickle=False) for shard in range(count)]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Return which model made the embeddings."""
+        return Fingerprint(self.info.fingerprint, self.info.name)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (rows, dim)."""
+        return self.info.rows, self.info.dim
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.info.rows
+
+    def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
+        """Fetch rows, in the order asked for.
+
+        Args:
+            rows: row numbers, or a slice.
+
+        Returns:
+            (len(rows), dim) float32; a row of NaN is an image that could not be read.
+        """
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(self.info.rows))
+        rows = np.asarray(rows)
+        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
+        shard_of_row = rows // self.info.shard_rows
+        for shard in np.unique(shard_of_row):
+            here = shard_of_row == shard
+            fetched[here] = self._shards[shard][rows[here] - shard * self.info.shard_rows]
+        return fetched
+
+    def iterate(self, batch_size: int = 8192) -> Iterator[Tensor]:
+        """Yield all rows in order, as float32 tensors."""
+        for start in range(0, len(self), batch_size):
+            yield torch.from_numpy(self[start : start + batch_size])
+
+
+def _shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"shard-{shard:05d}.npy"
+
+
+def embed_texts(
+    embedder: Embedder,
+    texts: Sequence[str],
+    path: str | Path,
+    data_digest: str,
+    *,
+    shard_rows: int = 65536,
+    tokens_per_batch: int | None = None,
+) -> EmbeddingCache:
+    """Embed texts once, sorted by length inside each shard and padded only as far as each batch needs.
+
+    Args:
+        embedder: the frozen model.
+        texts: any sequence that yields lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
+        path: folder of the cache; a finished one is opened, an unfinished one continued.
+        data_digest: identifies the texts and their order.
+        shard_rows: texts per shard, the unit of resuming.
+        tokens_per_batch: size of a batch in tokens, padding counted.
+
+    Returns:
+        The cache.
+    """
+    budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
+
+    def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
+        token_ids = embedder.processor.tokenize(list(texts[start:stop]))
+        embeds = np.empty((stop - start, embedder.dim), dtype=np.float32)
+        for rows in length_sorted_batches([len(ids) for ids in token_ids], budget):
+            batch = embedder.processor.pad([token_ids[row] for row in rows])
+            embeds[rows] = embedder.embed(batch).numpy(force=True)
+            tick(len(rows))
+        return embeds
+
+    before = embedder.processor.count_truncated
+    cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shard)
+    if truncated := embedder.processor.count_truncated - before:
+        console.print(
+            f"[yellow]![/] {truncated} of {len(texts)} texts are longer than the {embedder.processor.max_length} tokens that "
+            f"{embedder.name} takes and lost their end"
+        )
+    return cache
+
+
+def embed_images(
+    embedder: Embedder, dataset: datasets.Dataset, path: str | Path, data_digest: str, *, shard_rows: int = 4096
+) -> EmbeddingCache:
+    """Embed images once; one that cannot be read becomes a row of NaN and is named.
+
+    Args:
+        embedder: the frozen model.
+        dataset: as :func:`xcompat.data.load_pairs` returns it.
+        path: folder of the cache; a finished one is opened, an unfinished one continued.
+        data_digest: identifies the images and their order.
+        shard_rows: images per shard, the unit of resuming.
+
+    Returns:
+        The cache.
+    """
+
+    def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
+        embeds = np.full((stop - start, embedder.dim), np.nan, dtype=np.float32)
+        for rows, images in iterate_images(dataset, IMAGES_PER_BATCH, rows=range(start, stop)):
+            embeds[rows - start] = embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy(force=True)
+            tick(len(rows))
+        return embeds
+
+    return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shard)
+
+
+def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
+    """Cut texts, sorted by length, into batches of at most so many tokens, padding counted.
+
+    Args:
+        lengths: tokens of each text.
+        tokens_per_batch: most tokens in a batch; a longer text makes a batch alone.
+
+    Yields:
+        Row numbers; together every row once.
+
+    Example:
+        >>> [rows.tolist() for rows in length_sorted_batches([3, 9, 3, 4], 8)]
+        [[1], [3, 0], [2]]
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: what does not fit in memory shows at once
+    start = 0
+    while start < len(order):
+        longest = max(lengths[order[start]], 1)
+        stop = start + max(tokens_per_batch // longest, 1)
+        yield order[start:stop]
+        start = stop
+
+
+def _embed(
+    embedder: Embedder,
+    kind: str,
+    rows: int,
+    path: Path,
+    data_digest: str,
+    shard_rows: int,
+    embed_shard: Callable[[int, int, Callable[[int], None]], NDArray[np.float32]],
+) -> EmbeddingCache:
+    info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
+    if not rows:
+        raise XcompatError(f"there are no {kind} to embed; check the data section")
+    _check_plan(path, info)
+    starts = list(range(0, rows, shard_rows))
+    if not (path / "cache.json").exists():
+        mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
+        total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
+        precision = torch.autocast("cuda", torch.bfloat16) if embedder.device.type == "cuda" else nullcontext()
+        with progress_bar() as bar, precision:
+            task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
+            for shard in mine:
+                stop = min(starts[shard] + shard_rows, rows)
+                embeds = embed_shard(starts[shard], stop, lambda n: rate_of(bar, task, n, kind))
+                with atomic_path(_shard_path(path, shard)) as temporary, temporary.open("wb") as file:
+                    np.save(file, embeds.astype(info.dtype), allow_pickle=False)
+        barrier()
+        if is_main_process():
+            write_json(path / "cache.json", asdict(info))
+        barrier()
+    return EmbeddingCache(path)
+
+
+def _check_plan(path: Path, info: CacheInfo) -> None:
+    """Refuse to continue a folder that was begun with another model or other data."""
+    plan = path / "plan.json"
+    if plan.exists():
+        begun: dict[str, Any] = read_json(plan)
+        wanted = asdict(info)
+        different = [key for key in wanted if key != "name" and begun.get(key) != wanted[key]]
+        if different:
+            key = different[0]
+            raise XcompatError(
+                f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); choose another folder or delete it"
+            )
+    elif is_main_process():
+        write_json(plan, asdict(info))
+    barrier()

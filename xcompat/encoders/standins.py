@@ -1,0 +1,111 @@
+"""Tiny encoders of every supported architecture with random weights: dry runs and tests need shapes, not knowledge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+from xcompat.errors import XcompatError, nearest
+
+_TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
+_SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT = _SIZE | {"max_position_embeddings": 16}
+_VISION = _SIZE | {"image_size": 32, "patch_size": 8}
+
+
+def _configurations(dim: int) -> dict[str, dict[str, Any]]:
+    return {
+        "clip": {"projection_dim": dim, "text_config": _TEXT, "vision_config": _VISION},
+        "siglip": {
+            "text_config": _TEXT | {"hidden_size": dim, "projection_size": dim},
+            "vision_config": _VISION | {"hidden_size": dim},
+        },
+        "siglip2": {
+            "text_config": _TEXT | {"hidden_size": dim, "projection_size": dim},
+            "vision_config": _SIZE | {"hidden_size": dim, "num_patches": 16, "patch_size": 8},
+        },
+        "blip": {
+            "image_text_hidden_size": dim,
+            "projection_dim": dim,
+            "text_config": _TEXT | {"encoder_hidden_size": 32},
+            "vision_config": _VISION | {"initializer_range": 0.02},  # BLIP's 1e-10 would drown every difference
+        },
+        "vision-text-dual-encoder": {
+            "projection_dim": dim,
+            "text_config": _TEXT | {"model_type": "bert"},
+            "vision_config": _VISION | {"model_type": "vit"},
+        },
+    }
+
+
+def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[Encoder, Processor]:
+    """Build a tiny encoder of an architecture.
+
+    Args:
+        model_type: transformers' name of the architecture, or ``open_clip``.
+        dim: D, a multiple of 2.
+        seed: of the weights.
+
+    Returns:
+        The encoder in evaluation mode and its processor.
+
+    Raises:
+        XcompatError: for an architecture without a stand-in.
+
+    Example:
+        >>> encoder, processor = stand_in("clip", dim=8)
+        >>> encoder.embed_texts(**processor.texts(["a red shoe"])).shape
+        torch.Size([1, 8])
+    """
+    if model_type == "open_clip":
+        return _open_clip(dim, seed)
+    configurations = _configurations(dim)
+    if model_type not in configurations:
+        raise XcompatError(f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip'])}")
+    source = ScratchSource(model={"model_type": model_type, **configurations[model_type]}, vocab_size=300)
+    encoder, processor = encoder_from_scratch(source, _TEXTS, seed)
+    return encoder.eval(), processor
+
+
+def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
+    import torch
+
+    from xcompat.encoders.open_clip_encoder import build_open_clip_encoder, load_open_clip_processor
+
+    model_cfg = {
+        "embed_dim": dim,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},  # heads are 64 wide
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+    }
+    description = {
+        "library": "open_clip",
+        "name": "stand-in",
+        "revision": None,
+        "config": {"model_cfg": model_cfg, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}},
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = build_open_clip_encoder(description)
+    return encoder.eval(), load_open_clip_processor(Path(), description)
+
+
+def save_stand_in(folder: str | Path, model_type: str = "clip", dim: int = 16, seed: int = 0) -> str:
+    """Write a stand-in as its library would, so that it is loaded like any model.
+
+    Args:
+        folder: made if missing.
+        model_type: as in :func:`stand_in`.
+        dim: as in :func:`stand_in`.
+        seed: as in :func:`stand_in`.
+
+    Returns:
+        The folder.
+    """
+    encoder, processor = stand_in(model_type, dim, seed)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    encoder.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,108 @@
+"""A frozen model in the role of the old or the new one, whatever it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.processor import Processor
+from xcompat.files import read_json
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel, describe_old
+
+
+@dataclass
+class Embedder:
+    """What embedding caches and evaluations need of a model.
+
+    A compatible model takes this role with its view of the old space: that is what its gallery holds, so that galleries of a
+    chain of updates share one space.
+
+    Args:
+        model: an encoder, or a compatible model.
+        processor: its preprocessing.
+        fingerprint: its identity.
+        dim: dimension of what :meth:`embed` returns.
+        logit_scale: scale of its own training, if known.
+        compatible_with: versions whose galleries share its space.
+    """
+
+    model: nn.Module
+    processor: Processor
+    fingerprint: Fingerprint
+    dim: int
+    logit_scale: float | None = None
+    compatible_with: list[Fingerprint] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Return what people call the model."""
+        return self.fingerprint.name
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model computes."""
+        return next(self.model.parameters()).device
+
+    @torch.inference_mode()
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        """Embed one batch of images (``pixel_values``) or texts (``input_ids``).
+
+        Args:
+            batch: from the processor.
+
+        Returns:
+            (B, d) float32, L2-normalised.
+        """
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        if "pixel_values" in batch:
+            embeds = self.model.embed_images(batch["pixel_values"])
+        else:
+            embeds = self.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
+        return self.model.view(embeds) if self.compatible_with else embeds
+
+    def describe_old(self) -> dict[str, Any]:
+        """Describe this model as the old one of a configuration."""
+        return describe_old(self.fingerprint, self.dim, self.logit_scale, self.compatible_with)
+
+
+def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu") -> Embedder:
+    """Load any model that embeds: an encoder of a supported library, or a checkpoint of this one.
+
+    Args:
+        source: name, folder, or source with revision.
+        device: where to compute.
+
+    Returns:
+        The frozen model in evaluation mode.
+    """
+    source = EncoderSource(name=source) if isinstance(source, str) else source
+    if is_checkpoint(source.name):
+        model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
+        compatible = model.compatible_with
+        dim = model.config.old["dim"] if compatible else model.config.embedding_dim
+        return Embedder(model, model.processor, model.fingerprint(), dim, model.config.logit_scale, compatible)
+    encoder, processor = load_encoder(source)
+    fingerprint = encoder.fingerprint(processor)
+    encoder = encoder.requires_grad_(False).eval().to(device)
+    return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale)
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub)."""
+    folder = Path(name)
+    if folder.is_dir():
+        config = folder / "config.json"
+        return config.exists() and str(read_json(config).get("model_type", "")).startswith("xcompat")
+    from transformers import PreTrainedConfig
+
+    try:
+        return str(PreTrainedConfig.get_config_dict(name)[0].get("model_type", "")).startswith("xcompat")
+    except OSError:  # not there, or of another library: whoever loads it says so
+        return False

@@ -1,0 +1,1 @@
+"""From a recipe to a trained, evaluated and reported model; the only code that knows the Trainer."""

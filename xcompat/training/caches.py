@@ -1,0 +1,47 @@
+"""Embedding caches by what they depend on: the model's fingerprint and the data."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcompat.data import flatten_captions
+from xcompat.data.schema import TEXT
+from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.models.embedder import Embedder
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
+    """Embed a text corpus, or open what was embedded before.
+
+    Args:
+        embedder: the frozen model.
+        texts: as :func:`xcompat.data.load_texts` returns it.
+        cache_dir: folder of all caches.
+
+    Returns:
+        One row per text.
+    """
+    digest = texts._fingerprint
+    return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest)
+
+
+def cached_captions(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
+    """Embed every caption of every pair, in the order of :func:`xcompat.data.flatten_captions`."""
+    texts, _ = flatten_captions(pairs)
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return embed_texts(embedder, texts, _folder(cache_dir, "captions", embedder, digest), digest)
+
+
+def cached_images(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
+    """Embed every image of the pairs; one that cannot be read is a row of NaN."""
+    digest = pairs._fingerprint
+    return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest)
+
+
+def _folder(cache_dir: Path, kind: str, embedder: Embedder, digest: str) -> Path:
+    return cache_dir / f"{kind}-{embedder.fingerprint.digest[:16]}-{digest[:16]}"

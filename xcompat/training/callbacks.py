@@ -1,0 +1,102 @@
+"""What the stock Trainer does not do by itself: one rich bar, a stop at NaN, a checkpoint at Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from rich.progress import Progress, TaskID
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from xcompat.errors import TrainingDivergedError
+from xcompat.progress import progress_bar
+
+
+class ProgressCallback(TrainerCallback):
+    """Steps, rate in samples per second and the loss, in one line.
+
+    Args:
+        description: what is being trained.
+    """
+
+    def __init__(self, description: str) -> None:
+        self.description = description
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._first_step = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Show the bar."""
+        self._bar = progress_bar()
+        self._bar.start()
+        self._first_step = state.global_step
+        self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step, rate="")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Advance the bar."""
+        assert self._bar is not None and self._task is not None
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        rate = (state.global_step - self._first_step) * per_step / max(elapsed, 1e-9)
+        self._bar.update(self._task, completed=state.global_step, rate=f"{rate:,.0f} samples/s{self._loss(state)}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, also after an error."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    @staticmethod
+    def _loss(state: TrainerState) -> str:
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        return f", loss {float(losses[-1]):.3f}" if losses else ""
+
+
+class DivergenceCallback(TrainerCallback):
+    """Stop at a loss or gradient that is not finite; checkpoints written before it stay."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any  # noqa: ANN401
+    ) -> None:
+        """Look at what was logged."""
+        for key in ("loss", "grad_norm"):
+            if not math.isfinite(float((logs or {}).get(key, 0.0))):
+                raise TrainingDivergedError(
+                    f"the {key.replace('_', ' ')} is {logs[key] if logs else ''} at step {state.global_step}; the last good checkpoint is kept in "
+                    f"{args.output_dir}: lower training.learning_rate or look at the data, then start again to continue from it"
+                )
+
+
+class InterruptCallback(TrainerCallback):
+    """At the first Ctrl-C finish the step, save a checkpoint and stop; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._previous: Any = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Take over the signal."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.signal(signal.SIGINT, self._previous)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Save and stop when asked to."""
+        if self.interrupted:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Give the signal back."""
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)

@@ -1,0 +1,121 @@
+"""``--dry-run``: a recipe's whole course on tiny stand-ins; nothing is downloaded and nothing stays on disk."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from xcompat.data import CorpusSource, PairSource
+from xcompat.data.sources import local_files
+from xcompat.distributed import is_main_process
+from xcompat.encoders import EncoderSource
+from xcompat.encoders.scratch import ScratchSource
+from xcompat.encoders.standins import save_stand_in
+from xcompat.progress import console
+from xcompat.training.recipe import STAGE_PREFIX, EvaluationSettings, Recipe, StageRecipe
+from xcompat.training.run import run_recipe
+
+BATCH = 4
+PAIRS = 12
+DIMS = {"old": 8, "new": 16}
+
+
+def dry_run_recipe(recipe: Recipe) -> None:
+    """Check that a recipe runs from end to end: every stage for two steps, on stand-ins of its models and data.
+
+    Args:
+        recipe: validated.
+
+    Raises:
+        XcompatError: local files are missing, or a stage does not fit.
+    """
+    table = Table("stage", "method", "old", "new", "data", title=f"{recipe.name}: what would run")
+    for part in recipe.stages:
+        table.add_row(part.name, part.method, _name(part.old), _name(part.new), _check_files(part))
+    console.print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Recipe(
+            name=recipe.name,
+            output_dir=Path(folder) / "run",
+            cache_dir=Path(folder) / "cache",
+            seed=recipe.seed,
+            stages=[_stand_in_stage(part, Path(folder)) for part in recipe.stages],
+        )
+        console.quiet = True  # the figures of random weights mean nothing
+        try:
+            run_recipe(stand_in)
+        finally:
+            console.quiet = not is_main_process()
+    console.print(f"[green]✓[/] {recipe.name} runs from end to end on stand-ins")
+
+
+def _name(source: EncoderSource | ScratchSource | None) -> str:
+    if isinstance(source, EncoderSource):
+        return source.name + (f"@{source.revision}" if source.revision else "")
+    return "-" if source is None else "from scratch"
+
+
+def _check_files(part: StageRecipe) -> str:
+    """List the stage's data, refusing local files that are not there."""
+    sources: list[PairSource | CorpusSource | None] = [part.data.pairs, *part.data.texts, part.data.test]
+    described = []
+    for source in sources:
+        if source is None:
+            continue
+        files = local_files(source.path)  # raises for a missing local path; None for a Hub name
+        described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
+    return "\n".join(dict.fromkeys(described))
+
+
+def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
+    replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
+    for role in ("old", "new"):
+        source = getattr(part, role)
+        if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
+            model_type = source.model_type or ("open_clip" if source.name.startswith("hf-hub:") else "clip")
+            where = folder / source.name.replace("/", "--")
+            # one name is one model wherever a recipe mentions it
+            name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
+            replaced[role] = {"name": name}
+    data = replaced.get("data", {})
+    for key in ("pairs", "test"):
+        if data.get(key):
+            data[key] = {"path": _tiny_pairs(folder)}
+    if data.get("texts"):
+        data["texts"] = [{"path": _tiny_texts(folder)}]
+    data.pop("zero_shot", None)
+    data.pop("texts_limit", None)
+    steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
+    training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
+    replaced["training"] = training | steps | {"warmup_steps": 0}
+    if part.evaluation is not None:
+        replaced["evaluation"] = EvaluationSettings(resamples=100, ks=[1, 5], compare_with=part.evaluation.compare_with).model_dump()
+    return StageRecipe(**replaced)
+
+
+def _tiny_pairs(folder: Path) -> str:
+    """Write a dozen coloured squares with captions."""
+    from PIL import Image
+
+    where = folder / "pairs"
+    if not where.exists():
+        where.mkdir()
+        pixels = np.random.default_rng(0).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
+        for row, image in enumerate(pixels):
+            Image.fromarray(image).save(where / f"{row}.png")
+        lines = ["image,caption", *(f"{row}.png,thing number {row}" for row in range(PAIRS))]
+        (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(where)
+
+
+def _tiny_texts(folder: Path) -> str:
+    file = folder / "texts.txt"
+    if not file.exists():
+        file.write_text("\n".join(f"sentence number {row}" for row in range(PAIRS)) + "\n", encoding="utf-8")
+    return str(file)
+
+

@@ -1,0 +1,47 @@
+"""Where a result comes from: versions, machine, source revision, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("xcompat", "torch", "transformers", "peft", "accelerate", "datasets", "open_clip_torch", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Describe this run for its folder and its report.
+
+    Returns:
+        ``command``, ``versions``, ``machine``, ``git_revision`` (None outside a checkout), ``processes``.
+    """
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{_cpu_name()}, {os.cpu_count()} cores"
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "machine": {"platform": platform.platform(), "device": device, "threads": torch.get_num_threads()},
+        "git_revision": _git_revision(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git_revision() -> str | None:
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    described = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or None

@@ -1,0 +1,320 @@
+"""The recipe: one validated YAML file that says what is trained, on what, and how it is judged."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from xcompat.data import Augmentation, CorpusSource, PairSource
+from xcompat.encoders import EncoderSource
+from xcompat.encoders.scratch import ScratchSource
+from xcompat.errors import XcompatError, nearest
+
+STAGE_PREFIX = "stage:"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ZeroShotSettings(_Section):
+    """Zero-shot classification from prompts.
+
+    Args:
+        images: labelled images (with ``label_column``).
+        classes: file with one class name a line, in the order of the labels.
+        templates: prompts, ``{}`` standing for the class; their embeddings are averaged.
+    """
+
+    images: PairSource
+    classes: str
+    templates: list[str] = ["a photo of a {}"]
+
+
+class DataSettings(_Section):
+    """What a stage learns from and is tested on.
+
+    Args:
+        pairs: images with captions.
+        texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
+        texts_limit: use the first so many texts.
+        test: images with captions that no stage trains on.
+        zero_shot: labelled images for classification from prompts.
+        augmentation: random changes to training images; none unless given.
+        one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
+        embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
+        shuffle_buffer: for streaming pairs, how many samples are shuffled among each other.
+    """
+
+    pairs: PairSource | None = None
+    texts: list[CorpusSource | PairSource] = []
+    texts_limit: int | None = Field(None, ge=1)
+    test: PairSource | None = None
+    zero_shot: ZeroShotSettings | None = None
+    augmentation: Augmentation | None = None
+    one_per_id: bool = False
+    embeddings_of: Literal["texts", "images"] = "texts"
+    shuffle_buffer: int = Field(10_000, ge=0)
+
+
+class EvaluationSettings(_Section):
+    """How the result is judged.
+
+    Args:
+        ks: cut-offs of recall.
+        resamples: bootstrap draws.
+        chunk_size: rows per block of the similarity matrix; results do not depend on it.
+        compare_with: earlier stages whose queries are shown beside the new model's.
+        examples: example searches in the report.
+    """
+
+    ks: list[int] = [1, 5, 10, 50]
+    resamples: int = Field(1000, ge=100)
+    chunk_size: int = Field(1024, ge=1)
+    compare_with: list[str] = []
+    examples: int = Field(3, ge=0)
+
+
+class StageRecipe(_Section):
+    """Everything one training stage needs.
+
+    Args:
+        name: name of the stage; the method's name unless given.
+        method: which method, by its name in ``xcompat.models``.
+        old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
+        new: the encoder that learns: the same, or an architecture to train from scratch.
+        projection: where φ starts from: a checkpoint of method ``projection`` or ``stage:NAME``.
+        options: the method's own configuration.
+        data: what it learns from.
+        training: fields of ``transformers.TrainingArguments``.
+        prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
+        evaluation: how the result is judged; null for no evaluation.
+    """
+
+    name: str = ""
+    method: str
+    old: EncoderSource | None = None
+    new: EncoderSource | ScratchSource | None = None
+    projection: str | None = None
+    options: dict[str, Any] = {}
+    data: DataSettings = DataSettings()
+    training: dict[str, Any] = {}
+    prompt_lr_factor: float = Field(100.0, gt=0)
+    evaluation: EvaluationSettings | None = EvaluationSettings()
+
+    @field_validator("old", "new", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, value: str) -> str:
+        from xcompat.models import METHODS
+
+        if value not in METHODS:
+            raise ValueError(f"unknown method {value!r}; {nearest(value, METHODS)}")
+        return value
+
+    @field_validator("training")
+    @classmethod
+    def _known_training(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from transformers import TrainingArguments
+
+        known = {field.name for field in fields(TrainingArguments)} - {"output_dir", "seed", "data_seed"}
+        for key in value:
+            if key not in known:
+                raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
+        from xcompat.models import METHODS, CompatConfig
+
+        method = info.data.get("method")
+        if method is not None:
+            inherited = {field.name for field in fields(CompatConfig)}
+            known = {field.name for field in fields(METHODS[method].config_class)} - inherited | {"adapters", "logit_scale"}
+            for key in value:
+                if key not in known:
+                    raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
+        return value
+
+    @model_validator(mode="after")
+    def _default_name(self) -> StageRecipe:
+        self.name = self.name or self.method
+        return self
+
+
+class Recipe(_Section):
+    """A named sequence of stages.
+
+    Args:
+        name: name of the run.
+        output_dir: where everything is written.
+        cache_dir: where embedding caches are kept, shared between runs.
+        seed: of weights, data order, augmentation, noise and bootstrap.
+        stages: what is done, in order.
+    """
+
+    name: str
+    output_dir: Path
+    cache_dir: Path
+    seed: int = 0
+    stages: list[StageRecipe]
+
+    @model_validator(mode="after")
+    def _stages_exist(self) -> Recipe:
+        seen: list[str] = []
+        for stage in self.stages:
+            named = [stage.projection or "", *(source.name for source in (stage.old, stage.new) if isinstance(source, EncoderSource))]
+            wanted = [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
+            wanted += stage.evaluation.compare_with if stage.evaluation else []
+            for name in wanted:
+                if name not in seen:
+                    raise ValueError(f"stage {stage.name!r} refers to {name!r}, which is no earlier stage (earlier: {', '.join(seen) or 'none'})")
+            if stage.name in seen:
+                raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
+            seen.append(stage.name)
+        return self
+
+    def stage_dir(self, name: str) -> Path:
+        """Return where a stage writes: its own folder, or the run's when it is the only stage."""
+        return self.output_dir if len(self.stages) == 1 else self.output_dir / name
+
+    def resolve(self, name: str) -> str:
+        """Return the folder that ``stage:NAME`` means, and any other name as it is."""
+        return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe.
+
+    A recipe is one stage, or has ``stages:``, each of which inherits every other top-level key and overrides it key by key.
+
+    Args:
+        path: YAML file.
+        overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or ``stages.1.training.max_steps=10``.
+            The value is read as YAML.
+
+    Returns:
+        The recipe with every stage complete.
+
+    Raises:
+        XcompatError: the file is missing or not YAML, a key is unknown, a value does not fit.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise XcompatError(f"the recipe {path} does not exist")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise XcompatError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
+    for override in overrides:
+        _override(raw, override)
+    return parse_recipe(raw, path.stem, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
+    """Validate a recipe already read.
+
+    Args:
+        raw: nested dictionaries as in the YAML.
+        default_name: the run's name unless the recipe has one.
+        where: what to call the recipe in messages.
+
+    Returns:
+        The recipe.
+    """
+    top = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed") if key in raw}
+    shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
+    name = str(top.get("name", default_name))
+    defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}
+    stages = [_merge(shared, stage) for stage in raw["stages"]] if "stages" in raw else [shared]
+    try:
+        return Recipe(**{**defaults, **top, "stages": stages})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Say the first thing that is wrong with a recipe in one line, naming the nearest key for an unknown one.
+
+    Args:
+        error: pydantic's error.
+        model: the outermost model.
+
+    Returns:
+        One line.
+    """
+    # An unknown key in a union (a source or an architecture) is reported once per member: take the most telling one.
+    first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    place = ".".join(str(part) for part in first["loc"] if not re.fullmatch(r"[A-Z]\w+|function-.*", str(part)))
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {place!r}; {nearest(str(first['loc'][-1]), _keys_at(model, first['loc'][:-1]))}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
+    """Return the keys known at a place in nested models."""
+    from typing import get_args
+
+    def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [found for argument in get_args(annotation) for found in models_in(argument)]
+
+    candidates: list[type[BaseModel]] = [model]
+    for part in location:
+        named = [candidate for candidate in candidates if candidate.__name__ == part]
+        inner = [found for candidate in candidates if part in candidate.model_fields for found in models_in(candidate.model_fields[part].annotation)]
+        candidates = named or inner or candidates
+    return [key for candidate in candidates for key in candidate.model_fields]
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Override nested dictionaries key by key; null removes."""
+    merged = copy.deepcopy(base)
+    for key, value in over.items():
+        merged[key] = _merge(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+    return merged
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
+    list("-+0123456789."),
+)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
+    *parents, last = key.split(".")
+    place: Any = raw
+    for parent in parents:
+        if isinstance(place, list):
+            if not parent.isdigit() or int(parent) >= len(place):
+                raise XcompatError(f"{key}: there is no stage {parent}; stages count from 0 to {len(place) - 1}")
+            place = place[int(parent)]
+        else:
+            place = place.setdefault(parent, {})
+    if not isinstance(place, dict):
+        raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
+    place[last] = yaml.load(value, Loader=_Loader)

@@ -1,0 +1,196 @@
+"""The stock transformers Trainer, set up for one stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from xcompat.data import EmbeddingPairDataset, PairCollator, PairDataset, collate_embeddings, stream_pairs
+from xcompat.distributed import is_main_process
+from xcompat.embedding import EmbeddingCache
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+from xcompat.models import CompatModel
+from xcompat.progress import console
+from xcompat.training.callbacks import DivergenceCallback, InterruptCallback, ProgressCallback
+from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.recipe import DataSettings, StageRecipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import datasets
+
+    Data = tuple[Dataset[Any] | "datasets.IterableDataset", Callable[[Any], Any]]
+
+DEFAULTS: dict[str, Any] = {
+    "dataloader_drop_last": True,  # ranks must gather equal shapes, and a padded batch would hold false negatives
+    "logging_steps": 10,
+    "save_total_limit": 2,
+    "ddp_find_unused_parameters": False,
+    "max_grad_norm": 1.0,
+}
+"""What differs from transformers' defaults; a recipe may set each."""
+
+
+def pair_data(
+    data: DataSettings,
+    pairs: datasets.Dataset | datasets.IterableDataset,
+    processor: Processor,
+    seed: int,
+    old: tuple[EmbeddingCache, EmbeddingCache] | None,
+) -> Data:
+    """Make the training set of a method that reads images and captions.
+
+    Args:
+        data: the recipe's data section.
+        pairs: the loaded pairs.
+        processor: the new encoder's preprocessing.
+        seed: of everything random that happens to a sample.
+        old: cached old embeddings of the images and of all captions, for methods that read them.
+
+    Returns:
+        The data set and its collator.
+    """
+    collator = PairCollator(processor, data.augmentation)
+    if data.pairs is not None and data.pairs.streaming:
+        if old is not None:
+            raise XcompatError("old embeddings are fetched by row, which a stream does not have; set data.pairs.streaming to false")
+        return stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed), collator
+    extra = {} if old is None else {"image_extra": {"old_embeds": old[0]}, "caption_extra": {"old_text_embeds": old[1]}}
+    return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, **extra), collator
+
+
+def embedding_data(new: EmbeddingCache, old: EmbeddingCache) -> Data:
+    """Make the training set of a map over cached embeddings; rows that either model could not read are left out.
+
+    Args:
+        new: embeddings of the new model.
+        old: embeddings of the old model, in the same order.
+
+    Returns:
+        The data set and its collator.
+    """
+    rows = None
+    if "images" in (new.info.kind, old.info.kind):
+        rows = np.flatnonzero(np.isfinite(new[:][:, 0]) & np.isfinite(old[:][:, 0]))
+    return EmbeddingPairDataset(new, old, rows), collate_embeddings
+
+
+def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: Path) -> CompatModel:
+    """Train with the stock Trainer, continuing from the last complete checkpoint.
+
+    Args:
+        model: as its method built it.
+        data: training set and collator.
+        part: the stage.
+        seed: of data order and noise.
+        folder: where checkpoints go.
+
+    Returns:
+        The trained model, unwrapped.
+
+    Raises:
+        XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
+    """
+    dataset, collator = data
+    settings = training_arguments(part, seed, folder)
+    _check_size(dataset, settings)
+    bar, interrupt = ProgressCallback(part.name), InterruptCallback()
+    trainer = Trainer(
+        model=model.train(),
+        args=settings,
+        train_dataset=dataset,
+        data_collator=collator,
+        callbacks=[bar, DivergenceCallback(), interrupt],
+        optimizer_cls_and_kwargs=(
+            AdamWFactory,
+            {
+                "lr": settings.learning_rate,
+                "prompt_lr_factor": part.prompt_lr_factor,
+                "weight_decay": settings.weight_decay,
+                "betas": (settings.adam_beta1, settings.adam_beta2),
+                "eps": settings.adam_epsilon,
+            },
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    last = last_complete_checkpoint(folder)
+    if last is not None:
+        console.print(f"  [dim]continuing from {last}[/]")
+    try:
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    finally:
+        bar.close()
+    if interrupt.interrupted:
+        raise XcompatError(f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue")
+    return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
+
+
+def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
+    """Turn the recipe's training section into transformers' own arguments.
+
+    Args:
+        part: the stage.
+        seed: of data order and noise.
+        folder: where checkpoints go.
+
+    Returns:
+        The arguments.
+    """
+    import torch
+
+    fixed = {
+        "output_dir": str(folder),
+        "seed": seed,
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
+        "disable_tqdm": True,
+        # ranks read different shards themselves; dispatching from rank 0 would decode everything there
+        "accelerator_config": {"dispatch_batches": False},
+    }
+    defaults = {**DEFAULTS, "use_cpu": not torch.cuda.is_available()}
+    try:
+        return TrainingArguments(**{**defaults, **part.training, **fixed})
+    except (TypeError, ValueError) as error:
+        raise XcompatError(f"{part.name}: the training section does not fit: {' '.join(str(error).split())}") from None
+
+
+def last_complete_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that was written to its end, or None.
+
+    The Trainer writes ``trainer_state.json`` last; a checkpoint without it was cut off by a kill or a full disk.
+
+    Args:
+        folder: the Trainer's output folder.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True)
+    for checkpoint in found:
+        try:
+            read_json(checkpoint / "trainer_state.json")
+        except XcompatError:
+            if is_main_process():
+                console.print(f"  [yellow]![/] {checkpoint} is incomplete and is not used")
+            continue
+        return checkpoint
+    return None
+
+
+def _check_size(dataset: Any, settings: TrainingArguments) -> None:  # noqa: ANN401 - any data set
+    if not hasattr(dataset, "__len__"):
+        if settings.max_steps <= 0:
+            raise XcompatError("streaming pairs have no length; set training.max_steps")
+        return
+    batch = settings.train_batch_size * settings.world_size
+    if len(dataset) < batch:
+        raise XcompatError(
+            f"{len(dataset)} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"
+        )

@@ -1,0 +1,146 @@
+"""``xcompat evaluate``: judge a recipe's result, a checkpoint, or plain embeddings from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from xcompat.data import PairSource
+from xcompat.encoders import EncoderSource
+from xcompat.errors import XcompatError
+from xcompat.evaluation import EmbeddedPairs
+from xcompat.fingerprint import Fingerprint
+from xcompat.models import CompatModel
+from xcompat.models.embedder import is_checkpoint, load_embedder
+from xcompat.progress import console
+from xcompat.report import Report, ReportContent, load_report, print_report, write_report
+from xcompat.training.evaluate import Contestants, embed_new, embed_test_set, load_test_set, make_report
+from xcompat.training.provenance import provenance
+from xcompat.training.recipe import EvaluationSettings, load_recipe
+from xcompat.training.run import device, run_recipe
+
+EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
+
+
+def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
+    """Judge the last evaluated stage of a recipe, training what is not done.
+
+    Args:
+        target: the recipe's YAML, or a run's folder that holds a report.
+        overrides: ``key=value`` each.
+
+    Returns:
+        The report.
+
+    Raises:
+        XcompatError: nothing is evaluated there.
+    """
+    if target.is_dir():
+        if not (target / "report.json").exists():
+            raise XcompatError(f"{target} holds no report.json; run `xcompat train` with its recipe, which ends with one")
+        report = load_report(target)
+        print_report(report, console)
+        return report
+    reports = run_recipe(load_recipe(target, overrides))
+    if not reports:
+        raise XcompatError(f"{target} evaluates nothing: give a stage an old model, data.test and evaluation")
+    return load_report(list(reports.values())[-1])
+
+
+def evaluate_checkpoint(folder: Path, data: Path | None, old: str | None, output: Path) -> Report:
+    """Judge a saved checkpoint on images with captions.
+
+    Args:
+        folder: a checkpoint of this library.
+        data: images with captions.
+        old: the old model; the one named in the checkpoint if None.
+        output: where the report goes.
+
+    Returns:
+        The report.
+
+    Raises:
+        XcompatError: no checkpoint, no data, or the old model is not the one it is compatible with.
+    """
+    from transformers import AutoModel
+
+    if not is_checkpoint(str(folder)):
+        raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
+    if data is None:
+        raise XcompatError(f"name the images with captions that {folder} is to be tested on with --data")
+    model: CompatModel = AutoModel.from_pretrained(str(folder)).for_inference().to(device())
+    versions = model.compatible_with
+    if not versions:
+        raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
+    old_embedder = load_embedder(old or versions[0].name, device())
+    if old_embedder.fingerprint not in versions:
+        versions[0].require(old_embedder.fingerprint, f"the gallery of {old_embedder.name}")
+    described = model.config.encoder
+    new_embedder = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
+    test = load_test_set(PairSource(path=str(data)))
+    cache_dir = output / "cache"
+    independent = embed_test_set(new_embedder, test, cache_dir)
+    contestants = Contestants(embed_test_set(old_embedder, test, cache_dir), *embed_new(model, independent, test, cache_dir), independent)
+    method = model.config.model_type.removeprefix("xcompat-")
+    return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
+
+
+def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path) -> Report:
+    """Judge embeddings made elsewhere.
+
+    Each folder holds ``image_embeds.npy`` and ``text_embeds.npy`` and, one id a line, ``image_ids.txt`` and ``text_ids.txt``;
+    a text's id is that of the image it describes.
+
+    Args:
+        old: embeddings of the old model.
+        new: embeddings of the new model in the old space.
+        new_own: embeddings of the new model in its own space, if known.
+        independent: embeddings of the new model without training for compatibility, if known.
+        output: where the report goes.
+
+    Returns:
+        The report.
+    """
+    folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
+    loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
+    return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
+
+
+def load_embedding_folder(folder: Path) -> EmbeddedPairs:
+    """Read plain embeddings with ids.
+
+    Args:
+        folder: see :func:`evaluate_embeddings`.
+
+    Returns:
+        The embeddings; their fingerprint is the folder's name, as nothing else is known.
+
+    Raises:
+        XcompatError: a file is missing, is no array of numbers, or the counts differ.
+    """
+    for name in EMBEDDING_FILES:
+        if not (folder / name).is_file():
+            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(EMBEDDING_FILES)}")
+    arrays, ids = [], []
+    for kind in ("image", "text"):
+        file = folder / f"{kind}_embeds.npy"
+        try:
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise XcompatError(f"{file} is not a .npy array of numbers: {error}") from None
+        names = (folder / f"{kind}_ids.txt").read_text(encoding="utf-8").splitlines()
+        if array.ndim != 2 or len(array) != len(names):
+            raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
+        arrays.append(array)
+        ids.append(names)
+    return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), arrays[0], arrays[1], ids[0], ids[1])
+
+
+def _finish(content: ReportContent, output: Path) -> Report:
+    write_report(output, content)
+    report = load_report(output)
+    print_report(report, console)
+    console.print(f"report: {output / 'report.html'}")
+    return report
