@@ -1,0 +1,268 @@
+"""From rows to batches: what stands beside what, what happens to damaged images, and in which order rows come."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import BatchSampler, DataLoader
+
+from xcompat.data import (
+    Augmentation,
+    BadSamples,
+    EmbeddingPairDataset,
+    PairCollator,
+    PairDataset,
+    collate_embeddings,
+    flatten_captions,
+    iterate_images,
+    stream_pairs,
+)
+from xcompat.errors import XcompatError
+
+
+class StubProcessor:
+    """Mean colour in, one token per character out."""
+
+    image_size = (8, 8)
+    interpolation = "bicubic"
+
+    def images(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        return torch.stack([torch.from_numpy(np.array(image.resize((8, 8)))).permute(2, 0, 1).float() for image in images])
+
+    def to_pixels(self, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+        assert pixels_BCHW.dtype == torch.uint8
+        return pixels_BCHW.float() / 255
+
+    def texts(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[len(text)] for text in texts])}
+
+
+def png(level: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (10, 10), level).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make(n: int = 6, broken: Sequence[int] = (), several: bool = False) -> datasets.Dataset:
+    """Build a data set in which row r has grey level r, caption length r + 1 and label r % 2."""
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "caption": datasets.List(datasets.Value("string")) if several else datasets.Value("string"),
+            "id": datasets.Value("string"),
+            "label": datasets.Value("int64"),
+            "face": datasets.Value("string"),
+        }
+    )
+    rows = range(n)
+    columns = {
+        "image": [{"bytes": b"broken" if r in broken else png(r), "path": None} for r in rows],
+        "caption": [["x" * (r + 1), "y" * (r + 1)] if several else "x" * (r + 1) for r in rows],
+        "id": [f"id{r}" for r in rows],
+        "label": [r % 2 for r in rows],
+        "face": ["serif"] * n,
+    }
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def test_items_and_extras_belong_to_one_row() -> None:
+    extra = {"old_embeds": np.arange(12, dtype=np.float16).reshape(6, 2)}
+    items = PairDataset(make(), image_extra=extra).__getitems__([4, 0, 4])
+    for item, row in zip(items, [4, 0, 4], strict=True):
+        assert (item["index"], len(item["caption"]), item["label"]) == (row, row + 1, row % 2)
+        assert item["image"].mode == "RGB"
+        assert item["image"].getpixel((0, 0)) == (row, row, row)
+        assert item["old_embeds"].tolist() == [2 * row, 2 * row + 1]
+        assert "face" not in item
+
+
+def test_captions_are_decided_by_seed_epoch_and_index() -> None:
+    dataset = make(several=True)
+
+    def draw(seed: int, epoch: int) -> str:
+        pairs = PairDataset(dataset, seed=seed)
+        pairs.set_epoch(epoch)
+        return "".join(item["caption"][0] for item in pairs.__getitems__([0, 1, 2, 3, 4, 5]))
+
+    assert draw(0, 0) == draw(0, 0)
+    assert len({draw(seed, epoch) for seed in range(3) for epoch in range(3)}) > 6
+    assert set(draw(0, 0) + draw(0, 1) + draw(0, 2)) == {"x", "y"}
+
+
+def test_unreadable_images_are_replaced_with_everything_that_belongs_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"old_embeds": np.arange(6, dtype=np.float32)[:, None]}
+    bad = BadSamples(max_share=0.5, total=6)
+    pairs = PairDataset(make(broken=[1, 2, 5]), image_extra=extra, bad=bad)
+    items = pairs.__getitems__([0, 1, 5, 1])
+    assert [item["index"] for item in items] == [0, 3, 0, 3]
+    assert [float(item["old_embeds"][0]) for item in items] == [0, 3, 0, 3]
+    assert [len(item["caption"]) for item in items] == [1, 4, 1, 4]
+    assert list(bad.reasons) == ["id1", "id2", "id5"]
+    assert capsys.readouterr().out.count("skipped id1") == 1
+
+
+def test_too_many_unreadable_images_stop_by_name() -> None:
+    pairs = PairDataset(make(broken=[1]))
+    with pytest.raises(XcompatError, match=r"1 of 6 samples cannot be used.*id1"):
+        pairs[1]
+    with pytest.raises(XcompatError, match="none of 2 samples"):
+        PairDataset(make(2, broken=[0, 1]), bad=BadSamples(max_share=1, total=2))[0]
+
+
+def test_a_sample_without_caption_is_replaced_too() -> None:
+    dataset = make().remove_columns("caption").add_column("caption", ["a", None, "c", " ", "e", "f"])
+    bad = BadSamples(max_share=0.5, total=6)
+    assert [item["caption"] for item in PairDataset(dataset, bad=bad).__getitems__([1, 3])] == ["c", "e"]
+    assert bad.reasons == {"id1": "it has no caption", "id3": "it has no caption"}
+
+
+def test_extra_columns_of_other_length_are_refused() -> None:
+    with pytest.raises(XcompatError, match="old_embeds has 5 rows, the data set 6"):
+        PairDataset(make(), image_extra={"old_embeds": np.zeros((5, 2))})
+    with pytest.raises(XcompatError, match="no column 'image'"):
+        PairDataset(make().remove_columns("image"))
+
+
+def test_iterating_leaves_out_what_cannot_be_read_and_says_which_rows_are_left() -> None:
+    bad = BadSamples(max_share=0.5, total=7)
+    batches = list(iterate_images(make(7, broken=[0, 1, 4]), batch_size=2, bad=bad))
+    assert [rows.tolist() for rows, _ in batches] == [[2, 3], [5], [6]]
+    assert [image.getpixel((0, 0))[0] for _, images in batches for image in images] == [2, 3, 5, 6]
+    assert len(bad.reasons) == 3
+    only = list(iterate_images(make(7), batch_size=2, rows=[5, 2, 3]))
+    assert [rows.tolist() for rows, _ in only] == [[5, 2], [3]]
+
+
+def test_flattened_captions_keep_their_ids() -> None:
+    texts, ids = flatten_captions(make(3, several=True))
+    assert texts == ["x", "y", "xx", "yy", "xxx", "yyy"]
+    assert ids == ["id0", "id0", "id1", "id1", "id2", "id2"]
+    assert flatten_captions(make(2)) == (["x", "xx"], ["id0", "id1"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_leave_out_what_cannot_be_read_and_lose_nothing_else(workers: int) -> None:
+    dataset = make(20, broken=[3, 11]).cast_column("image", datasets.Image(decode=False))
+    stream = stream_pairs(dataset.to_iterable_dataset(num_shards=2), shuffle_buffer=5, seed=1)
+    loader = DataLoader(stream, batch_size=4, num_workers=workers, collate_fn=list)
+    items = [item for batch in loader for item in batch]
+    assert sorted(int(item["id"][2:]) for item in items) == [r for r in range(20) if r not in (3, 11)]
+    assert all(item["image"].getpixel((0, 0))[0] == int(item["id"][2:]) for item in items)
+
+
+def test_streams_stop_when_too_much_is_unreadable() -> None:
+    dataset = make(150, broken=range(2, 150, 3)).cast_column("image", datasets.Image(decode=False))
+    with pytest.raises(XcompatError, match="samples cannot be used.*id2"):
+        list(stream_pairs(dataset.to_iterable_dataset()))
+
+
+@pytest.mark.parametrize("augmentation", [None, Augmentation.none(), Augmentation()])
+def test_collated_batches(augmentation: Augmentation | None) -> None:
+    pairs = PairDataset(make(), image_extra={"old_embeds": np.ones((6, 2), np.float16)})
+    batch = PairCollator(StubProcessor(), augmentation)(pairs.__getitems__([1, 3]))  # type: ignore[arg-type]
+    assert set(batch) == {"pixel_values", "input_ids", "labels", "old_embeds"}
+    assert batch["pixel_values"].shape == (2, 3, 8, 8)
+    assert (batch["pixel_values"].max() <= 1) == (augmentation == Augmentation())  # the stub only rescales in training
+    assert batch["input_ids"].tolist() == [[2], [4]]
+    assert batch["labels"].tolist() == [1, 1]
+    assert batch["old_embeds"].dtype == torch.float32
+
+
+def test_batches_without_captions_and_labels() -> None:
+    pairs = PairDataset(make().remove_columns(["caption", "label"]))
+    assert set(PairCollator(StubProcessor())(pairs.__getitems__([0]))) == {"pixel_values"}  # type: ignore[arg-type]
+
+
+def test_embedding_pairs_from_memory_maps(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    new, old = generator.standard_normal((50, 6)).astype(np.float16), generator.standard_normal((50, 4)).astype(np.float16)
+    for name, array in {"new": new, "old": old}.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    pairs = EmbeddingPairDataset(*(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("new", "old")))
+    loader = DataLoader(pairs, batch_sampler=BatchSampler([7, 3, 3, 49, 0], 3, drop_last=False), collate_fn=collate_embeddings)
+    batches = list(loader)
+    for batch, rows in zip(batches, ([7, 3, 3], [49, 0]), strict=True):
+        assert torch.equal(batch["new_embeds"], torch.from_numpy(new[rows].astype(np.float32)))
+        assert torch.equal(batch["old_embeds"], torch.from_numpy(old[rows].astype(np.float32)))
+    assert torch.equal(pairs[7]["new_embeds"], torch.from_numpy(new[7].astype(np.float32)))
+
+
+def test_embedding_pairs_of_some_rows() -> None:
+    array = np.arange(10, dtype=np.float32)[:, None]
+    pairs = EmbeddingPairDataset(array, -array, np.array([2, 5, 9]))
+    assert len(pairs) == 3
+    assert pairs.__getitems__([2, 0])["new_embeds"].tolist() == [[9], [2]]
+    assert pairs.__getitems__([2, 0])["old_embeds"].tolist() == [[-9], [-2]]
+
+
+def test_embedding_pairs_of_different_data_are_refused() -> None:
+    with pytest.raises(XcompatError, match="4 new embeddings but 3 old ones"):
+        EmbeddingPairDataset(np.zeros((4, 2)), np.zeros((3, 2)))
+    with pytest.raises(XcompatError, match="no embeddings"):
+        EmbeddingPairDataset(np.zeros((0, 2)), np.zeros((0, 2)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20), st.integers(0, 5), st.integers(0, 3))
+def test_one_per_id_has_each_id_once(ids: list[str], seed: int, epoch: int) -> None:
+    dataset = make(len(ids)).remove_columns("id").add_column("id", ids)
+    pairs = PairDataset(dataset, one_per_id=True, seed=seed)
+    pairs.set_epoch(epoch)
+    rows = [pairs[index]["index"] for index in range(len(pairs))]
+    assert sorted(ids[row] for row in rows) == sorted(set(ids))
+    again = PairDataset(dataset, one_per_id=True, seed=seed)
+    again.set_epoch(epoch)
+    assert [item["index"] for item in again.__getitems__(range(len(pairs)))] == rows
+
+
+def indices_of(items: list[dict[str, int]]) -> list[int]:
+    return [item["index"] for item in items]
+
+
+def test_every_view_has_its_turn_even_in_workers_that_outlive_an_epoch() -> None:
+    dataset = make(9).remove_columns("id").add_column("id", ["a"] * 8 + ["b"])
+    pairs = PairDataset(dataset, one_per_id=True)
+    loader = DataLoader(pairs, batch_size=2, num_workers=1, persistent_workers=True, collate_fn=indices_of)
+    counts = Counter[int]()
+    for epoch in range(160):
+        pairs.set_epoch(epoch)
+        counts.update(row for batch in loader for row in batch)
+    assert counts[8] == 160
+    assert all(4 < counts[row] < 40 for row in range(8))  # 20 expected, 4 standard deviations
+
+
+def test_columns_by_caption_follow_the_caption_drawn() -> None:
+    dataset = make(3).remove_columns("caption").add_column("caption", [["p", "", "q"], None, ["r", "s", "t"]])
+    texts, _ = flatten_captions(dataset)
+    by_caption = np.array([[ord(text)] for text in texts], np.float16)
+    pairs = PairDataset(dataset, caption_extra={"old_text_embeds": by_caption}, bad=BadSamples(max_share=0.5, total=3))
+    drawn = set()
+    for epoch in range(30):
+        pairs.set_epoch(epoch)
+        for item in pairs.__getitems__([0, 1, 2]):
+            assert chr(int(item["old_text_embeds"][0])) == item["caption"]
+            drawn.add(item["caption"])
+    assert drawn == set("pqrst")
+    with pytest.raises(XcompatError, match="old_text_embeds has 3 rows, the data set 5"):
+        PairDataset(dataset, caption_extra={"old_text_embeds": by_caption[:3]})
+
+
+def test_augmentation_is_decided_by_the_sample_and_leaves_torchs_generator_alone() -> None:
+    dataset, collate = make(160), PairCollator(StubProcessor(), Augmentation())  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one = collate(PairDataset(dataset, seed=1).__getitems__([90, 150]))["pixel_values"]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(collate(PairDataset(dataset, seed=1).__getitems__([150, 90]))["pixel_values"].flip(0), one)
+    assert not torch.equal(collate(PairDataset(dataset, seed=2).__getitems__([90, 150]))["pixel_values"], one)

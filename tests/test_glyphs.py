@@ -1,0 +1,198 @@
+"""The embedded glyph data: what is rendered, how it is split, what the texts hold, how the tokenizer behaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+
+from xcompat.data.glyphs import (
+    REGULAR_FACES,
+    Glyphs,
+    render_glyphs,
+    split_characters,
+    to_dataset,
+    train_tokenizer,
+    unicode_corpus,
+)
+from xcompat.errors import XcompatError
+
+
+@pytest.fixture(scope="module")
+def glyphs() -> Glyphs:
+    return render_glyphs()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(glyphs: Glyphs) -> PreTrainedTokenizerFast:
+    return train_tokenizer(glyphs.names.values(), vocab_size=1024, max_length=24)
+
+
+def _ink_rows(glyphs: Glyphs, character: str, face: str) -> np.ndarray:
+    selected = glyphs.select([ord(character)], [face])
+    assert selected.images_NHW.shape == (1, 32, 32)
+    return np.flatnonzero(selected.images_NHW[0].any(axis=1))
+
+
+def test_every_face_and_named_character_is_there(glyphs: Glyphs) -> None:
+    assert glyphs.images_NHW.shape == (len(glyphs.character_N), 32, 32)
+    assert glyphs.images_NHW.dtype == np.uint8
+    assert len(glyphs.faces) == 16
+    assert set(REGULAR_FACES) < set(glyphs.faces)
+    assert np.unique(glyphs.face_N).tolist() == list(range(16))
+    assert 52_000 < len(glyphs.images_NHW) < 56_000
+    assert 7_000 < len(glyphs.names) < 7_500
+    assert set(glyphs.names) == set(glyphs.character_N.tolist())
+    for code in list(glyphs.names)[::97]:
+        assert glyphs.names[code] == unicodedata.name(chr(code)).lower()
+
+
+def test_no_image_is_blank_and_no_pair_comes_twice(glyphs: Glyphs) -> None:
+    assert glyphs.images_NHW.any(axis=(1, 2)).all()
+    assert len(set(zip(glyphs.character_N.tolist(), glyphs.face_N.tolist(), strict=True))) == len(glyphs.character_N)
+    assert not {ord(" "), 0xA0, 0x200B} & set(glyphs.names)
+
+
+def test_position_and_size_tell_characters_apart(glyphs: Glyphs) -> None:
+    comma, apostrophe = (_ink_rows(glyphs, character, "DejaVuSans") for character in ",'")
+    assert comma.min() > apostrophe.max()
+    small, capital = (_ink_rows(glyphs, character, "DejaVuSerif") for character in "oO")
+    assert len(small) < len(capital)
+    braille = [glyphs.select([code], ["DejaVuSans"]).images_NHW[0] for code in (0x2801, 0x2808)]  # dot 1 left, dot 4 right
+    first, fourth = (np.flatnonzero(image_HW.any(axis=0)) for image_HW in braille)
+    assert first.max() < fourth.min()
+    assert not np.array_equal(*(glyphs.select([ord("g")], [face]).images_NHW for face in REGULAR_FACES[::2]))
+
+
+def test_oversized_ink_is_shrunk_not_cut(glyphs: Glyphs) -> None:
+    ellipsis_HW = glyphs.select([0x22EF], ["DejaVuSans"]).images_NHW[0]  # midline horizontal ellipsis
+    columns = np.flatnonzero(ellipsis_HW.any(axis=0))
+    assert np.count_nonzero(np.diff(columns) > 1) == 2  # three dots
+    arrow_HW = glyphs.select([0x27F7], ["DejaVuSans"]).images_NHW[0]  # long left right arrow, wider than the em
+    assert np.array_equal(arrow_HW.any(axis=0), arrow_HW.any(axis=0)[::-1])
+
+
+def test_rendering_is_deterministic(glyphs: Glyphs) -> None:
+    again = render_glyphs()
+    assert np.array_equal(glyphs.images_NHW, again.images_NHW)
+    assert np.array_equal(glyphs.character_N, again.character_N)
+    assert np.array_equal(glyphs.face_N, again.face_N)
+
+
+@given(seed=st.integers(0, 2**32), n_test=st.integers(1, 3000))
+@settings(max_examples=20, deadline=None)
+def test_split_is_by_character(glyphs: Glyphs, seed: int, n_test: int) -> None:
+    train, test = split_characters(glyphs, n_test, seed)
+    assert len(test) == len(set(test.tolist())) == n_test
+    assert not set(train.tolist()) & set(test.tolist())
+    assert set(train.tolist()) | set(test.tolist()) == set(glyphs.names)
+    gallery = glyphs.select(test, REGULAR_FACES)
+    assert set(gallery.character_N.tolist()) == set(test.tolist())
+    assert np.array_equal(test, split_characters(glyphs, n_test, seed)[1])
+
+
+def test_split_depends_on_the_seed(glyphs: Glyphs) -> None:
+    assert not np.array_equal(split_characters(glyphs, 100, 0)[1], split_characters(glyphs, 100, 1)[1])
+
+
+@pytest.mark.parametrize("n_test", [0, -1, 10**6])
+def test_split_refuses_impossible_sizes(glyphs: Glyphs, n_test: int) -> None:
+    with pytest.raises(XcompatError, match=f"n_test={n_test} "):
+        split_characters(glyphs, n_test)
+
+
+def test_select_matches_a_loop_and_refuses_unknown_faces(glyphs: Glyphs) -> None:
+    codes, faces = [ord(character) for character in "aΩя→"], ["DejaVuSans-Bold", "STIXGeneral"]
+    selected = glyphs.select(codes, faces)
+    expected = [
+        (code, face)
+        for code, face in zip(glyphs.character_N.tolist(), glyphs.face_N.tolist(), strict=True)
+        if code in codes and glyphs.faces[face] in faces
+    ]
+    assert list(zip(selected.character_N.tolist(), selected.face_N.tolist(), strict=True)) == expected
+    assert set(selected.names) == set(codes)
+    with pytest.raises(XcompatError, match="Comic"):
+        glyphs.select(codes, ["Comic"])
+
+
+def test_corpus_is_large_distinct_and_excludes(glyphs: Glyphs) -> None:
+    _, test = split_characters(glyphs)
+    held_out = {glyphs.names[code] for code in test.tolist()}
+    corpus = unicode_corpus(exclude=(name.upper() for name in held_out))
+    assert len(corpus) == len(set(corpus))
+    assert not held_out & set(corpus)
+    assert set(glyphs.names.values()) - held_out <= set(corpus)
+    assert len(set(corpus) - set(glyphs.names.values())) > 20_000
+
+
+@pytest.mark.parametrize("code", [0x4E00, 0xF900, 0xAC00, 0x18800, 0x1B170, 0x18B00, 0x13000, 0x14400, 0x10600, 0xE0100])
+def test_corpus_has_no_running_numbers(code: int) -> None:
+    assert unicodedata.name(chr(code)).lower() not in set(unicode_corpus())
+
+
+def test_dataset_holds_the_pixels_and_shares_ids(glyphs: Glyphs) -> None:
+    selected = glyphs.select([0x3B1, 0x1D6C2, ord("A")])
+    dataset = to_dataset(selected)
+    assert dataset.column_names == ["image", "caption", "id", "face"]
+    assert len(dataset) == len(selected.images_NHW)
+    assert set(dataset["id"]) == {f"U+{code:04X}" for code in selected.names}
+    assert dataset[0]["image"].mode == "L"
+    assert np.array_equal(np.stack([np.asarray(row["image"]) for row in dataset]), selected.images_NHW)
+    for row, code, face in zip(dataset, selected.character_N.tolist(), selected.face_N.tolist(), strict=True):
+        assert (row["id"], row["caption"], row["face"]) == (f"U+{code:04X}", selected.names[code], selected.faces[face])
+
+
+@given(text=st.text(max_size=60))
+@settings(deadline=None)
+def test_tokenizer_frames_and_truncates_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer(text, truncation=True)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.eos_token_id
+    assert len(ids) <= 24
+    assert ids == tokenizer(text.upper().lower(), truncation=True)["input_ids"] or text.upper().lower() != text.lower()
+
+
+def test_tokenizer_ids_suit_a_clip_text_tower(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    text = {**tower, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 24}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config={**tower, "image_size": 32, "patch_size": 8})).eval()
+    names = ["greek small letter alpha", "comma"]
+    padded = model.get_text_features(**tokenizer(names, padding="max_length", return_tensors="pt")).pooler_output
+    for row, name in enumerate(names):
+        alone = model.get_text_features(**tokenizer(name, return_tensors="pt")).pooler_output[0]
+        assert torch.allclose(padded[row], alone, atol=1e-5)
+
+
+def test_tokenizer_survives_a_round_trip(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "latin small letter a with dotted ring"
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.model_max_length == 24
+
+
+def test_tokenizer_is_the_same_in_every_process_and_order() -> None:
+    script = (
+        "from xcompat.data.glyphs import train_tokenizer, unicode_corpus\n"
+        "print(train_tokenizer(reversed(unicode_corpus()), 700).backend_tokenizer.to_str())"
+    )
+    other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert other.strip() == train_tokenizer(unicode_corpus(), 700).backend_tokenizer.to_str().strip()
+
+
+def test_tokenizer_refuses_nothing_and_too_little() -> None:
+    with pytest.raises(XcompatError, match="no text"):
+        train_tokenizer([])
+    with pytest.raises(XcompatError, match="vocab_size=100 "):
+        train_tokenizer(["a"], vocab_size=100)

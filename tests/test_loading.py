@@ -1,0 +1,378 @@
+"""Pairs come out the same from every format, and damage is found, counted and named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import multiprocessing
+import tarfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from xcompat.data import PairSource, load_classes, load_pairs, open_image, to_rgb
+from xcompat.data.images import UnusableSampleError
+from xcompat.errors import XcompatError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+def png(value: int = 0, mode: str = "RGB", size: tuple[int, int] = (4, 5)) -> bytes:
+    buffer = io.BytesIO()
+    array = np.random.default_rng(value).integers(0, 255, (*size, 4), dtype=np.uint8)
+    Image.fromarray(array, "RGBA").convert(mode).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for key, members in samples.items():
+            for suffix, content in members.items():
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def sample(number: int) -> dict[str, bytes]:
+    meta = {"title": f"title {number}", "words": ["a", f"b{number}"], "sku": number}
+    return {
+        "png": png(number),
+        "txt": f"thing {number}\n".encode(),
+        "json": json.dumps(meta).encode(),
+        "cls": str(number % 3).encode(),
+    }
+
+
+@pytest.fixture(params=["shard.tar", "shard.tar.gz"])
+def shard(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_shard(tmp_path / request.param, {f"k{n:03d}": sample(n) for n in range(7)})
+
+
+def test_shard_rows(shard: Path) -> None:
+    dataset = load_pairs(str(shard))
+    assert isinstance(dataset, datasets.Dataset)
+    assert dataset["id"][:] == [f"k{n:03d}" for n in range(7)]
+    assert dataset["caption"][:] == [[f"thing {n}"] for n in range(7)]
+    assert [row["image"]["bytes"] for row in dataset] == [png(n) for n in range(7)]
+
+
+def test_shard_columns(shard: Path) -> None:
+    source = PairSource(path=str(shard), caption_column="json.words", id_column="json.sku", label_column="cls", limit=4)
+    dataset = load_pairs(source)
+    assert dataset["caption"][:] == [["a", f"b{n}"] for n in range(4)]
+    assert dataset["id"][:] == ["0", "1", "2", "3"]
+    assert dataset["label"][:] == [0, 1, 2, 0]
+
+
+def test_streamed_shards_are_the_same_rows(shard: Path) -> None:
+    stream = load_pairs(PairSource(path=str(shard), streaming=True, label_column="cls"))
+    assert isinstance(stream, datasets.IterableDataset)
+    assert list(stream) == list(load_pairs(PairSource(path=str(shard), label_column="cls")))
+    assert len(list(load_pairs(PairSource(path=str(shard), streaming=True, limit=2)))) == 2
+
+
+def test_globs_braces_lists_and_folders_name_the_same_shards(tmp_path: Path) -> None:
+    for part in range(3):
+        write_shard(tmp_path / f"part-{part}.tar", {f"k{part}{n}": sample(n) for n in range(2)})
+    listed = [f"{tmp_path}/part-{n}.tar" for n in range(3)]
+    paths: list[str | list[str]] = [f"{tmp_path}/part-*.tar", f"{tmp_path}/part-{{0..2}}.tar", listed, str(tmp_path)]
+    ids = [load_pairs(PairSource(path=path))["id"][:] for path in paths]
+    assert ids == [["k00", "k01", "k10", "k11", "k20", "k21"]] * 4
+
+
+def test_the_cache_is_reused_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path / "a.tar", {"a": sample(1)})
+    first = load_pairs(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr("xcompat.data.loading.read_rows", lambda *_: pytest.fail("read again"))
+        second = load_pairs(str(path))
+    assert second._fingerprint == first._fingerprint
+    for file in (tmp_path / "hf_cache").rglob("*.arrow"):
+        file.unlink()
+    assert load_pairs(str(path))._fingerprint == first._fingerprint  # it is that of the source, not of the cache
+    write_shard(path, {"a": sample(1), "b": sample(2)})
+    assert load_pairs(str(path))["id"][:] == ["a", "b"]
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.55, 0.9])
+@pytest.mark.parametrize("name", ["bad.tar", "bad.tar.gz"])
+def test_a_truncated_shard_stops_the_run_by_name(tmp_path: Path, name: str, keep: float) -> None:
+    path = write_shard(tmp_path / name, {f"k{n}": sample(n) for n in range(30)})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(XcompatError, match=f"1 of 1 shards cannot be read.*{name}") as caught:
+        load_pairs(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plain_shard_cut_between_members_is_noticed(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "bad.tar", {f"k{n}": sample(n) for n in range(30)})
+    with tarfile.open(path) as tar:
+        cut = tar.getmembers()[41].offset
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(XcompatError, match="cut short"):
+        load_pairs(str(path))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path, compress: bool) -> None:
+    path = write_shard(tmp_path / "bad.tar", {f"k{n}": sample(n) for n in range(60)})
+    with tarfile.open(path) as tar:
+        offset = tar.getmembers()[20].offset
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 200] = b"x" * 200
+    if compress:
+        path = path.with_suffix(".tar.gz")
+    path.write_bytes(gzip.compress(bytes(content)) if compress else bytes(content))
+    with pytest.raises(XcompatError, match="damaged"):
+        load_pairs(PairSource(path=str(path)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_bad_shard_within_the_share_is_skipped_and_named(
+    tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in range(3):
+        write_shard(tmp_path / f"part-{part}.tar", {f"k{part}": sample(part)})
+    (tmp_path / "part-1.tar").write_bytes(b"this is no tar file")
+    source = PairSource(path=f"{tmp_path}/*.tar", max_bad_share=0.4, streaming=streaming)
+    assert [row["id"] for row in load_pairs(source)] == ["k0", "k2"]
+    assert "skipped 1 of 3 shards" in " ".join(capsys.readouterr().out.split())
+    if not streaming:  # a cached load says so again
+        load_pairs(source)
+        assert "part-1.tar" in "".join(capsys.readouterr().out.split())
+
+
+def test_samples_without_caption_stop_beyond_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = {f"k{n}": sample(n) for n in range(10)}
+    del samples["k3"]["txt"]
+    path = str(write_shard(tmp_path / "a.tar", samples))
+    with pytest.raises(XcompatError, match="1 of 10 samples cannot be used.*k3"):
+        load_pairs(PairSource(path=path, caption_column="txt"))
+    assert len(load_pairs(PairSource(path=path, caption_column="txt", max_bad_share=0.2))) == 9
+    assert "k3: no txt" in " ".join(capsys.readouterr().out.split())
+    assert len(load_pairs(PairSource(path=path, captions=False))) == 10
+
+
+def test_an_unknown_json_key_names_the_nearest(shard: Path) -> None:
+    with pytest.raises(XcompatError, match=r"7 of 7 .*json\.titel.*did you mean 'json\.title'"):
+        load_pairs(PairSource(path=str(shard), caption_column="json.titel"))
+
+
+def make_folder(folder: Path, n: int = 3) -> Path:
+    (folder / "pics").mkdir(parents=True)
+    for number in range(n):
+        (folder / "pics" / f"0{number}.png").write_bytes(png(number))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "captions.tsv", "captions.jsonl", "captions.csv.gz"])
+def test_captions_file_merges_rows_of_one_image(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "set")
+    rows = [("pics/00.png", 'a "quoted", dog', "007"), ("pics/01.png", "NA", "008"), ("pics/00.png", "ein Hündchen ", "007")]
+    table = pd.DataFrame(rows, columns=["file_name", "caption", "code"])
+    if "jsonl" in name:
+        table.to_json(folder / name, orient="records", lines=True, force_ascii=False)
+    else:
+        table.to_csv(folder / name, sep="\t" if "tsv" in name else ",", index=False)
+    dataset = load_pairs(PairSource(path=str(folder), id_column="code"))
+    assert dataset["caption"][:] == [['a "quoted", dog', "ein Hündchen"], ["NA"]]
+    assert dataset["id"][:] == ["007", "008"]
+    assert load_pairs(str(folder))["id"][:] == ["pics/00.png", "pics/01.png"]
+    assert np.array_equal(np.asarray(open_image(dataset[1]["image"])), np.asarray(Image.open(io.BytesIO(png(1)))))
+
+
+def test_jsonl_with_a_list_of_captions(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / "captions.jsonl").write_text('{"image": "pics/00.png", "caption": ["a", " b "]}\n')
+    assert load_pairs(str(folder))["caption"][:] == [["a", "b"]]
+
+
+def test_captions_naming_missing_images(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / "captions.csv").write_text("image,caption\npics/00.png,a\npics/xx.png,b\npics/yy.png,c\n")
+    with pytest.raises(XcompatError, match=r"names 2 of 3 images that do not exist, first 'pics/xx.png'"):
+        load_pairs(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("image,caption\n", {}, "holds no rows"),
+        ("", {}, "cannot be read"),
+        ("picture,caption\npics/00.png,a\n", {}, "no column named image"),
+        ("image,caption\npics/00.png,a\n", {"caption_column": "captoin"}, "did you mean 'caption'"),
+        ("image,caption\npics/00.png,\n", {}, "pics/00.png has no caption"),
+        ("image,caption\npics/00.png,a dog, running\n", {}, "more fields than its header"),
+        ('image,caption\npics/00.png,"a dog\n', {}, "cannot be read"),
+    ],
+)
+def test_bad_captions_files(tmp_path: Path, content: str, options: dict[str, str], message: str) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / "captions.csv").write_text(content)
+    with pytest.raises(XcompatError, match=message) as caught:
+        load_pairs(PairSource(path=str(folder), **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_images_without_captions(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    with pytest.raises(XcompatError, match="set captions: false"):
+        load_pairs(str(folder))
+    dataset = load_pairs(PairSource(path=str(folder), captions=False, label_column="folder"))
+    assert dataset["id"][:] == ["pics/00.png", "pics/01.png", "pics/02.png"]
+    assert dataset["label"][:] == ["pics"] * 3
+
+
+@pytest.mark.parametrize("kind", ["bytes", "path", "struct"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet(tmp_path: Path, kind: str, streaming: bool) -> None:
+    folder = make_folder(tmp_path / "set")
+    images = [folder / "pics" / f"0{n}.png" for n in range(3)]
+    values = {
+        "bytes": [image.read_bytes() for image in images],
+        "path": [str(image.relative_to(folder)) for image in images],
+        "struct": [{"bytes": image.read_bytes(), "path": None} for image in images],
+    }[kind]
+    pd.DataFrame({"picture": values, "text": ["a", "b", "c"], "sku": [7, 8, 9]}).to_parquet(folder / "table.parquet")
+    source = PairSource(path=str(folder / "table.parquet"), image_column="picture", id_column="sku", streaming=streaming)
+    rows = list(load_pairs(source))
+    assert [row["caption"] for row in rows] == ["a", "b", "c"]
+    assert [row["id"] for row in rows] == ["7", "8", "9"]
+    assert open_image(rows[2]["image"]).tobytes() == open_image(images[2]).tobytes()
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    columns = {"image": [{"bytes": png(n), "path": None} for n in range(3)], "info": [{"title": f"t{n}"} for n in range(3)]}
+    features = datasets.Features({"image": datasets.Image(), "info": {"title": datasets.Value("string")}})
+    dataset = datasets.Dataset.from_dict(columns, features=features)
+    dataset.save_to_disk(tmp_path / "one")
+    loaded = load_pairs(PairSource(path=str(tmp_path / "one"), caption_column="info.title"))
+    assert (loaded["caption"][:], loaded["id"][:]) == (["t0", "t1", "t2"], ["0", "1", "2"])
+    assert loaded[1]["image"]["bytes"] == png(1)
+    datasets.DatasetDict(train=dataset, test=dataset.select([2])).save_to_disk(tmp_path / "two")
+    two = PairSource(path=str(tmp_path / "two"), caption_column="info.title")
+    with pytest.raises(XcompatError, match="set split to one of train, test"):
+        load_pairs(two)
+    with pytest.raises(XcompatError, match="no split 'tset'; did you mean 'test'"):
+        load_pairs(two.model_copy(update={"split": "tset"}))
+    assert load_pairs(two.model_copy(update={"split": "test"}))["caption"][:] == ["t2"]
+
+
+def test_hub_names_are_told_from_missing_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        asked.append((*args, kwargs["revision"]))
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(XcompatError, match="neither a local path nor a Hub data set.*offline"):
+        load_pairs(PairSource(path="owner/name", revision="v1"))
+    assert asked == [("owner/name", None, "v1")]
+    for path in (str(tmp_path / "gone"), "./gone", "gone.tar", f"{tmp_path}/*.tar"):
+        with pytest.raises(XcompatError, match="does not exist"):
+            load_pairs(path)
+    assert len(asked) == 1
+
+
+def test_an_unreadable_parquet_file(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(XcompatError, match=r"a\.parquet .*cannot be read") as caught:
+        load_pairs(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.tar", {f"k{n}": sample(n) for n in range(5)})
+    (tmp_path / "b.tar").write_bytes(b"never opened")
+    assert len(load_pairs(PairSource(path=str(tmp_path), limit=3))) == 3
+
+
+def _rows_in_a_process(path: str, cache: Path) -> int:
+    datasets.config.HF_DATASETS_CACHE = cache
+    return len(load_pairs(path))
+
+
+def test_processes_that_load_at_once_agree(tmp_path: Path, shard: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        jobs = [pool.submit(_rows_in_a_process, str(shard), tmp_path / "shared_cache") for _ in range(4)]
+        assert [job.result() for job in jobs] == [7] * 4
+    assert len(list((tmp_path / "shared_cache").rglob("*.arrow"))) == 1
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="no shards"):
+        load_pairs(str(tmp_path))
+
+
+def test_transparency_is_composited_on_white_and_grey_becomes_rgb() -> None:
+    clear = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
+    assert to_rgb(clear).getpixel((0, 0)) == (255, 255, 255)
+    half = to_rgb(Image.new("LA", (2, 2), (0, 128))).getpixel((1, 1))
+    assert half == (127, 127, 127)
+    assert to_rgb(Image.new("1", (2, 2), 1)).getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (1, 1), 0)
+    palette.putpalette([9, 9, 9])
+    palette.info["transparency"] = 0
+    assert to_rgb(palette).getpixel((0, 0)) == (255, 255, 255)
+    for mode in ("L", "I;16", "CMYK", "RGB"):
+        assert to_rgb(Image.new(mode, (1, 1))).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"no image", png()[:60], {"bytes": None, "path": "/nowhere.png"}, None, {"bytes": None, "path": None}]
+)
+def test_unreadable_images(value: object) -> None:
+    with pytest.raises(UnusableSampleError):
+        open_image(value)
+
+
+def test_class_lists(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("cat\nsea lion\n\n")
+    assert load_classes(tmp_path / "a.txt") == ["cat", "sea lion"]
+    (tmp_path / "b.tsv").write_text("index\twnid\twords\n1\tn2\tdog\n0\tn1\tcat\n")
+    assert load_classes(tmp_path / "b.tsv") == ["cat", "dog"]
+    assert load_classes(tmp_path / "b.tsv", "wnid") == ["n1", "n2"]
+    (tmp_path / "c.tsv").write_text("index\twords\n1\tdog\n2\tcat\n")
+    (tmp_path / "d.txt").write_text("cat\n\ndog\n")
+    (tmp_path / "e.txt").write_text("")
+    for name, message in {
+        "c.tsv": "0 to 1",
+        "d.txt": "class 1 has a blank name",
+        "e.txt": "no class names",
+        "f": "not exist",
+    }.items():
+        with pytest.raises(XcompatError, match=message):
+            load_classes(tmp_path / name)
+
+
+@needs_shared
+def test_real_emoji() -> None:
+    dataset = load_pairs(str(SHARED / "emoji"))
+    assert len(dataset) == 1644
+    image = open_image(dataset[0]["image"])
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (72, 72), (255, 255, 255))
+
+
+@needs_shared
+def test_real_fashion() -> None:
+    dataset = load_pairs(PairSource(path=str(SHARED / "fashion" / "test-0000.tar.gz"), label_column="cls"))
+    assert len(dataset) == len(set(dataset["id"])) == 1517
+    classes = load_classes(SHARED / "fashion" / "classes.tsv", "articleType")
+    assert max(dataset["label"]) < len(classes) == 86
+    assert {open_image(row["image"]).mode for row in dataset.select(range(0, 1517, 50))} == {"RGB"}

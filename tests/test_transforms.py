@@ -1,0 +1,94 @@
+"""Augmentation: the right size, decided by the seed alone, and every strength does what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+
+from xcompat.data import Augmentation, build_transform
+
+
+def picture(width: int = 40, height: int = 30) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (16, 24)])
+@pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation.none(), Augmentation(horizontal_flip=0.5)])
+def test_uint8_of_the_models_size(size: tuple[int, int], augmentation: Augmentation) -> None:
+    out = build_transform(augmentation, size)(picture())
+    assert out.dtype == torch.uint8
+    assert tuple(out.shape) == (3, *size)
+
+
+def test_the_seed_decides() -> None:
+    transform = build_transform(Augmentation(horizontal_flip=0.5), (32, 32))
+
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.stack([transform(picture()) for _ in range(4)])
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    assert len({image.numpy().tobytes() for image in draw(1)}) == 4
+
+
+def test_none_only_resizes() -> None:
+    transform = build_transform(Augmentation.none(), (30, 40))
+    expected = torch.from_numpy(np.array(picture())).permute(2, 0, 1)
+    torch.manual_seed(0)
+    assert torch.equal(transform(picture()), expected)
+
+
+def test_defaults_follow_the_paper_but_do_not_flip() -> None:
+    assert Augmentation().min_scale == 0.5
+    assert Augmentation().horizontal_flip == 0
+
+
+def with_one(**strength: float) -> Augmentation:
+    return Augmentation(**{**Augmentation.none().model_dump(), **strength})
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "sharpness", "translation", "min_scale", "horizontal_flip"])
+def test_each_strength_changes_the_image_alone(name: str) -> None:
+    torch.manual_seed(0)
+    one = with_one(**{name: 0.5})
+    assert not one.is_none
+    transform, plain = build_transform(one, (30, 40)), build_transform(Augmentation.none(), (30, 40))(picture())
+    assert any(not torch.equal(transform(picture()), plain) for _ in range(8))
+
+
+def test_rotation_uncovers_the_fill_colour() -> None:
+    black = Image.new("RGB", (32, 32))
+    torch.manual_seed(0)
+    for fill in (0, 255):
+        transform = build_transform(with_one(rotation=45, fill=fill), (32, 32))
+        corners = torch.stack([transform(black)[:, 0, 0] for _ in range(8)])
+        assert corners.max() == fill
+
+
+def test_flip_with_certainty_is_the_mirror_image() -> None:
+    out = build_transform(with_one(horizontal_flip=1.0), (30, 40))(picture())
+    assert np.array_equal(out.permute(1, 2, 0).numpy(), np.array(picture())[:, ::-1])
+
+
+def test_crops_keep_at_least_the_smallest_scale() -> None:
+    """In a picture whose red value is the row, the rows a crop spans show how much it kept."""
+    rows = np.zeros((200, 200, 3), np.uint8)
+    rows[..., 0], rows[..., 1] = np.arange(200)[:, None], np.arange(200)[None]
+    transform = build_transform(with_one(min_scale=0.5, min_ratio=0.75), (200, 200), "nearest")
+    torch.manual_seed(0)
+    areas = []
+    for _ in range(50):
+        height, width = (int(channel.max() - channel.min() + 1) for channel in transform(Image.fromarray(rows))[:2])
+        areas.append(height * width / 200**2)
+    assert 0.48 <= min(areas) < 0.7
+    assert max(areas) <= 1
+
+
+@pytest.mark.parametrize("wrong", [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}])
+def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        Augmentation(**wrong)

@@ -1,0 +1,104 @@
+"""An image folder and a captions file (CSV, TSV or JSON lines), several rows for several captions of one image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.data.sources import PairSource, has_suffix
+from xcompat.errors import XcompatError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "path")
+CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title")
+
+
+def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], what: str, where: str) -> str:
+    """Choose a column: the one the user named, or the first that is called as such columns are.
+
+    Args:
+        given: what the user named, or None.
+        known: usual names, most usual first.
+        columns: the columns there are.
+        what: the field to set, for the message.
+        where: the data set, for the message.
+
+    Returns:
+        The column's name.
+
+    Raises:
+        XcompatError: it is not there.
+    """
+    if given is not None:
+        if given not in columns:
+            raise XcompatError(f"{where} has no column {given!r}; {nearest(given, columns)}")
+        return given
+    for name in known:
+        if name in columns:
+            return name
+    raise XcompatError(f"{where} has no column named {' or '.join(known[:2])} (it has {', '.join(columns)}); set {what}")
+
+
+def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
+    """Read a captions file, one row for each image.
+
+    Args:
+        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip; image paths are relative to its folder.
+        source: the columns to read.
+
+    Yields:
+        Rows in order of first appearance; the image is a path, its bytes are read when they are needed.
+
+    Raises:
+        XcompatError: the file cannot be read, is empty, lacks a column, or names images that do not exist.
+    """
+    table = _read_table(file)
+    where, columns = str(file), [str(column) for column in table.columns]
+    image = pick_column(source.image_column, IMAGE_COLUMNS, columns, "image_column", where)
+    caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
+    others = [pick_column(name, (), columns, "", where) for name in (source.id_column, source.label_column) if name]
+    grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in [*([caption] if caption else []), *others]}
+    names = [str(name) for name in table[image].drop_duplicates()]
+    _require_images(file, names)
+    for name in names:
+        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((file.parent / name).resolve())}}
+        row[ID] = str(grouped[source.id_column][name][0]) if source.id_column else name
+        if caption:
+            row[CAPTION] = [text for value in grouped[caption][name] for text in captions_of(value)]
+            if not row[CAPTION]:
+                raise XcompatError(f"{file}: {name} has no caption; add one, delete the row, or set captions: false")
+        if source.label_column:
+            row[LABEL] = str(grouped[source.label_column][name][0])
+        yield row
+
+
+def _read_table(file: Path) -> pd.DataFrame:
+    """Read a table with every value as it is written: ids keep their leading zeros."""
+    import pandas as pd
+
+    try:
+        if has_suffix(file, (".jsonl", ".jsonl.gz")):
+            table = pd.read_json(file, lines=True, dtype=False)
+        else:
+            separator = "\t" if has_suffix(file, (".tsv", ".tsv.gz")) else ","
+            table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except (ValueError, EOFError, OSError) as error:  # pandas' parser errors are ValueErrors
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); mend that row") from error
+    if not isinstance(table.index, pd.RangeIndex):  # pandas takes surplus fields for an index
+        raise XcompatError(f"{file} has rows with more fields than its header; quote captions that hold the separator")
+    if table.empty:
+        raise XcompatError(f"{file} holds no rows; it needs a header and one row per caption")
+    return table
+
+
+def _require_images(file: Path, names: list[str]) -> None:
+    missing = [name for name in names if not (file.parent / name).is_file()]
+    if missing:
+        raise XcompatError(
+            f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0]!r}; "
+            f"paths are relative to {file.parent}"
+        )

@@ -1,0 +1,142 @@
+"""From lists of samples to batches of tensors, named as a model's ``forward`` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from xcompat.data.pairs import RowArray
+from xcompat.data.schema import (
+    CAPTION,
+    CAPTION_NUMBER,
+    ID,
+    IMAGE,
+    INDEX,
+    LABEL,
+    LABELS,
+    NEW_EMBEDS,
+    OLD_EMBEDS,
+    PIXEL_VALUES,
+    SEED,
+)
+from xcompat.data.transforms import Augmentation, build_transform
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    from xcompat.encoders.processor import Processor
+
+
+class PairCollator:
+    """Augment, tokenise and stack samples of a `xcompat.data.PairDataset`.
+
+    With the Trainer, set ``remove_unused_columns=False``: it would drop the images before they get here.
+
+    Args:
+        processor: the model's own preprocessing.
+        augmentation: random changes; without any (None, or all strengths 0) images are prepared as for evaluation.
+    """
+
+    def __init__(self, processor: Processor, augmentation: Augmentation | None = None) -> None:
+        self.processor = processor
+        self.transform: Callable[[Image], Tensor] | None = None
+        if augmentation is not None and not augmentation.is_none:
+            self.transform = build_transform(augmentation, processor.image_size, processor.interpolation)
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Make a batch.
+
+        Args:
+            items: B samples.
+
+        Returns:
+            ``pixel_values`` (B, C, H, W) float32; with captions ``input_ids`` and perhaps ``attention_mask`` (B, L) int64;
+            with labels ``labels`` (B,) int64; every extra column stacked, floats as float32.
+        """
+        images = [item[IMAGE] for item in items]
+        if self.transform is None:
+            batch = {PIXEL_VALUES: self.processor.images(images)}
+        else:
+            batch = {PIXEL_VALUES: self.processor.to_pixels(self._augmented(items))}
+        if CAPTION in items[0]:
+            batch.update(self.processor.texts([item[CAPTION] for item in items]))
+        if LABEL in items[0]:
+            batch[LABELS] = torch.tensor([item[LABEL] for item in items], dtype=torch.int64)
+        for name in items[0].keys() - {IMAGE, CAPTION, LABEL, INDEX, ID, SEED, CAPTION_NUMBER}:
+            batch[name] = _floats(np.stack([item[name] for item in items]))
+        return batch
+
+    def _augmented(self, items: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Augment each image with its own seed, leaving the generator of dropout and noise as it was: (B, 3, H, W) uint8."""
+        assert self.transform is not None
+        pixels = []
+        with torch.random.fork_rng(devices=[]):
+            for item in items:
+                torch.default_generator.manual_seed(item[SEED])
+                pixels.append(self.transform(item[IMAGE]))
+        return torch.stack(pixels)
+
+
+class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
+    """Cached embeddings of the same texts or images by two models, read a batch at a time.
+
+    Args:
+        new_ND: embeddings of the new model, one row for each sample; float16 memory maps are the usual case.
+        old_Nd: embeddings of the old model, in the same order.
+        rows_N: only these rows; all when None.
+
+    Raises:
+        XcompatError: they are not of the same samples.
+
+    Example:
+        >>> pairs = EmbeddingPairDataset(np.zeros((4, 3), np.float16), np.ones((4, 2), np.float16))
+        >>> {name: (tuple(t.shape), t.dtype) for name, t in pairs.__getitems__([0, 2]).items()}
+        {'new_embeds': ((2, 3), torch.float32), 'old_embeds': ((2, 2), torch.float32)}
+    """
+
+    def __init__(self, new_ND: RowArray, old_Nd: RowArray, rows_N: NDArray[np.int64] | None = None) -> None:
+        if len(new_ND) != len(old_Nd):
+            raise XcompatError(f"{len(new_ND)} new embeddings but {len(old_Nd)} old ones; embed the same data with both models")
+        self.rows_N = rows_N
+        if not len(new_ND if rows_N is None else rows_N):
+            raise XcompatError("no embeddings to train on; embed a corpus that is not empty")
+        self.arrays = {NEW_EMBEDS: new_ND, OLD_EMBEDS: old_Nd}
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.arrays[NEW_EMBEDS] if self.rows_N is None else self.rows_N)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample, without a batch dimension."""
+        return {name: embeds[0] for name, embeds in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d), float32; one indexing operation each, not B."""
+        index = np.asarray(indices, dtype=np.int64)
+        index = index if self.rows_N is None else self.rows_N[index]
+        return {name: _floats(array[index]) for name, array in self.arrays.items()}
+
+
+def collate_embeddings(batch: dict[str, Tensor] | list[Any]) -> dict[str, Tensor]:
+    """Pass on a batch that `EmbeddingPairDataset` read as a whole.
+
+    Args:
+        batch: what ``__getitems__`` returned.
+
+    Returns:
+        The same.
+    """
+    assert isinstance(batch, dict), "EmbeddingPairDataset must be read by __getitems__, as torch's data loader does"
+    return batch
+
+
+def _floats(values: np.ndarray[Any, Any]) -> Tensor:
+    """Make a tensor of rows, half-precision floats widened; integers stay integers."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.float() if tensor.is_floating_point() else tensor

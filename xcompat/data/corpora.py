@@ -1,0 +1,280 @@
+"""Text-only corpora: lines from many files and data sets, without blanks, duplicates and held-out captions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from xcompat.data.cache import cached_dataset, file_stamps, strings_digest
+from xcompat.data.captions import CAPTION_COLUMNS, pick_column
+from xcompat.data.loading import load_pairs, load_raw
+from xcompat.data.notices import notice
+from xcompat.data.schema import CAPTION, TEXT, captions_of
+from xcompat.data.shards import Problems, read_texts
+from xcompat.data.sources import (
+    SHARD_SUFFIXES,
+    TEXT_SUFFIXES,
+    PairSource,
+    expand_folders,
+    has_suffix,
+    is_saved_dataset,
+    local_files,
+)
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+TEXT_COLUMNS = (TEXT, *CAPTION_COLUMNS)
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz")
+BATCH = 65_536
+
+CorpusFormat = Literal["auto", "text", "jsonl", "parquet", "webdataset", "datasets"]
+
+
+class CorpusSource(BaseModel):
+    """Where texts come from.
+
+    Args:
+        path: a file, a folder (its files), a glob, a brace range, a list of these, or the name of a data set on the Hub.
+        format: how to read it; ``auto`` goes by each file's suffix.
+        text_column: the column with a text or a list of texts (webdataset: the member, ``txt`` or ``json.title``).
+        split: the split of a Hub data set or of a saved ``DatasetDict``.
+        name: the configuration of a Hub data set.
+        revision: the revision of a Hub data set.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | list[str]
+    format: CorpusFormat = "auto"
+    text_column: str | None = None
+    split: str | None = None
+    name: str | None = None
+    revision: str | None = None
+
+
+AnySource = str | CorpusSource | PairSource
+
+
+def normalise(text: str) -> str:
+    """Reduce a text to what decides whether two captions are the same: letters and digits, case-folded.
+
+    Example:
+        >>> normalise("A  Dog, running!") == normalise("a dog running")
+        True
+    """
+    return re.sub(r"[\W_]+", "", text.casefold())
+
+
+def load_texts(
+    sources: AnySource | Sequence[AnySource], *, exclude: Iterable[str] = (), limit: int | None = None
+) -> datasets.Dataset:
+    """Load texts for text-only training; each exact text once, in order of first appearance.
+
+    The result is a memory-mapped file and the memory needed is 8 bytes per distinct text: two texts are taken for one when their
+    64-bit hashes agree, which for 67 million texts happens to any two of them with probability 1e-4.
+
+    Args:
+        sources: one or more; a string is a path, a `PairSource` gives its captions.
+        exclude: captions to leave out, such as those of the test set; compared as `normalise` leaves them.
+        limit: keep the first so many.
+
+    Returns:
+        A data set with the one column ``text``.
+
+    Raises:
+        XcompatError: a file is missing, damaged or lacks the column, or no text is left.
+    """
+    import datasets
+    import pyarrow as pa
+
+    listed = [sources] if isinstance(sources, (str, CorpusSource, PairSource)) else list(sources)
+    opened = [_open(CorpusSource(path=source) if isinstance(source, str) else source) for source in listed]
+    held_out = {key for text in exclude if (key := normalise(text))}
+    features = datasets.Features({TEXT: datasets.Value("string")})
+
+    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        record |= {"read": 0, "duplicates": 0, "excluded": 0, "kept": 0}
+        texts = (text for source in opened for text in source.texts())
+        for kept in _distinct(texts, held_out, limit, record):
+            yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
+        if not record["kept"]:
+            raise XcompatError(
+                f"empty corpus: none of {record['read']} texts is left ({record['excluded']} excluded) of "
+                f"{', '.join(source.where for source in opened) or 'no sources'}; add texts or check the paths"
+            )
+
+    depends = {"sources": [source.key for source in opened], "exclude": strings_digest(sorted(held_out)), "limit": limit}
+    dataset, record = cached_dataset("texts", depends, features, build)
+    if record["duplicates"] or record["excluded"]:
+        left_out = f"{record['duplicates']:,} duplicates and {record['excluded']:,} held-out captions"
+        notice(f"left out {left_out} of {record['read']:,} texts")
+    return dataset
+
+
+class Seen:
+    """The set of hashes met so far, 8 bytes each: sorted runs that are merged when they are about equally long."""
+
+    def __init__(self) -> None:
+        self.runs: list[NDArray[np.uint64]] = []
+
+    def add(self, hashes_N: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Add hashes and say which are new.
+
+        Args:
+            hashes_N: uint64, possibly with repetitions.
+
+        Returns:
+            (N,) bool, True at the first appearance of a hash that was never added before.
+        """
+        unique, first = np.unique(hashes_N, return_index=True)
+        fresh = np.ones(len(unique), dtype=bool)
+        for run in self.runs:
+            place = np.searchsorted(run, unique)
+            fresh &= run[np.minimum(place, len(run) - 1)] != unique
+        mask_N = np.zeros(len(hashes_N), dtype=bool)
+        mask_N[first[fresh]] = True
+        if fresh.any():
+            self.runs.append(unique[fresh])
+        while len(self.runs) > 1 and 2 * len(self.runs[-1]) >= len(self.runs[-2]):
+            last = self.runs.pop()
+            self.runs[-1] = np.sort(np.concatenate([self.runs[-1], last]), kind="stable")  # stable sorting merges sorted runs
+        return mask_N
+
+
+def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield batches of texts not met before and not held out, counting into ``record``."""
+    from pandas.util import hash_array
+
+    seen = Seen()
+    while limit is None or record["kept"] < limit:
+        batch = list(islice(texts, BATCH))
+        if not batch:
+            return
+        hashes = hash_array(np.array(batch, dtype=object), categorize=False)
+        new = [batch[row] for row in np.flatnonzero(seen.add(hashes))]
+        kept = [text for text in new if normalise(text) not in held_out] if held_out else new
+        record["read"] += len(batch)
+        record["duplicates"] += len(batch) - len(new)
+        record["excluded"] += len(new) - len(kept)
+        kept = kept[: None if limit is None else limit - record["kept"]]
+        record["kept"] += len(kept)
+        if kept:
+            yield kept
+
+
+class _Opened:
+    """A source whose files are known: what it depends on, and its texts."""
+
+    def __init__(self, source: CorpusSource | PairSource, key: Any, files: list[Path], dataset: datasets.Dataset | None) -> None:  # noqa: ANN401
+        self.key, self.files, self.dataset, self.source = key, files, dataset, source
+        self.where = str(source.path)
+
+    def texts(self) -> Iterator[str]:
+        """Yield stripped texts, blanks left out."""
+        if self.dataset is not None:
+            column = CAPTION
+            if isinstance(self.source, CorpusSource):
+                column = pick_column(self.source.text_column, TEXT_COLUMNS, self.dataset.column_names, "text_column", self.where)
+            for batch in self.dataset.select_columns([column]).iter(4096):
+                yield from (text for value in batch[column] for text in captions_of(value))
+            return
+        assert isinstance(self.source, CorpusSource)
+        shards = [file for file in self.files if _format(file, self.source) == "webdataset"]
+        yield from _shard_texts(shards, self.source.text_column)
+        readers = {"text": _line_texts, "jsonl": _json_texts, "parquet": _parquet_texts}
+        for file in self.files:
+            if (form := _format(file, self.source)) != "webdataset":
+                yield from readers[form](file, self.source.text_column)
+
+
+def _open(source: CorpusSource | PairSource) -> _Opened:
+    if isinstance(source, PairSource):
+        pairs = load_pairs(source.model_copy(update={"streaming": False, "captions": True}))
+        return _Opened(source, pairs._fingerprint, [], pairs)
+    paths = local_files(source.path)
+    if paths is None or source.format == "datasets" or (len(paths) == 1 and is_saved_dataset(paths[0])):
+        raw = load_raw(PairSource(path=source.path, split=source.split, name=source.name, revision=source.revision), paths)
+        return _Opened(source, [raw._fingerprint, source.text_column], [], raw)
+    known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
+    files = [file for path in paths for file in ([path] if path.is_file() else _known_files(path, known))]
+    return _Opened(source, [source.model_dump(), file_stamps(files)], files, None)
+
+
+def _known_files(folder: Path, known: tuple[str, ...]) -> list[Path]:
+    files = [file for file in expand_folders([folder]) if has_suffix(file, known)]
+    if not files:
+        raise XcompatError(f"{folder} holds no text files ({', '.join(known)}); check the path")
+    return files
+
+
+def _format(file: Path, source: CorpusSource) -> str:
+    if source.format != "auto":
+        return source.format
+    for form, suffixes in {"webdataset": SHARD_SUFFIXES, "jsonl": JSON_SUFFIXES, "parquet": (".parquet",)}.items():
+        if has_suffix(file, suffixes):
+            return form
+    return "text"
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    opener = gzip.open if file.suffix.lower() == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8-sig") as handle:
+            for number, line in enumerate(handle, 1):
+                if text := line.strip():
+                    yield number, text
+    except UnicodeDecodeError:
+        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert it, or leave it out") from None
+    except (OSError, EOFError) as error:
+        raise XcompatError(f"{file} cannot be read after line {number} ({error}); fetch it again") from error
+
+
+def _line_texts(file: Path, column: str | None) -> Iterator[str]:
+    if column is not None:
+        raise XcompatError(f"{file} is plain text and has no column {column!r}; leave text_column out")
+    return (text for _, text in _lines(file))
+
+
+def _json_texts(file: Path, column: str | None) -> Iterator[str]:
+    for number, line in _lines(file):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line") from None
+        if not isinstance(row, dict):
+            raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
+        name = pick_column(column, TEXT_COLUMNS, list(row), "text_column", f"{file} line {number}")
+        yield from captions_of(row[name])
+
+
+def _parquet_texts(file: Path, column: str | None) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        name = pick_column(column, TEXT_COLUMNS, table.schema_arrow.names, "text_column", str(file))
+        for batch in table.iter_batches(batch_size=BATCH, columns=[name]):
+            yield from (text for value in batch.column(0).to_pylist() for text in captions_of(value))
+    except (pa.ArrowException, OSError) as error:
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch or write it again") from error
+
+
+def _shard_texts(shards: list[Path], column: str | None) -> Iterator[str]:
+    problems = Problems(total_shards=len(shards))
+    yield from (row[TEXT] for row in read_texts(shards, column, problems))
+    for line in problems.lines():
+        notice(line)

@@ -1,0 +1,242 @@
+"""Images with their captions, from shards, captions files, Parquet, saved or Hub data sets, with one set of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
+from xcompat.data.captions import CAPTION_COLUMNS, IMAGE_COLUMNS, pick_column, read_captions
+from xcompat.data.notices import notice
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
+from xcompat.data.shards import Problems, ShardColumns, read_rows
+from xcompat.data.sources import (
+    SHARD_SUFFIXES,
+    PairSource,
+    captions_files,
+    detect_format,
+    files_with,
+    image_files,
+    is_saved_dataset,
+    local_files,
+)
+from xcompat.errors import XcompatError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
+
+EXTRA_IMAGE_COLUMNS = (*IMAGE_COLUMNS, "img", "jpg", "jpeg", "png", "webp")
+EXTRA_CAPTION_COLUMNS = (*CAPTION_COLUMNS, "txt")
+
+
+def load_pairs(source: PairSource | str) -> AnyDataset:
+    """Load images and captions.
+
+    Args:
+        source: what to load; a string is its ``path``.
+
+    Returns:
+        A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
+        ``{"bytes", "path"}``), ``caption`` (a string or a list of strings; not with ``captions=False``), ``id`` (a string;
+        a stream of Parquet, a saved or a Hub data set has it only if it holds one) and, with ``label_column``, ``label``.
+
+    Raises:
+        XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
+    """
+    source = PairSource(path=source) if isinstance(source, str) else source
+    paths = local_files(source.path)
+    form = source.format if source.format != "auto" else ("datasets" if paths is None else detect_format(paths))
+    if paths is None and form != "datasets":
+        raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
+    if form == "webdataset":
+        dataset = _load_shards(source, files_with(paths or [], SHARD_SUFFIXES))
+    elif form in ("captions", "images"):
+        dataset = _load_files(source, paths or [], form)
+    elif form == "parquet":
+        dataset = _standardise(_load_parquet(source, files_with(paths or [], (".parquet",))), source)
+    else:
+        dataset = _standardise(load_raw(source, paths), source)
+    return _limited(dataset, source)
+
+
+def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.take(source.limit) if source.limit else dataset
+    if not len(dataset):
+        raise XcompatError(f"{source.path} holds no samples; check the path and the split")
+    return dataset.select(range(min(source.limit, len(dataset)))) if source.limit else dataset
+
+
+def _features(source: PairSource, label_type: str) -> datasets.Features:
+    import datasets
+
+    columns: dict[str, Any] = {IMAGE: datasets.Image(decode=False), ID: datasets.Value("string")}
+    if source.captions:
+        columns[CAPTION] = datasets.List(datasets.Value("string"))
+    if source.label_column:
+        columns[LABEL] = datasets.Value(label_type)
+    return datasets.Features(columns)
+
+
+def _load_shards(source: PairSource, shards: list[Path]) -> AnyDataset:
+    import datasets
+
+    columns = ShardColumns(
+        source.image_column, source.caption_column, source.id_column, source.label_column, with_caption=source.captions
+    )
+    features = _features(source, "int64" if source.label_column == "cls" else "string")
+    if source.streaming:
+        arguments = {"shards": [str(shard) for shard in shards], "columns": columns, "total": len(shards)}
+        return datasets.IterableDataset.from_generator(
+            _stream_rows, features, gen_kwargs={**arguments, "max_bad_share": source.max_bad_share}
+        )
+
+    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        problems = Problems(source.max_bad_share, len(shards))
+        yield from rows_to_batches(islice(read_rows(shards, columns, problems), source.limit), features.arrow_schema)
+        record["skipped"] = problems.lines()
+
+    key = {
+        "shards": file_stamps(shards),
+        "columns": asdict(columns),
+        "max_bad_share": source.max_bad_share,
+        "limit": source.limit,
+    }
+    dataset, record = cached_dataset("shards", key, features, build)
+    for line in record["skipped"]:
+        notice(line)
+    return dataset
+
+
+def _stream_rows(shards: list[str], columns: ShardColumns, total: int, max_bad_share: float) -> Iterator[dict[str, Any]]:
+    """Read the shards of one worker; ``datasets`` splits the list, so ``total`` carries how many there are in all."""
+    problems = Problems(max_bad_share, total)
+    yield from read_rows(shards, columns, problems)
+    for line in problems.lines():
+        notice(line)
+
+
+def _load_files(source: PairSource, paths: list[Path], form: str) -> AnyDataset:
+    files = captions_files(paths) if form == "captions" else []
+    if form == "captions" and not files:
+        raise XcompatError(f"{paths[0]}: no captions.csv, captions.tsv or captions.jsonl there; check the path or the format")
+    if form == "images" and source.captions:
+        raise XcompatError(f"{paths[0]}: images without captions; add captions.csv (image, caption) or set captions: false")
+    listed = image_files(paths) if form == "images" else []
+    features = _features(source, "string")
+
+    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        captioned = (row for file in files for row in read_captions(file, source))
+        rows = captioned if form == "captions" else _image_rows(listed, source)
+        yield from rows_to_batches(rows, features.arrow_schema, batch_size=4096)
+
+    # a change of the images themselves needs no rebuild: only their paths are kept
+    names = [name for _, name in listed]
+    key = {"files": file_stamps(files or paths), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
+    dataset, _ = cached_dataset(form, key, features, build)
+    return dataset.to_iterable_dataset() if source.streaming else dataset
+
+
+def _image_rows(listed: list[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
+    if source.label_column not in (None, "folder"):
+        raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
+    for file, name in listed:
+        label = {LABEL: file.parent.name} if source.label_column else {}
+        yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
+
+
+def _load_parquet(source: PairSource, files: list[Path]) -> AnyDataset:
+    import datasets
+
+    try:
+        names = [str(file) for file in files]
+        dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=source.streaming)
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise XcompatError(f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; write it again") from error
+    column = source.image_column or next((name for name in EXTRA_IMAGE_COLUMNS if name in (dataset.column_names or [])), "")
+    feature = (dataset.features or {}).get(column)
+    if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
+        folder = str(files[0].parent.resolve())  # paths in a table are relative to the table
+        dataset = dataset.map(_absolute, features=dataset.features, batched=True, fn_kwargs={"column": column, "folder": folder})
+    return dataset
+
+
+def _absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
+    return {column: [None if path is None else str(Path(folder, path)) for path in batch[column]]}
+
+
+def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
+    """Load a saved or Hub data set with the columns it has.
+
+    Args:
+        source: its path, configuration, split, revision and whether to stream.
+        paths: the local folder as `local_files` found it, or None for the Hub.
+
+    Returns:
+        One split.
+
+    Raises:
+        XcompatError: it is not there, or has several splits and none is named.
+    """
+    import datasets
+
+    if paths is not None:
+        if not is_saved_dataset(paths[0]):
+            raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
+        saved = datasets.load_from_disk(str(paths[0]))
+        dataset = _one_split(dict(saved), source) if isinstance(saved, datasets.DatasetDict) else saved
+        return dataset.to_iterable_dataset() if source.streaming else dataset
+    try:
+        loaded = datasets.load_dataset(
+            str(source.path), source.name, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # offline, unknown name, split, configuration or revision
+        reason = str(error).splitlines()[0]
+        raise XcompatError(f"{source.path} is neither a local path nor a Hub data set that can be loaded: {reason}") from error
+    return loaded if source.split else _one_split(dict(loaded), source)
+
+
+def _one_split(splits: dict[str, AnyDataset], source: PairSource) -> AnyDataset:
+    if source.split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    if source.split not in splits:
+        which = nearest(source.split, splits) if source.split else f"set split to one of {', '.join(splits)}"
+        raise XcompatError(f"{source.path} has no split {source.split!r}; {which}" if source.split else f"{source.path}: {which}")
+    return splits[source.split]
+
+
+def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
+    """Select, rename and cast the columns of a data set that has its own."""
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
+        dataset = dataset._resolve_features()  # reads one batch; columns cannot be cast without their types
+    wanted = (source.image_column, source.caption_column, source.id_column, source.label_column)
+    if any(name and "." in name and name not in dataset.column_names for name in wanted):
+        dataset = dataset.flatten()  # nested columns become ``outer.inner``
+    columns, where = list(dataset.column_names), str(source.path)
+    typed = tuple(name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image))
+    picked = {IMAGE: pick_column(source.image_column, (*typed, *EXTRA_IMAGE_COLUMNS), columns, "image_column", where)}
+    if source.captions:
+        picked[CAPTION] = pick_column(source.caption_column, EXTRA_CAPTION_COLUMNS, columns, "caption_column", where)
+    if source.label_column:
+        picked[LABEL] = pick_column(source.label_column, (), columns, "label_column", where)
+    if source.id_column or ID in columns:
+        picked[ID] = pick_column(source.id_column, (ID,), columns, "id_column", where)
+    dataset = dataset.select_columns(list(picked.values()))
+    dataset = dataset.rename_columns({old: new for new, old in picked.items() if old != new})
+    dataset = dataset.cast_column(IMAGE, datasets.Image(decode=False))
+    if ID in picked:
+        return dataset.cast_column(ID, datasets.Value("string"))
+    if isinstance(dataset, datasets.Dataset):
+        return dataset.add_column(ID, [str(row) for row in range(len(dataset))])
+    return dataset

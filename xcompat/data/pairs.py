@@ -1,0 +1,296 @@
+"""Images and captions as training and embedding read them; samples that cannot be used are replaced or left out, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch.utils.data import Dataset
+
+from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.notices import notice
+from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    import datasets
+
+NAMED = 3  # bad samples named in the error, the rest counted
+MIN_SEEN = 100  # a share of fewer samples of a stream says little
+
+
+class RowArray(Protocol):
+    """Rows that can be fetched by an array of row numbers: a NumPy array or memory map, or sharded ones behind one face."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[Any]:
+        """Return rows by number, in the order asked for."""
+
+
+@dataclass
+class BadSamples:
+    """Samples whose image cannot be read or that have no caption, each counted once.
+
+    Every worker of a data loader counts what it met itself.
+
+    Args:
+        max_share: more than this share stops the run.
+        total: how many samples there are; None for a stream, whose share is of what was seen.
+        reasons: why, by id.
+        seen: samples of a stream so far.
+    """
+
+    max_share: float = 0.01
+    total: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    seen: int = 0
+
+    def add(self, sample_id: str, reason: str) -> None:
+        """Record a sample and name it in one line.
+
+        Raises:
+            XcompatError: there are more than allowed.
+        """
+        if sample_id in self.reasons:
+            return
+        self.reasons[sample_id] = reason
+        total = self.total if self.total is not None else self.seen
+        if len(self.reasons) > self.max_share * total and (self.total is not None or total >= MIN_SEEN):
+            named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:NAMED])
+            raise XcompatError(
+                f"{len(self.reasons)} of {total} samples cannot be used, more than the share {self.max_share:g}: {named}; "
+                "mend or remove them, or raise max_bad_share"
+            )
+        notice(f"skipped {sample_id}: {reason}")
+
+
+class PairDataset(Dataset[dict[str, Any]]):
+    """Images with one caption each.
+
+    Caption, augmentation (and, with ``one_per_id``, view) of a sample depend on seed, epoch and index alone, so a resumed
+    run and any number of workers and processes draw the same. ``accelerate`` and the Trainer call `set_epoch`.
+
+    Args:
+        dataset: as `xcompat.data.load_pairs` returns it.
+        image_extra: more columns, one row for each row of ``dataset``, such as memory-mapped embeddings of the old model.
+        caption_extra: more columns, one row for each caption in the order of `flatten_captions`; an item gets its own.
+        one_per_id: an index is an id, of whose rows one is drawn. Rows of one id are positives of each other (faces of a
+            character, captions of an image), and two of them in one contrastive batch are false negatives; this way a pass over
+            the data has each id once, in any order and on any number of processes.
+        seed: of the draws.
+        bad: counts samples that cannot be used; each is replaced by the next one that can.
+
+    Raises:
+        XcompatError: a column is missing, or an extra column has another number of rows.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        image_extra: Mapping[str, RowArray] | None = None,
+        caption_extra: Mapping[str, RowArray] | None = None,
+        one_per_id: bool = False,
+        seed: int = 0,
+        bad: BadSamples | None = None,
+    ) -> None:
+        self.dataset = _only_pairs(dataset)
+        self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
+        self.seed = seed
+        self.bad = bad or BadSamples(total=len(dataset))
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # workers that outlive an epoch see it change
+        self._rows_of_id = _rows_of_ids(self.dataset) if one_per_id else None
+        self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
+        n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
+        for extra, rows in ((self.image_extra, len(dataset)), (self.caption_extra, n_captions)):
+            for name, array in extra.items():
+                if len(array) != rows:
+                    raise XcompatError(f"{name} has {len(array)} rows, the data set {rows}; embed this data set again")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose captions and views are drawn next."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of ids."""
+        return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``{image: PIL RGB, caption: str, index: its row, ...}``."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the items of a batch, read together; a data loader calls this."""
+        draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
+        rows = list(indices)
+        if self._rows_of_id is not None:
+            rows = [int(draw.choice(self._rows_of_id[index])) for draw, index in zip(draws, indices, strict=True)]
+        columns = self.dataset[rows]
+        items = [
+            self._usable({name: values[place] for name, values in columns.items()}, row, draw)
+            for place, (row, draw) in enumerate(zip(rows, draws, strict=True))
+        ]
+        kept = np.array([item[INDEX] for item in items], dtype=np.int64)
+        for name, array in self.image_extra.items():
+            for item, values in zip(items, array[kept], strict=True):
+                item[name] = values
+        for name, array in self.caption_extra.items():
+            assert self._first_caption is not None
+            numbers = np.array([item[CAPTION_NUMBER] for item in items])
+            for item, values in zip(items, array[self._first_caption[kept] + numbers], strict=True):
+                item[name] = values
+        return items
+
+    def _usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
+        """Return the sample of a row, or of the next row that can be used."""
+        for step in range(len(self.dataset)):
+            other = (row + step) % len(self.dataset)
+            record = record if step == 0 else self.dataset[other]
+            try:
+                return _item(record, other, draw)
+            except UnusableSampleError as error:
+                self.bad.add(record.get(ID, str(other)), str(error))
+        raise XcompatError(f"none of {len(self.dataset)} samples can be used; check the data set")
+
+
+def _rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
+    """List the rows of each id, ids in sorted order."""
+    if ID not in dataset.column_names:
+        raise XcompatError(f"one_per_id needs the column {ID!r}; set id_column")
+    _, codes_N, counts = np.unique(np.asarray(dataset[ID][:]), return_inverse=True, return_counts=True)
+    return np.split(np.argsort(codes_N, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def _caption_offsets(dataset: datasets.Dataset) -> NDArray[np.int64]:
+    """Return (N + 1,) how many captions stand before each row."""
+    if CAPTION not in dataset.column_names:
+        raise XcompatError(f"columns by caption need the column {CAPTION!r}; load with captions: true")
+    batches = dataset.select_columns([CAPTION]).iter(4096)
+    return np.cumsum([0, *(len(captions_of(value)) for batch in batches for value in batch[CAPTION])])
+
+
+def _only_pairs(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Keep the columns of a pair, the image undecoded, so that one damaged image cannot fail a whole batch."""
+    import datasets as hf
+
+    if IMAGE not in dataset.column_names:
+        has = ", ".join(dataset.column_names)
+        raise XcompatError(f"the data set has no column {IMAGE!r} (it has {has}); load it with load_pairs")
+    dataset = dataset.with_format(None).select_columns([c for c in (IMAGE, CAPTION, ID, LABEL) if c in dataset.column_names])
+    return dataset if dataset.features[IMAGE] == hf.Image(decode=False) else dataset.cast_column(IMAGE, hf.Image(decode=False))
+
+
+def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
+    """Decode a record, draw one of its captions and the seed of its augmentation."""
+    item: dict[str, Any] = {IMAGE: open_image(record[IMAGE]), INDEX: row, SEED: int(draw.integers(2**62))}
+    if CAPTION in record:
+        captions = captions_of(record[CAPTION])
+        if not captions:
+            raise UnusableSampleError("it has no caption")
+        item[CAPTION_NUMBER] = int(draw.integers(len(captions)))
+        item[CAPTION] = captions[item[CAPTION_NUMBER]]
+    if LABEL in record:
+        item[LABEL] = record[LABEL]
+    return item
+
+
+def iterate_images(
+    dataset: datasets.Dataset, batch_size: int = 256, *, rows: Sequence[int] | None = None, bad: BadSamples | None = None
+) -> Iterator[tuple[NDArray[np.int64], list[Image]]]:
+    """Read images in order, leaving out those that cannot be read.
+
+    Args:
+        dataset: as `xcompat.data.load_pairs` returns it.
+        batch_size: rows read at a time; batches are shorter where images are left out.
+        rows: only these, in this order; all when None.
+        bad: counts what is left out.
+
+    Yields:
+        ``(rows, images)``: the row numbers that were kept, and their pictures in mode RGB. Never empty.
+
+    Raises:
+        XcompatError: more images than allowed cannot be read.
+    """
+    bad = bad or BadSamples(total=len(dataset))
+    dataset = _only_pairs(dataset)
+    dataset = dataset.select_columns([c for c in (IMAGE, ID) if c in dataset.column_names])
+    wanted = np.arange(len(dataset)) if rows is None else np.asarray(rows, dtype=np.int64)
+    for start in range(0, len(wanted), batch_size):
+        batch = wanted[start : start + batch_size]
+        columns = dataset[batch]
+        kept, images = [], []
+        for place, row in enumerate(batch.tolist()):
+            try:
+                images.append(open_image(columns[IMAGE][place]))
+                kept.append(row)
+            except UnusableSampleError as error:
+                bad.add(columns[ID][place] if ID in columns else str(row), str(error))
+        if kept:
+            yield np.array(kept, dtype=np.int64), images
+
+
+def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:
+    """List every caption of every image, for evaluation.
+
+    Args:
+        dataset: as `xcompat.data.load_pairs` returns it.
+
+    Returns:
+        ``(texts, ids)``: the captions in order, and for each the id of its image.
+    """
+    texts: list[str] = []
+    ids: list[str] = []
+    for batch in dataset.select_columns([CAPTION, ID]).with_format(None).iter(4096):
+        for value, sample_id in zip(batch[CAPTION], batch[ID], strict=True):
+            captions = captions_of(value)
+            texts.extend(captions)
+            ids.extend([sample_id] * len(captions))
+    return texts, ids
+
+
+def stream_pairs(
+    dataset: datasets.IterableDataset, *, shuffle_buffer: int = 0, seed: int = 0, bad: BadSamples | None = None
+) -> datasets.IterableDataset:
+    """Turn a stream of undecoded pairs into one of training items, leaving out images that cannot be read.
+
+    Args:
+        dataset: as `xcompat.data.load_pairs` returns it when streaming.
+        shuffle_buffer: samples to shuffle among; 0 keeps the order.
+        seed: of the shuffling, which also depends on the epoch (``set_epoch``).
+        bad: counts what is left out.
+
+    Returns:
+        A stream of ``{image: PIL RGB, caption: str, ...}``, split over workers and processes by ``datasets`` itself.
+    """
+    if shuffle_buffer:
+        dataset = dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
+    return dataset.map(_DecodeBatch(bad or BadSamples()), batched=True, batch_size=16)
+
+
+class _DecodeBatch:
+    """Decode a batch of a stream, leaving out what cannot be read."""
+
+    def __init__(self, bad: BadSamples) -> None:
+        self.bad = bad
+
+    def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        out: dict[str, list[Any]] = {name: [] for name in (*columns, SEED)}
+        draw = np.random.default_rng(int(torch.randint(2**62, ())))
+        for place in range(len(columns[IMAGE])):
+            record = {name: values[place] for name, values in columns.items()}
+            self.bad.seen += 1
+            try:
+                item = _item(record, place, draw)
+            except UnusableSampleError as error:
+                self.bad.add(record.get(ID, f"sample {self.bad.seen}"), str(error))
+                continue
+            for name in out:
+                out[name].append(item[name] if name in item else record[name])
+        return out

@@ -1,0 +1,254 @@
+"""WebDataset shards: tar files whose members with equal stems make one sample; damage is found, counted and named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
+from xcompat.errors import XcompatError, nearest
+
+IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
+CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
+NAMED = 3  # problems named in full, the rest counted
+MIN_SAMPLES = 100  # a share of fewer samples says little while a shard is still being read
+
+
+class ShardError(XcompatError):
+    """A shard that ends early, is damaged, or is no tar file."""
+
+
+class _SampleError(ValueError):
+    """A sample that lacks what is needed."""
+
+
+@dataclass(frozen=True)
+class ShardColumns:
+    """Which member of a sample goes into which column.
+
+    Args:
+        image: member with the image; the first of jpg, jpeg, png, webp when None.
+        caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` when None.
+        id: the same for the id; ``__key__`` when None.
+        label: the same for the class; no label column when None.
+        with_image: whether an image is needed.
+        with_caption: whether a caption is needed.
+    """
+
+    image: str | None = None
+    caption: str | None = None
+    id: str | None = None
+    label: str | None = None
+    with_image: bool = True
+    with_caption: bool = True
+
+    def row(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Turn the members of one sample into a row; raise `_SampleError` with the reason when one is missing."""
+        row: dict[str, Any] = {}
+        if self.with_image:
+            name = self.image or next((m for m in IMAGE_MEMBERS if m in sample), "image (jpg, jpeg, png, webp)")
+            if not sample.get(name):
+                raise _SampleError(f"no {name}")
+            row[IMAGE] = {"bytes": sample[name], "path": f"{sample['__key__']}.{name}"}
+        row[ID] = str(_member(sample, self.id)) if self.id else sample["__key__"]
+        if self.with_caption:
+            row[CAPTION] = self._captions(sample)
+        if self.label:
+            label = _member(sample, self.label)
+            row[LABEL] = int(label) if self.label == "cls" else str(label)
+        return row
+
+    def _captions(self, sample: dict[str, Any]) -> list[str]:
+        name = self.caption or next((m for m in CAPTION_MEMBERS if _has(sample, m)), "caption (txt)")
+        captions = captions_of(_member(sample, name))
+        if not captions:
+            raise _SampleError(f"empty {name}")
+        return captions
+
+
+@dataclass
+class Problems:
+    """What could not be used while loading, and when that is too much.
+
+    Args:
+        max_bad_share: the share of shards, or of samples, that may be unusable.
+        total_shards: how many shards there are.
+        shards: ``name: reason`` of each shard that could not be read to its end.
+        samples: ``id: reason`` of the first samples that could not be used.
+        n_bad: how many samples could not be used.
+        n_good: how many could.
+        members: members seen in unusable samples.
+    """
+
+    max_bad_share: float = 0.01
+    total_shards: int = 0
+    shards: list[str] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+    n_bad: int = 0
+    n_good: int = 0
+    members: set[str] = field(default_factory=set)
+
+    def bad_shard(self, reason: str) -> None:
+        """Record a shard that could not be read to its end.
+
+        Raises:
+            XcompatError: there are more such shards than allowed.
+        """
+        self.shards.append(reason)
+        if len(self.shards) > self.max_bad_share * self.total_shards:
+            raise XcompatError(
+                f"{len(self.shards)} of {self.total_shards} shards cannot be read, more than "
+                f"max_bad_share={self.max_bad_share:g}: {_some(self.shards)}; fetch them again, leave them out, "
+                "or raise max_bad_share"
+            )
+
+    def bad_sample(self, sample: dict[str, Any], reason: str) -> None:
+        """Record a sample that could not be used."""
+        self.n_bad += 1
+        self.members.update(key for key in sample if not key.startswith("__"))
+        if len(self.samples) < NAMED:
+            self.samples.append(f"{sample['__key__']}: {reason}")
+
+    def check_samples(self, *, final: bool) -> None:
+        """Stop when more samples than allowed could not be used.
+
+        Args:
+            final: whether everything has been read, so that few samples are no excuse.
+
+        Raises:
+            XcompatError: naming the first of them.
+        """
+        total = self.n_good + self.n_bad
+        if self.n_bad > self.max_bad_share * total and (final or total >= MIN_SAMPLES):
+            named = self.samples if self.n_good else self.samples[:1]  # all fail for one reason when none is good
+            raise XcompatError(
+                f"{self.n_bad} of {total} samples cannot be used, more than max_bad_share={self.max_bad_share:g}: "
+                f"{_some(named, self.n_bad)}; their members are {', '.join(sorted(self.members))}; set image_column or "
+                "caption_column, or raise max_bad_share"
+            )
+
+    def lines(self) -> list[str]:
+        """Say what was skipped, one line for shards and one for samples."""
+        lines = []
+        if self.shards:
+            lines.append(f"skipped {len(self.shards)} of {self.total_shards} shards: {_some(self.shards)}")
+        if self.n_bad:
+            lines.append(f"skipped {self.n_bad} of {self.n_bad + self.n_good} samples: {_some(self.samples, self.n_bad)}")
+        return lines
+
+
+def _some(reasons: Sequence[str], total: int | None = None) -> str:
+    more = (len(reasons) if total is None else total) - len(reasons[:NAMED])
+    return "; ".join(reasons[:NAMED]) + (f"; and {more} more" if more else "")
+
+
+def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Problems) -> Iterator[dict[str, Any]]:
+    """Read shards one after the other as streams, skipping what is damaged.
+
+    Args:
+        shards: tar files, plain or gzip.
+        columns: which member goes where.
+        problems: filled with what was skipped.
+
+    Yields:
+        Rows with the columns asked for. Samples read before a shard's damage are kept.
+
+    Raises:
+        XcompatError: more shards or samples than allowed cannot be used.
+    """
+    for shard in shards:
+        try:
+            for sample in read_shard(shard):
+                try:
+                    row = columns.row(sample)
+                except _SampleError as error:
+                    problems.bad_sample(sample, str(error))
+                    problems.check_samples(final=False)
+                    continue
+                problems.n_good += 1
+                yield row
+        except ShardError as error:
+            problems.bad_shard(str(error))
+    problems.check_samples(final=True)
+
+
+def read_texts(shards: Sequence[str | Path], column: str | None, problems: Problems) -> Iterator[dict[str, str]]:
+    """Read only the captions of shards, each as one row of the column ``text``."""
+    for row in read_rows(shards, ShardColumns(caption=column, with_image=False), problems):
+        for caption in row[CAPTION]:
+            yield {TEXT: caption}
+
+
+def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Read one shard as a stream.
+
+    Args:
+        path: a tar file, plain or gzip.
+
+    Yields:
+        ``{"__key__": stem, "jpg": bytes, "txt": bytes, ...}``; a sample cut in two is not yielded.
+
+    Raises:
+        ShardError: the file ends early, is damaged or is no tar file.
+    """
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
+    path = Path(path)
+    try:
+        with _open(path) as stream:
+            yield from group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}]))
+            # tarfile takes a damaged header for the end of the archive; what follows a true end is zeros
+            while block := stream.read(1 << 20):
+                if block.strip(b"\0"):
+                    raise ShardError(f"{path}: damaged, members follow a broken header")
+    except XcompatError:
+        raise
+    except Exception as error:  # tarfile, gzip, zlib and webdataset each raise their own kinds
+        reason = str(error.args[0] if error.args else error).split(" @ ")[0]  # webdataset appends the stream's repr
+        raise ShardError(f"{path}: {reason} ({type(error).__name__})") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a shard so that an early end cannot pass for the end of the archive."""
+    with path.open("rb") as stream:
+        compressed = stream.read(2) == b"\x1f\x8b"
+        if not compressed:
+            stream.seek(0, 2)
+            stream.seek(-min(512, stream.tell()), 2)
+            last = stream.read()
+            if len(last) < 512 or last.strip(b"\0"):
+                raise ShardError(f"{path}: cut short, the end-of-archive mark is missing")
+    # gzip.open checks the length and the checksum at the end, tarfile's own reader does not
+    return gzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[return-value]
+
+
+def _has(sample: dict[str, Any], column: str) -> bool:
+    try:
+        return bool(_member(sample, column))
+    except _SampleError:
+        return False
+
+
+def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a text member, or the value under a dotted path into a JSON member."""
+    try:
+        if column in sample:
+            return sample[column].decode("utf-8").strip()
+        name, *keys = column.split(".")
+        if name not in sample or not keys:
+            raise _SampleError(f"no {column}")
+        value = json.loads(sample[name])
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                known = [f"{name}.{k}" for k in value] if isinstance(value, dict) else []
+                raise _SampleError(f"no {column}, {nearest(column, known)}")
+            value = value[key]
+    except UnicodeDecodeError:
+        raise _SampleError(f"{column} is not UTF-8 text") from None
+    except json.JSONDecodeError:
+        raise _SampleError(f"{column.split('.')[0]} is not valid JSON") from None
+    return value

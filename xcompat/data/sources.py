@@ -1,0 +1,203 @@
+"""What the user points at: a validated description, the local files it names, and which format they are in."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from xcompat.errors import XcompatError
+
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
+CAPTION_STEMS = ("captions", "metadata")
+TEXT_SUFFIXES = (".txt", ".txt.gz")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images"]
+
+
+class PairSource(BaseModel):
+    """Where images and their captions come from.
+
+    Args:
+        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or
+            the name of a data set on the Hub.
+        format: how to read it; ``auto`` looks at the files.
+        image_column: the column (webdataset: the member) with the image; found by name or type when not given.
+        caption_column: the column with one caption or a list of them; ``json.name`` reads a key of a webdataset's JSON member
+            or of a nested column.
+        id_column: the column with the sample's id; the file name, ``__key__`` or row number when not given.
+        label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
+        captions: whether captions are needed.
+        split: the split of a Hub data set or of a saved ``DatasetDict``.
+        name: the configuration of a Hub data set.
+        revision: the revision of a Hub data set.
+        streaming: read on the fly, without random access and without a cache.
+        limit: use the first so many samples.
+        max_bad_share: stop when more than this share of shards, or of samples, cannot be used.
+
+    Example:
+        >>> PairSource(path="shards/*.tar", caption_column="json.title").format
+        'auto'
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | list[str]
+    format: PairFormat = "auto"
+    image_column: str | None = None
+    caption_column: str | None = None
+    id_column: str | None = None
+    label_column: str | None = None
+    captions: bool = True
+    split: str | None = None
+    name: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    limit: int | None = Field(default=None, ge=1)
+    max_bad_share: float = Field(default=0.01, ge=0, le=1)
+
+
+def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a file name ends in one of the suffixes, whatever its case."""
+    return Path(path).name.lower().endswith(suffixes)
+
+
+def local_files(path: str | list[str]) -> list[Path] | None:
+    """Resolve paths, globs and brace ranges to existing files and folders.
+
+    Args:
+        path: as in `PairSource`.
+
+    Returns:
+        Existing paths (globs sorted), or None when ``path`` can only be the name of a data set on the Hub.
+
+    Raises:
+        XcompatError: something that is meant to be local does not exist.
+    """
+    if isinstance(path, str) and _looks_like_hub(path):
+        return None
+    found: list[Path] = []
+    for pattern in [path] if isinstance(path, str) else path:
+        for text in _expand(pattern):
+            matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) and not Path(text).exists() else [text]
+            missing = [match for match in matches if not Path(match).exists()]
+            if missing or not matches:
+                raise XcompatError(f"{text} does not exist (looked in {Path.cwd()}); check the path or glob")
+            found.extend(map(Path, matches))
+    if not found:
+        raise XcompatError("an empty list of paths was given; name at least one file or folder")
+    return found
+
+
+def _expand(pattern: str) -> list[str]:
+    expanded = str(Path(pattern).expanduser())
+    if "{" not in expanded or Path(expanded).exists():
+        return [expanded]
+    import braceexpand  # a dependency of webdataset, whose users write shards this way
+
+    return list(braceexpand.braceexpand(expanded))
+
+
+def _looks_like_hub(path: str) -> bool:
+    """Return whether a path is not there and has the form of a Hub data set's name."""
+    known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
+    return (
+        not Path(path).expanduser().exists()
+        and not has_suffix(path, known)
+        and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
+    )
+
+
+def detect_format(paths: list[Path]) -> PairFormat:
+    """Say how local files are to be read.
+
+    Args:
+        paths: existing files or folders.
+
+    Returns:
+        The format, never ``auto``.
+
+    Raises:
+        XcompatError: nothing known is there.
+    """
+    files = expand_folders(paths)
+    if len(paths) == 1 and is_saved_dataset(paths[0]):
+        return "datasets"
+    if any(has_suffix(file, SHARD_SUFFIXES) for file in files):
+        return "webdataset"
+    if captions_files(paths):
+        return "captions"
+    if any(has_suffix(file, (".parquet",)) for file in files):
+        return "parquet"
+    if any(has_suffix(file, IMAGE_SUFFIXES) for file in files) or any(next(_images(path), None) for path in paths):
+        return "images"
+    where = ", ".join(map(str, paths[:3]))
+    raise XcompatError(
+        f"{where}: no shards (*.tar, *.tar.gz), captions.csv|tsv|jsonl, *.parquet, images or saved data set found; "
+        "check the path or set format"
+    )
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether a folder was written by ``datasets.save_to_disk``."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def expand_folders(paths: list[Path]) -> list[Path]:
+    """Replace each folder by the files directly in it, sorted; hidden files are left out."""
+    files: list[Path] = []
+    for path in paths:
+        inside = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
+        files.extend(inside)
+    return files
+
+
+def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """List the files of paths and folders that end in one of the suffixes.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    files = [file for file in expand_folders(paths) if has_suffix(file, suffixes)]
+    if not files:
+        raise XcompatError(f"{paths[0]}: no file ending in {', '.join(suffixes)} there; check the path or the format")
+    return files
+
+
+def captions_files(paths: list[Path]) -> list[Path]:
+    """List the captions files: given ones by their suffix, in folders ``captions.*`` or ``metadata.*``."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            names = (f"{stem}{suffix}" for stem in CAPTION_STEMS for suffix in CAPTION_SUFFIXES)
+            files.extend([path / name for name in names if (path / name).is_file()][:1])
+        elif has_suffix(path, CAPTION_SUFFIXES):
+            files.append(path)
+    return files
+
+
+def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
+    """List image files below folders, each with its id: the path relative to its folder, with forward slashes.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    found: list[tuple[Path, str]] = []
+    for path in paths:
+        if path.is_dir():
+            found.extend((file, file.relative_to(path).as_posix()) for file in sorted(_images(path)))
+        elif has_suffix(path, IMAGE_SUFFIXES):
+            found.append((path, path.name))
+    if not found:
+        raise XcompatError(f"{paths[0]}: no images there; check the path")
+    return found
+
+
+def _images(path: Path) -> Iterator[Path]:
+    return (file for file in path.rglob("*") if has_suffix(file, IMAGE_SUFFIXES)) if path.is_dir() else iter(())
