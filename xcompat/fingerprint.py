@@ -63,6 +63,17 @@ class Fingerprint:
             digest.update(memoryview(raw.numpy()))
         return cls(digest.hexdigest(), name)
 
+    def derived(self, what: str) -> Fingerprint:
+        """Return the identity of other embeddings that the same model makes, such as its view of an old space.
+
+        Args:
+            what: how they are made from the model's own.
+
+        Returns:
+            A fingerprint of the same name that differs from this one.
+        """
+        return Fingerprint(hashlib.sha256(f"{self.digest}:{what}".encode()).hexdigest(), self.name)
+
     def require(self, other: Fingerprint, what: str) -> None:
         """Raise unless ``other`` is the same model.
 

@@ -13,6 +13,7 @@ from xcompat.training.run import run_recipe
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 OLD_CHARACTERS = 2000
+PAIR_CHARACTERS = 1200
 
 
 def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
@@ -34,6 +35,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
         f"data.pairs.path={data / 'new_train'}",
         f"data.test.path={data / 'test'}",
         f"stages.0.data.pairs.path={data / 'old_train'}",
+        f"data.texts.0.path={data / 'captions.txt'}",
     ]
     recipe = load_recipe(RECIPE, [*paths, *overrides])
     folder = list(run_recipe(recipe).values())[-1]
@@ -45,10 +47,12 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
 def render_data(folder: Path) -> None:
     """Render the characters and write train, test and text-only data, unless they are there.
 
-    The test characters are in no training image and no corpus. The gallery holds the upright regular faces.
+    The test characters are in no training image and no corpus. The gallery holds the upright regular faces. The pair stage
+    learns from characters that the new model has not been trained on, as no one holds the data an off-the-shelf model was
+    trained on.
 
     Args:
-        folder: where ``old_train``, ``new_train``, ``test`` and ``names.txt`` go.
+        folder: where ``old_train``, ``new_train``, ``pairs``, ``test``, ``captions.txt`` and ``names.txt`` go.
     """
     import numpy as np
 
@@ -59,15 +63,18 @@ def render_data(folder: Path) -> None:
         return
     glyphs = render_glyphs()
     train, test = split_characters(glyphs)
-    old = np.random.default_rng(0).permutation(train)[:OLD_CHARACTERS]
+    shuffled = np.random.default_rng(0).permutation(train)
     parts = {
-        "old_train": glyphs.select(old, REGULAR_FACES),
-        "new_train": glyphs.select(train),
+        "old_train": glyphs.select(shuffled[:OLD_CHARACTERS], REGULAR_FACES),
+        "new_train": glyphs.select(shuffled[:-PAIR_CHARACTERS]),
+        "pairs": glyphs.select(shuffled[-PAIR_CHARACTERS:]),
         "test": glyphs.select(test, REGULAR_FACES),
     }
     names = unicode_corpus(exclude=[glyphs.names[code] for code in test.tolist()])
     with atomic_path(folder) as temporary:
         for name, part in parts.items():
             to_dataset(part).save_to_disk(temporary / name)
+        captions = sorted(glyphs.names[code] for code in train.tolist())
+        (temporary / "captions.txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
         (temporary / "names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
     console.print(f"  {len(glyphs.images_NHW):,} renderings of {len(glyphs.names):,} characters, {len(names):,} names in the corpus")

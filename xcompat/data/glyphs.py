@@ -19,7 +19,6 @@ from xcompat.errors import XcompatError
 if TYPE_CHECKING:
     from datasets import Dataset
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerFast
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
 """The upright regular faces, one per design: what the quickstart's old model knows and its galleries hold."""
@@ -224,54 +223,3 @@ def _png(image_HW: NDArray[np.uint8]) -> bytes:
     buffer = BytesIO()
     Image.fromarray(image_HW).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: int = 32) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that fits a CLIP text tower.
-
-    CLIP pools at the first end-of-text token, except that a config with ``eos_token_id == 2`` pools at the highest id
-    instead (a legacy of old checkpoints): hence pad 0, eos 1, bos 2. Copy the three ids into the text config.
-
-    Args:
-        texts: what to learn the merges from; their order does not matter.
-        vocab_size: tokens in all, with 256 bytes and 3 special tokens; the texts may give fewer.
-        max_length: tokens a text may have with bos and eos, the model's ``max_position_embeddings``.
-
-    Returns:
-        A tokenizer that lower-cases and can encode any text.
-
-    Raises:
-        XcompatError: no text, or a vocabulary too small for the bytes.
-    """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    pad, eos, bos = special = ["<|pad|>", "<|eos|>", "<|bos|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(alphabet) + len(special):
-        raise XcompatError(
-            f"vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes; use {len(alphabet) + len(special)} or more"
-        )
-    corpus = sorted(set(texts))
-    if not corpus:
-        raise XcompatError("the tokenizer was given no text to learn from; check the text corpus")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Punctuation("isolated"), pre_tokenizers.ByteLevel(add_prefix_space=True)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(corpus, trainer)
-    ids = [(token, tokenizer.token_to_id(token)) for token in (bos, eos)]
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=ids)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        padding_side="right",
-        truncation_side="right",
-        model_max_length=max_length,
-        model_input_names=["input_ids", "attention_mask"],
-    )

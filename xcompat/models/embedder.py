@@ -86,8 +86,10 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     if is_checkpoint(source.name):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
         compatible = model.compatible_with
-        dim = model.config.old["dim"] if compatible else model.config.embedding_dim
-        return Embedder(model, model.processor, model.fingerprint(), dim, model.config.logit_scale, compatible)
+        if not compatible:
+            return Embedder(model, model.processor, model.fingerprint(), model.config.embedding_dim, model.config.logit_scale)
+        fingerprint = model.fingerprint().derived("view")
+        return Embedder(model, model.processor, fingerprint, model.config.old["dim"], model.config.logit_scale, compatible)
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)

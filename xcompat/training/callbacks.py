@@ -59,8 +59,29 @@ class ProgressCallback(TrainerCallback):
         return f", loss {float(losses[-1]):.3f}" if losses else ""
 
 
+class EpochCallback(TrainerCallback):
+    """Tell the data set which epoch it is; accelerate tells only the sampler when several processes train.
+
+    Args:
+        dataset: with ``set_epoch``, or without, and then nothing happens.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Set the epoch; after resuming in the middle of one it is a fraction."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(int((state.epoch or 0.0) + 1e-6))
+
+
 class DivergenceCallback(TrainerCallback):
     """Stop at a loss or gradient that is not finite; checkpoints written before it stay."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Have the loss logged, and so looked at, before every checkpoint and at the end."""
+        if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
+            control.should_log = True
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any  # noqa: ANN401

@@ -163,7 +163,7 @@ def embed_new(model: CompatModel, independent: EmbeddedPairs, test: TestSet, cac
         raw = Embedder(model, model.processor, fingerprint, model.config.embedding_dim)
         own = embed_test_set(raw, test, cache_dir)
     name = display_name(model.name_or_path or type(model).__name__)
-    view = map_pairs(own, name, fingerprint, model.view)
+    view = map_pairs(own, name, fingerprint.derived("view"), model.view)
     return view, map_pairs(own, name, fingerprint, model.self_view)
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, PairSource
 from xcompat.encoders import EncoderSource
@@ -129,9 +129,14 @@ class StageRecipe(_Section):
         from transformers import TrainingArguments
 
         known = {field.name for field in fields(TrainingArguments)} - {"output_dir", "seed", "data_seed"}
-        for key in value:
+        types = get_type_hints(TrainingArguments)
+        for key, given in value.items():
             if key not in known:
                 raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
+            try:
+                TypeAdapter(types[key]).validate_python(given)
+            except ValidationError as error:
+                raise ValueError(f"training.{key}: {error.errors()[0]['msg']} (found {given!r})") from None
         return value
 
     @field_validator("options")

@@ -17,7 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.models import CompatModel
 from xcompat.progress import console
-from xcompat.training.callbacks import DivergenceCallback, InterruptCallback, ProgressCallback
+from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import DataSettings, StageRecipe
 
@@ -107,7 +107,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         args=settings,
         train_dataset=dataset,
         data_collator=collator,
-        callbacks=[bar, DivergenceCallback(), interrupt],
+        callbacks=[bar, EpochCallback(dataset), DivergenceCallback(), interrupt],
         optimizer_cls_and_kwargs=(
             AdamWFactory,
             {

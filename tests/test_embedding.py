@@ -1,0 +1,114 @@
+"""Embedding caches: equal to embedding one by one, resumed shard by shard, refused when they are of something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xcompat.data import load_pairs, load_texts
+from xcompat.embedding import EmbeddingCache, embed_images, embed_texts, length_sorted_batches
+from xcompat.errors import XcompatError
+from xcompat.models.embedder import Embedder, load_embedder
+
+TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip", "open_clip"])
+def embedder(request: pytest.FixtureRequest, folder_of: dict[str, str]) -> Embedder:
+    return load_embedder(folder_of[request.param])
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))
+def test_every_text_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = list(length_sorted_batches(lengths, budget))
+    assert sorted(row for rows in batches for row in rows.tolist()) == list(range(len(lengths)))
+    for rows in batches:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+
+
+def test_texts_equal_one_by_one(embedder: Embedder, tmp_path: Path) -> None:
+    cache = embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5, tokens_per_batch=40)
+    alone = torch.cat([embedder.embed(embedder.processor.texts([text])) for text in TEXTS])
+    assert cache.shape == (23, 16) and cache.fingerprint == embedder.fingerprint
+    np.testing.assert_allclose(cache[:], alone.numpy(), atol=5e-4)  # stored as float16
+    rows = np.array([22, 0, 7, 7])
+    assert np.array_equal(cache[rows], cache[:][rows])
+    assert torch.equal(torch.cat(list(cache.iterate(4))), torch.from_numpy(cache[:]))
+
+
+def test_images_equal_one_by_one_and_unreadable_ones_are_nan(embedder: Embedder, pairs_folder: str, tmp_path: Path) -> None:
+    dataset = load_pairs(pairs_folder)
+    cache = embed_images(embedder, dataset, tmp_path / "c", "digest", shard_rows=10)
+    from PIL import Image
+
+    alone = torch.cat([embedder.embed({"pixel_values": embedder.processor.images([Image.open(f"{pairs_folder}/{row}.png").convert("RGB")])}) for row in range(24)])
+    order = [int(Path(name).stem) for name in dataset["id"]]
+    np.testing.assert_allclose(cache[:], alone.numpy()[order], atol=5e-4)
+    broken = [record["image"] if row != 3 else {"bytes": b"nothing", "path": None} for row, record in enumerate(dataset)] * 9
+    damaged = datasets.Dataset.from_dict({"image": broken[:216], "id": [str(n) for n in range(216)]}, features=datasets.Features({"image": datasets.Image(decode=False), "id": datasets.Value("string")}))
+    damaged = datasets.concatenate_datasets([damaged.select([3]), damaged.select([r for r in range(216) if r % 24 != 3])])
+    embeds = embed_images(embedder, damaged, tmp_path / "d", "digest")[:]
+    assert np.flatnonzero(~np.isfinite(embeds[:, 0])).tolist() == [0]
+
+
+def test_a_killed_embedding_continues_with_the_shards_that_are_missing(embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = embed_texts(embedder, TEXTS, tmp_path / "whole", "digest", shard_rows=5)[:]
+    calls = []
+    tokenize = type(embedder.processor).tokenize
+
+    def killed_at_the_third(self: object, texts: list[str]) -> list[list[int]]:
+        calls.append(texts[0])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return tokenize(self, texts)
+
+    monkeypatch.setattr(type(embedder.processor), "tokenize", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
+    with pytest.raises(XcompatError, match="no finished embedding cache"):
+        EmbeddingCache(tmp_path / "c")
+    assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
+    assert calls == [TEXTS[0], TEXTS[5], TEXTS[10], TEXTS[10], TEXTS[15], TEXTS[20]], "finished shards are not embedded again"
+    embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
+    assert len(calls) == 6, "a finished cache is opened"
+
+
+def test_another_model_or_other_data_are_refused(folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
+    embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "digest")
+    with pytest.raises(XcompatError, match="embeddings of another fingerprint"):
+        embed_texts(load_embedder(old_folder), TEXTS, tmp_path / "c", "digest")
+    with pytest.raises(XcompatError, match="embeddings of another data"):
+        embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "other")
+    with pytest.raises(XcompatError, match="no texts to embed"):
+        embed_texts(load_embedder(folder_of["clip"]), [], tmp_path / "e", "digest")
+
+
+def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "c", "digest")
+    assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_column_of_a_data_set_is_read_shard_by_shard(folder_of: dict[str, str], texts_file: str, tmp_path: Path) -> None:
+    texts = load_texts(texts_file)
+    cache = embed_texts(load_embedder(folder_of["clip"]), texts["text"], tmp_path / "c", texts._fingerprint, shard_rows=16)
+    assert len(cache) == len(texts) and np.isfinite(cache[:]).all()
+
+
+def test_a_compatible_model_embeds_as_its_gallery_does(folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
+    from xcompat import ProjectionModel
+
+    old = load_embedder(old_folder)
+    model = ProjectionModel.from_encoder(folder_of["clip"], old=old.describe_old())
+    model.save_pretrained(tmp_path)
+    chained = load_embedder(str(tmp_path))
+    assert chained.dim == old.dim and chained.compatible_with == [old.fingerprint]
+    assert chained.describe_old()["compatible_with"] == [{"name": old.name, "fingerprint": old.fingerprint.digest}]
+    batch = chained.processor.texts(["a red shoe"])
+    with torch.no_grad():
+        assert torch.equal(chained.embed(batch), model.view(model.embed_texts(**batch)))

@@ -1,0 +1,98 @@
+"""Recipes: inheritance, overrides, and errors that name the nearest key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xcompat.errors import XcompatError
+from xcompat.training.recipe import Recipe, load_recipe
+
+GOOD = """
+name: demo
+old: old/model
+new: {name: new/model, revision: v1}
+data:
+  pairs: {path: pairs}
+  texts: [{path: texts.txt}]
+  test: {path: test}
+training: {learning_rate: 1e-4, max_steps: 5}
+stages:
+  - name: phi
+    method: projection
+    options: {noise_std: 0.1}
+  - name: pair
+    method: xbt
+    projection: stage:phi
+    training: {learning_rate: 2e-3}
+    data: {augmentation: {min_scale: 0.7}}
+    evaluation: {compare_with: [phi]}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Recipe:
+    file = tmp_path / "demo.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(file, overrides)
+
+
+def test_stages_inherit_key_by_key(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD)
+    phi, pair = recipe.stages
+    assert phi.old.name == pair.old.name == "old/model" and pair.new.revision == "v1"
+    assert phi.training == {"learning_rate": 1e-4, "max_steps": 5}, "1e-4 is a number"
+    assert pair.training == {"learning_rate": 2e-3, "max_steps": 5}
+    assert phi.data.augmentation is None and pair.data.augmentation.min_scale == 0.7
+    assert pair.data.pairs.path == "pairs"
+    assert recipe.resolve("stage:phi") == "runs/demo/phi/model" and recipe.resolve("openai/clip") == "openai/clip"
+
+
+def test_one_stage_needs_no_list(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "method: independent\nnew: {model: {model_type: clip}}\n")
+    assert recipe.name == "demo" and recipe.stages[0].name == "independent"
+    assert recipe.stage_dir("independent") == Path("runs/demo")
+
+
+def test_overrides(tmp_path: Path) -> None:
+    recipe = load(tmp_path, GOOD, "training.max_steps=7", "stages.1.training.learning_rate=1e-5", "seed=3", "stages.1.options.train_projection=all")
+    assert recipe.stages[0].training["max_steps"] == recipe.stages[1].training["max_steps"] == 7
+    assert recipe.stages[1].training["learning_rate"] == 1e-5
+    assert recipe.seed == 3 and recipe.stages[1].options == {"train_projection": "all"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["metod=xbt"], "unknown key 'stages.0.metod'; did you mean 'method'"),
+        (["data.pair.path=x"], "unknown key 'stages.0.data.pair'; did you mean 'pairs'"),
+        (["data.pairs.pth=x"], "unknown key 'stages.0.data.pairs.pth'; did you mean 'path'"),
+        (["training.learning_rat=1"], "unknown key 'training.learning_rat'; did you mean 'learning_rate'"),
+        (["training.output_dir=x"], "unknown key 'training.output_dir'"),
+        (["stages.0.options.noise_st=1"], "unknown key 'options.noise_st' for method projection; did you mean 'noise_std'"),
+        (["stages.0.options.encoder=1"], "unknown key 'options.encoder'"),
+        (["stages.0.method=xtb"], "unknown method 'xtb'; did you mean 'xbt'"),
+        (["stages.1.projection=stage:fi"], "refers to 'fi', which is no earlier stage .earlier: phi"),
+        (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),
+        (["stages.1.name=phi"], "two stages are called 'phi'"),
+        (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1"),
+        (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
+        (["nonsense"], "'nonsense' is no override; write key=value"),
+        (["new.nme=x"], "unknown key .*nme'"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(XcompatError, match=message) as raised:
+        load(tmp_path, GOOD, *overrides)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("just words", "must hold keys and values"), ("!!python/object:os.system {}", "not valid YAML")])
+def test_what_is_no_recipe_is_refused_and_nothing_is_executed(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(XcompatError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="nowhere.yaml does not exist"):
+        load_recipe(tmp_path / "nowhere.yaml")
