@@ -14,9 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
 
 from xcompat.encoders.standins import save_stand_in
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples in every run, however slow
+settings.load_profile("repeatable")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
@@ -74,5 +78,7 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def texts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a corpus of 40 lines."""
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
-    file.write_text("\n".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}" for row in range(40)) + "\n", encoding="utf-8")
+    file.write_text(
+        "\n".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}" for row in range(40)) + "\n", encoding="utf-8"
+    )
     return str(file)

@@ -47,17 +47,27 @@ def test_images_equal_one_by_one_and_unreadable_ones_are_nan(embedder: Embedder,
     cache = embed_images(embedder, dataset, tmp_path / "c", "digest", shard_rows=10)
     from PIL import Image
 
-    alone = torch.cat([embedder.embed({"pixel_values": embedder.processor.images([Image.open(f"{pairs_folder}/{row}.png").convert("RGB")])}) for row in range(24)])
+    alone = torch.cat(
+        [
+            embedder.embed({"pixel_values": embedder.processor.images([Image.open(f"{pairs_folder}/{row}.png").convert("RGB")])})
+            for row in range(24)
+        ]
+    )
     order = [int(Path(name).stem) for name in dataset["id"]]
     np.testing.assert_allclose(cache[:], alone.numpy()[order], atol=5e-4)
     broken = [record["image"] if row != 3 else {"bytes": b"nothing", "path": None} for row, record in enumerate(dataset)] * 9
-    damaged = datasets.Dataset.from_dict({"image": broken[:216], "id": [str(n) for n in range(216)]}, features=datasets.Features({"image": datasets.Image(decode=False), "id": datasets.Value("string")}))
+    damaged = datasets.Dataset.from_dict(
+        {"image": broken[:216], "id": [str(n) for n in range(216)]},
+        features=datasets.Features({"image": datasets.Image(decode=False), "id": datasets.Value("string")}),
+    )
     damaged = datasets.concatenate_datasets([damaged.select([3]), damaged.select([r for r in range(216) if r % 24 != 3])])
     embeds = embed_images(embedder, damaged, tmp_path / "d", "digest")[:]
     assert np.flatnonzero(~np.isfinite(embeds[:, 0])).tolist() == [0]
 
 
-def test_a_killed_embedding_continues_with_the_shards_that_are_missing(embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_embedding_continues_with_the_shards_that_are_missing(
+    embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = embed_texts(embedder, TEXTS, tmp_path / "whole", "digest", shard_rows=5)[:]
     calls = []
     tokenize = type(embedder.processor).tokenize

@@ -28,7 +28,9 @@ def embed(encoder: Encoder, processor: Processor, images: list[Image.Image]) -> 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_embeddings_are_unit_vectors_of_the_stated_dimension(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+def test_embeddings_are_unit_vectors_of_the_stated_dimension(
+    architecture: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
     encoder, processor = load(folder_of[architecture])
     for embeds in embed(encoder, processor, images):
         assert embeds.shape == (4, encoder.embedding_dim) and embeds.dtype == torch.float32
@@ -60,7 +62,9 @@ def test_save_and_load_keep_embeddings_and_fingerprint(
 
 
 @pytest.mark.parametrize("architecture", VISION_TRANSFORMERS)
-def test_adapters_off_is_the_original_bit_for_bit(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+def test_adapters_off_is_the_original_bit_for_bit(
+    architecture: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
     encoder, processor = load(folder_of[architecture])
     before = embed(encoder, processor, images)
     encoder.add_adapters(AdapterConfig(lora={"rank": 2}, prompts=3))

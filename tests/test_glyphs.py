@@ -20,9 +20,9 @@ from xcompat.data.glyphs import (
     render_glyphs,
     split_characters,
     to_dataset,
-    train_tokenizer,
     unicode_corpus,
 )
+from xcompat.encoders.scratch import train_tokenizer
 from xcompat.errors import XcompatError
 
 
@@ -184,7 +184,8 @@ def test_tokenizer_survives_a_round_trip(tokenizer: PreTrainedTokenizerFast, tmp
 
 def test_tokenizer_is_the_same_in_every_process_and_order() -> None:
     script = (
-        "from xcompat.data.glyphs import train_tokenizer, unicode_corpus\n"
+        "from xcompat.data.glyphs import unicode_corpus\n"
+        "from xcompat.encoders.scratch import train_tokenizer\n"
         "print(train_tokenizer(reversed(unicode_corpus()), 700).backend_tokenizer.to_str())"
     )
     other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout

@@ -40,8 +40,12 @@ def test_losses_equal_the_double_loop(dtype: torch.dtype, batch: int, scale: flo
     a = F.normalize(torch.randn(batch, 5, dtype=torch.float64), dim=-1)
     b = F.normalize(a + torch.randn(batch, 5, dtype=torch.float64), dim=-1)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
-    assert float(clip_contrastive_loss(a.to(dtype), b.to(dtype), scale)) == pytest.approx(naive_clip_loss(a, b, scale), rel=tolerance, abs=tolerance)
-    assert float(siglip_loss(a.to(dtype), b.to(dtype), scale, -10.0)) == pytest.approx(naive_siglip_loss(a, b, scale, -10.0), rel=tolerance, abs=tolerance)
+    assert float(clip_contrastive_loss(a.to(dtype), b.to(dtype), scale)) == pytest.approx(
+        naive_clip_loss(a, b, scale), rel=tolerance, abs=tolerance
+    )
+    assert float(siglip_loss(a.to(dtype), b.to(dtype), scale, -10.0)) == pytest.approx(
+        naive_siglip_loss(a, b, scale, -10.0), rel=tolerance, abs=tolerance
+    )
 
 
 def test_loss_does_not_depend_on_the_order_of_pairs() -> None:

@@ -110,7 +110,9 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
 
 
 @pytest.mark.parametrize("method", TRAINED)
-def test_steps_lower_the_loss_and_move_only_what_trains(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+def test_steps_lower_the_loss_and_move_only_what_trains(
+    method: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
     model = build(method, folder_of, **({"noise_std": 0.0} if method == "projection" else {}))
     batch = batch_for(model, images)
     frozen = {name: value.clone() for name, value in model.state_dict().items()}
@@ -157,7 +159,9 @@ def test_switched_off_it_is_the_original_new_model(method: str, folder_of: dict[
 
 
 @pytest.mark.parametrize("method", ["xbt", "direct"])
-def test_merged_and_saved_it_embeds_the_same(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+def test_merged_and_saved_it_embeds_the_same(
+    method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
     model = build(method, folder_of)
     shake(model)
     before = embeddings(model, images)
@@ -169,12 +173,14 @@ def test_merged_and_saved_it_embeds_the_same(method: str, folder_of: dict[str, s
 def test_what_trains_follows_the_paper_and_its_contradictions(folder_of: dict[str, str]) -> None:
     def kinds(**options: Any) -> set[str]:
         names = [name for name, parameter in build("xbt", folder_of, **options).named_parameters() if parameter.requires_grad]
+
         def kind(name: str) -> str:
             if "lora_" in name or "prompts" in name:
                 return "adapters"
             part = "projection" if name.startswith("projection.") else "encoder"
             norm = "norm" in name or name.startswith(("projection.1.", "projection.4."))
             return f"{part} norms" if norm else f"{part} rest"
+
         return {kind(name) for name in names}
 
     assert kinds() == {"adapters", "projection norms"}
@@ -215,10 +221,12 @@ def test_projection_has_the_papers_size() -> None:
 
 
 def naive_ridge(new: torch.Tensor, old: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve by gradient: the minimum of the ridge objective has gradient zero, found here by the normal equations of augmented data."""
+    """Return the minimum of the ridge objective by least squares on data augmented with the penalty."""
     centred, target = new - new.mean(0), old - old.mean(0)
     penalty = (strength * len(new)) ** 0.5 * torch.eye(new.shape[1], dtype=torch.float64)
-    weight = torch.linalg.lstsq(torch.cat([centred, penalty]), torch.cat([target, torch.zeros(new.shape[1], old.shape[1], dtype=torch.float64)])).solution
+    weight = torch.linalg.lstsq(
+        torch.cat([centred, penalty]), torch.cat([target, torch.zeros(new.shape[1], old.shape[1], dtype=torch.float64)])
+    ).solution
     return weight, old.mean(0) - new.mean(0) @ weight
 
 

@@ -55,7 +55,14 @@ def test_one_stage_needs_no_list(tmp_path: Path) -> None:
 
 
 def test_overrides(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD, "training.max_steps=7", "stages.1.training.learning_rate=1e-5", "seed=3", "stages.1.options.train_projection=all")
+    recipe = load(
+        tmp_path,
+        GOOD,
+        "training.max_steps=7",
+        "stages.1.training.learning_rate=1e-5",
+        "seed=3",
+        "stages.1.options.train_projection=all",
+    )
     assert recipe.stages[0].training["max_steps"] == recipe.stages[1].training["max_steps"] == 7
     assert recipe.stages[1].training["learning_rate"] == 1e-5
     assert recipe.seed == 3 and recipe.stages[1].options == {"train_projection": "all"}
@@ -87,7 +94,10 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], me
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("just words", "must hold keys and values"), ("!!python/object:os.system {}", "not valid YAML")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("just words", "must hold keys and values"), ("!!python/object:os.system {}", "not valid YAML")],
+)
 def test_what_is_no_recipe_is_refused_and_nothing_is_executed(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(XcompatError, match=message):
         load(tmp_path, text)

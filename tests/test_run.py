@@ -37,11 +37,23 @@ def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_fil
             "test": {"path": pairs_folder},
             "augmentation": {"min_scale": 0.7},
         },
-        "training": {"max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_steps": 2, "logging_steps": 1},
+        "training": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+            "logging_steps": 1,
+        },
         "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1},
         "stages": [
             {"name": "phi", "method": "projection"},
-            {"name": "pair", "method": "xbt", "projection": "stage:phi", "options": {"adapters": ADAPTERS}, "evaluation": {"compare_with": ["phi"]}},
+            {
+                "name": "pair",
+                "method": "xbt",
+                "projection": "stage:phi",
+                "options": {"adapters": ADAPTERS},
+                "evaluation": {"compare_with": ["phi"]},
+            },
         ],
     }
 
@@ -57,17 +69,28 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(raw))
     run = tmp_path / "run"
-    report = json.loads((run / "pair" / "report.json").read_text())
+    report = json.loads((run / "report.json").read_text())
     assert report["schema"] == 1 and report["method"] == "xbt"
     cases = {(case["query"], case["gallery"]) for case in report["cases"]}
-    assert cases == {("old", "old"), ("independent", "old"), ("phi", "old"), ("new", "old"), ("new", "new"), ("independent", "independent")}
-    assert (run / "pair" / "report.html").stat().st_size > 10_000
+    assert cases == {
+        ("old", "old"),
+        ("independent", "old"),
+        ("phi", "old"),
+        ("new", "old"),
+        ("new", "new"),
+        ("independent", "independent"),
+    }
+    assert (run / "report.html").stat().st_size > 10_000
     environment = json.loads((run / "pair" / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
-    assert "noise_std" not in (run / "pair" / "recipe.yaml").read_text() and "seed: 0" in (run / "pair" / "recipe.yaml").read_text()
+    assert (
+        "noise_std" not in (run / "pair" / "recipe.yaml").read_text() and "seed: 0" in (run / "pair" / "recipe.yaml").read_text()
+    )
     model = AutoModel.from_pretrained(run / "pair" / "model")
     phi = AutoModel.from_pretrained(run / "phi" / "model")
-    changed = {name for name, value in model.projection.state_dict().items() if not torch.equal(value, phi.projection.state_dict()[name])}
+    changed = {
+        name for name, value in model.projection.state_dict().items() if not torch.equal(value, phi.projection.state_dict()[name])
+    }
     assert changed == {"1.weight", "1.bias", "4.weight", "4.bias"}, "the LayerNorms of φ and nothing else of it"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     run_recipe(recipe_of(raw))
@@ -93,7 +116,9 @@ class _KillAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("method", ["phi", "pair"])
-def test_a_killed_run_ends_as_one_that_was_not(method: str, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_ends_as_one_that_was_not(
+    method: str, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw["evaluation"] = None
     raw["stages"][1].pop("evaluation")
     run_recipe(recipe_of(raw))
@@ -128,7 +153,9 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, raw: dict[str, Any],
         assert torch.equal(value, whole[name]), name
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw["stages"] = raw["stages"][:1]
     forward = METHODS["projection"].forward
     steps = []
@@ -147,7 +174,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(raw:
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "done.json").exists()
 
 
-def test_no_old_encoder_is_in_memory_during_the_pair_stage(raw: dict[str, Any], old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_old_encoder_is_in_memory_during_the_pair_stage(
+    raw: dict[str, Any], old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict[str, list[str]] = {}
     original = run_module.train
 
@@ -173,7 +202,7 @@ def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_pat
     if method == "direct":
         stage["options"] = {"adapters": ADAPTERS}
     run_recipe(recipe_of(raw, stages=stages))
-    assert (tmp_path / "run" / "it" / "report.json").exists() == METHODS[method].compares_with_old
+    assert (tmp_path / "run" / "report.json").exists() == METHODS[method].compares_with_old
     log = tmp_path / "run" / "it" / "checkpoints"
     assert log.exists() != (method in ("ridge", "procrustes")), "closed forms are solved, not trained"
 
@@ -182,29 +211,52 @@ def test_phi_from_images_leaves_unreadable_ones_out(raw: dict[str, Any], pairs_f
     broken = tmp_path / "broken"
     shutil.copytree(pairs_folder, broken)
     (broken / "5.png").write_bytes(b"no image")
-    raw["stages"] = [{"name": "phi", "method": "projection", "data": {"embeddings_of": "images", "pairs": {"path": str(broken), "max_bad_share": 0.1}}}]
+    raw["stages"] = [
+        {
+            "name": "phi",
+            "method": "projection",
+            "data": {"embeddings_of": "images", "pairs": {"path": str(broken), "max_bad_share": 0.1}},
+        }
+    ]
+    run_recipe(recipe_of(raw, data={**raw["data"], "test": {"path": pairs_folder}}))
+    raw["stages"][0]["data"]["pairs"]["max_bad_share"] = 0.01
+    changed = recipe_of(raw, output_dir=str(tmp_path / "strict"), cache_dir=str(tmp_path / "strict_cache"))
     with pytest.raises(XcompatError, match="1 of 24 samples cannot be used"):
-        run_recipe(recipe_of(raw, data={**raw["data"], "test": {"path": pairs_folder}}))
+        run_recipe(changed)
 
 
 def test_a_chain_is_judged_against_every_earlier_gallery(raw: dict[str, Any], folder_of: dict[str, str], tmp_path: Path) -> None:
     raw["stages"] += [
         {"name": "phi2", "method": "projection", "old": "stage:pair", "new": folder_of["siglip"]},
-        {"name": "pair2", "method": "xbt", "old": "stage:pair", "new": folder_of["siglip"], "projection": "stage:phi2", "options": {"adapters": ADAPTERS}},
+        {
+            "name": "pair2",
+            "method": "xbt",
+            "old": "stage:pair",
+            "new": folder_of["siglip"],
+            "projection": "stage:phi2",
+            "options": {"adapters": ADAPTERS},
+        },
     ]
     run_recipe(recipe_of(raw))
     second = AutoModel.from_pretrained(tmp_path / "run" / "pair2" / "model")
     names = [Path(version.name).name for version in second.compatible_with]
     assert names == ["model", "old"], "compatible with the model before, and with the one before that"
-    against = json.loads(next((tmp_path / "run" / "pair2").glob("against-*/report.json")).read_text())
+    against = json.loads(next((tmp_path / "run").glob("against-*/report.json")).read_text())
     first_report = json.loads((tmp_path / "run" / "pair" / "report.json").read_text())
     assert against["old"]["fingerprint"] == first_report["old"]["fingerprint"]
 
 
 def test_from_scratch_writes_a_plain_model(raw: dict[str, Any], tmp_path: Path) -> None:
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = {"model_type": "clip", "projection_dim": 8, "text_config": {**size, "max_position_embeddings": 16}, "vision_config": {**size, "image_size": 32, "patch_size": 8}}
-    run_recipe(recipe_of(raw, old=None, new={"model": model, "vocab_size": 300}, stages=[{"name": "scratch", "method": "independent"}]))
+    model = {
+        "model_type": "clip",
+        "projection_dim": 8,
+        "text_config": {**size, "max_position_embeddings": 16},
+        "vision_config": {**size, "image_size": 32, "patch_size": 8},
+    }
+    run_recipe(
+        recipe_of(raw, old=None, new={"model": model, "vocab_size": 300}, stages=[{"name": "scratch", "method": "independent"}])
+    )
     from transformers import AutoTokenizer, CLIPModel
 
     loaded = CLIPModel.from_pretrained(tmp_path / "run" / "model")
@@ -221,7 +273,9 @@ def test_from_scratch_writes_a_plain_model(raw: dict[str, Any], tmp_path: Path) 
         ({"new": None}, "needs a trained new model; name it under new"),
     ],
 )
-def test_mistakes_stop_before_anything_is_trained(changes: dict[str, Any], message: str, raw: dict[str, Any], tmp_path: Path) -> None:
+def test_mistakes_stop_before_anything_is_trained(
+    changes: dict[str, Any], message: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
     raw["stages"] = raw["stages"][:1]
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(raw, **changes))
@@ -252,3 +306,33 @@ def test_embed_recipe_fills_what_training_reads(raw: dict[str, Any], tmp_path: P
     before = {path.name for path in (tmp_path / "cache").iterdir()}
     StageRun(recipe_of(raw), recipe_of(raw).stages[0]).train_unless_done()
     assert {path.name for path in (tmp_path / "cache").iterdir()} == before
+
+
+def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+    labelled = tmp_path / "labelled"
+    for label, name in enumerate(("cat", "dog")):
+        (labelled / name).mkdir(parents=True)
+        for row in range(4):
+            shutil.copy(Path(pairs_folder) / f"{4 * label + row}.png", labelled / name / f"{row}.png")
+    from datasets import Dataset, Features, Image, Value
+
+    files = sorted(labelled.rglob("*.png"))
+    features = Features({"image": Image(), "id": Value("string"), "label": Value("int64")})
+    rows = {
+        "image": [str(file) for file in files],
+        "id": [str(file) for file in files],
+        "label": [int(file.parent.name == "dog") for file in files],
+    }
+    Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    raw["data"]["zero_shot"] = {
+        "images": {"path": str(tmp_path / "saved"), "captions": False, "label_column": "label"},
+        "classes": str(tmp_path / "classes.txt"),
+        "templates": ["a photo of a {}", "a {}"],
+    }
+    run_recipe(recipe_of(raw))
+    cases = json.loads((tmp_path / "run" / "report.json").read_text())["cases"]
+    measured = {(case["query"], case["gallery"]): case for case in cases if "zero_shot@1" in case["metrics"]}
+    assert {("old", "old"), ("new", "old"), ("new", "new"), ("independent", "independent")} <= set(measured)
+    for case in measured.values():
+        assert case["n_gallery"] == 2 and case["n_queries"] == 8 and 0 <= case["metrics"]["zero_shot@1"] <= 1

@@ -10,7 +10,12 @@ from typing import Annotated, Optional
 
 import typer
 
+from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
+
+INTERRUPTED = 130  # what Typer makes of Ctrl-C
+DISK_FULL = (os.strerror(errno.ENOSPC), "PytorchStreamWriter failed writing", ". unexpected pos ")
+NOT_WRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
 app = typer.Typer(
     help="Change the embedding model without re-embedding the gallery.",
@@ -19,7 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each.")]  # noqa: UP045 - typer reads it at run time
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
+]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
 
 
@@ -27,7 +35,7 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, s
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option(help="Check the recipe on tiny stand-ins of its models; download and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check the recipe on tiny stand-ins of its models; download nothing.")] = False,
 ) -> None:
     """Train every stage of a recipe that is not done, evaluate it and write its report."""
     from xcompat.training.recipe import load_recipe
@@ -73,7 +81,7 @@ def evaluate(
         report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"))
     elif target is None:
         raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
-    elif target.suffix in {".yaml", ".yml"} or (target / "recipe.yaml").exists():
+    elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in ("recipe.yaml", "report.json")):
         report = evaluate_recipe(target, overrides or [])
     else:
         report = evaluate_checkpoint(target, data, old, output or target / "evaluation")
@@ -108,20 +116,32 @@ def main() -> None:
         app()
     except XcompatError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted; start again to continue")
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            _fail(f"no space left on the device while writing {error.filename or 'a file'}; free some and start again to continue")
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            _fail("interrupted; start again to continue")
+        end_processes()
+        raise
+    except Exception as error:
+        if _is_disk_full(error):
+            file = getattr(error, "filename", None) or "a file"
+            _fail(f"no space left on the device while writing {file}; free some and start again to continue")
+        if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
             _fail(f"cannot write {error.filename}: {error.strerror}")
         raise
 
 
+def _is_disk_full(error: Exception) -> bool:
+    """Return whether there is no space left, which libraries that are not written in Python report in their own words."""
+    said = str(error)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or any(words in said for words in DISK_FULL)
+
+
 def _fail(message: str) -> None:
-    """Print one line on the main process and exit with code 2 on all."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        lines = message.strip().splitlines()  # a data loader's worker puts its traceback before the message
-        line = lines[-1].partition("XcompatError: ")[2] or lines[-1]
-        print(f"xcompat: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
+    """Print one line, with the process's number on all but the first, and exit with code 2."""
+    rank = os.environ.get("RANK", "0")
+    lines = message.strip().splitlines()  # a data loader's worker puts its traceback before the message
+    line = lines[-1].partition("XcompatError: ")[2] or lines[-1]
+    who = "xcompat" if rank == "0" else f"xcompat (process {rank})"
+    print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
     sys.exit(2)

@@ -8,6 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import PartialState
+
+
+def process_state() -> PartialState:
+    """Start the process group when a launcher set one up, and return this process's device and rank.
+
+    accelerate has to be told that there is no accelerator: left alone it waits for one, and every process takes itself for the
+    only one.
+
+    Returns:
+        accelerate's state, the same object at every call.
+    """
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import is_torch_xla_available
+
+    return PartialState(cpu=not (torch.accelerator.is_available() or is_torch_xla_available()))
+
+
+def end_processes() -> None:
+    """Leave the process group; a process that exits while its threads still talk is aborted."""
+    if "RANK" in os.environ and is_distributed():  # the environment first: torch takes seconds to import
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 def is_distributed() -> bool:

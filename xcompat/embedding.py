@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xcompat.data import iterate_images
+from xcompat.data import BadSamples, iterate_images
 from xcompat.distributed import barrier, is_main_process, rank, world_size
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
@@ -70,10 +70,14 @@ class EmbeddingCache:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "cache.json").exists():
-            raise XcompatError(f"{self.path} is no finished embedding cache; run `xcompat embed` again, it continues where it was")
+            raise XcompatError(
+                f"{self.path} is no finished embedding cache; run `xcompat embed` again, it continues where it was"
+            )
         fields = read_json(self.path / "cache.json")
         if fields.get("schema") != SCHEMA:
-            raise XcompatError(f"{self.path} has cache format {fields.get('schema')}, this version reads {SCHEMA}; delete it and embed again")
+            raise XcompatError(
+                f"{self.path} has cache format {fields.get('schema')}, this version reads {SCHEMA}; delete it and embed again"
+            )
         self.info = CacheInfo(**fields)
         count = -(-self.info.rows // self.info.shard_rows)
         self._shards = [np.load(_shard_path(self.path, shard), mmap_mode="r", allow_pickle=False) for shard in range(count)]
@@ -165,7 +169,13 @@ def embed_texts(
 
 
 def embed_images(
-    embedder: Embedder, dataset: datasets.Dataset, path: str | Path, data_digest: str, *, shard_rows: int = 4096
+    embedder: Embedder,
+    dataset: datasets.Dataset,
+    path: str | Path,
+    data_digest: str,
+    *,
+    shard_rows: int = 4096,
+    max_bad_share: float = 0.01,
 ) -> EmbeddingCache:
     """Embed images once; one that cannot be read becomes a row of NaN and is named.
 
@@ -175,14 +185,16 @@ def embed_images(
         path: folder of the cache; a finished one is opened, an unfinished one continued.
         data_digest: identifies the images and their order.
         shard_rows: images per shard, the unit of resuming.
+        max_bad_share: stop when more than this share of the images cannot be read.
 
     Returns:
         The cache.
     """
+    bad = BadSamples(max_bad_share, len(dataset))
 
     def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
         embeds = np.full((stop - start, embedder.dim), np.nan, dtype=np.float32)
-        for rows, images in iterate_images(dataset, IMAGES_PER_BATCH, rows=range(start, stop)):
+        for rows, images in iterate_images(dataset, IMAGES_PER_BATCH, rows=range(start, stop), bad=bad):
             embeds[rows - start] = embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy(force=True)
             tick(len(rows))
         return embeds
@@ -255,7 +267,8 @@ def _check_plan(path: Path, info: CacheInfo) -> None:
         if different:
             key = different[0]
             raise XcompatError(
-                f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); choose another folder or delete it"
+                f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
+                "choose another folder or delete it"
             )
     elif is_main_process():
         write_json(plan, asdict(info))

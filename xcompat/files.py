@@ -39,9 +39,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary = holder / path.name
         yield temporary
         _sync(temporary)
-        if path.is_dir():  # os.replace cannot replace a folder that holds files
-            os.replace(path, holder / f"{path.name}.previous")
-        os.replace(temporary, path)
+        if path.is_dir():  # rename cannot replace a folder that holds files
+            path.replace(holder / f"{path.name}.previous")
+        temporary.replace(path)
     finally:
         shutil.rmtree(holder, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -67,3 +68,13 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
     if seconds is not None:
         seconds[title] = round(took, 3)
     console.print(f"[green]✓[/] {title} [dim]({took:.1f} s)[/]")
+
+
+def silence_libraries() -> None:
+    """Silence the bars that datasets and transformers show for every file: the stages show their own."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

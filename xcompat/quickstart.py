@@ -4,55 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 
 from xcompat.files import atomic_path
-from xcompat.progress import console, stage
-from xcompat.report import load_report
+from xcompat.progress import console, silence_libraries, stage
 from xcompat.training.recipe import load_recipe
 from xcompat.training.run import run_recipe
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 OLD_CHARACTERS = 2000
-PAIR_CHARACTERS = 1200
+SPLIT_SEED = 1
+"""Every setting of the recipe was chosen on the test characters of split 0; these are others."""
 
 
 def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
     """Do the main job on the data that the fonts of matplotlib hold.
 
     Args:
-        output: where data, models, caches and the report go.
+        output: where data, recipe, models, caches and the report go.
         overrides: ``key=value`` each, on the packaged recipe.
 
     Returns:
         The report's folder.
     """
+    silence_libraries()
     data = output / "data"
     with stage("render the characters of matplotlib's fonts"):
         render_data(data)
-    paths = [
-        f"output_dir={output}",
-        f"cache_dir={output / 'cache'}",
-        f"data.pairs.path={data / 'new_train'}",
-        f"data.test.path={data / 'test'}",
-        f"stages.0.data.pairs.path={data / 'old_train'}",
-        f"data.texts.0.path={data / 'captions.txt'}",
-    ]
-    recipe = load_recipe(RECIPE, [*paths, *overrides])
-    folder = list(run_recipe(recipe).values())[-1]
-    verdict = load_report(folder).criterion
-    console.print(f"\nbackward compatible: [bold]{'yes' if verdict.backward_compatible else 'no'}[/]   report: {folder / 'report.html'}")
+    placed = Template(RECIPE.read_text(encoding="utf-8")).substitute(OUTPUT=output, DATA=data)
+    with atomic_path(output / "recipe.yaml") as temporary:
+        temporary.write_text(placed, encoding="utf-8")
+    reports = run_recipe(load_recipe(output / "recipe.yaml", overrides))
+    folder = list(reports.values())[-1]
+    console.print(f"\nreport: {folder / 'report.html'}")
     return folder
 
 
 def render_data(folder: Path) -> None:
     """Render the characters and write train, test and text-only data, unless they are there.
 
-    The test characters are in no training image and no corpus. The gallery holds the upright regular faces. The pair stage
-    learns from characters that the new model has not been trained on, as no one holds the data an off-the-shelf model was
-    trained on.
+    The test characters are in no training image and no text. The gallery holds the upright regular faces.
 
     Args:
-        folder: where ``old_train``, ``new_train``, ``pairs``, ``test``, ``captions.txt`` and ``names.txt`` go.
+        folder: where ``old_train``, ``new_train``, ``test`` and ``names.txt`` go.
     """
     import numpy as np
 
@@ -62,19 +56,17 @@ def render_data(folder: Path) -> None:
         console.print(f"  [dim]reused from {folder}[/]")
         return
     glyphs = render_glyphs()
-    train, test = split_characters(glyphs)
-    shuffled = np.random.default_rng(0).permutation(train)
+    train, test = split_characters(glyphs, seed=SPLIT_SEED)
+    old = np.random.default_rng(SPLIT_SEED).permutation(train)[:OLD_CHARACTERS]
     parts = {
-        "old_train": glyphs.select(shuffled[:OLD_CHARACTERS], REGULAR_FACES),
-        "new_train": glyphs.select(shuffled[:-PAIR_CHARACTERS]),
-        "pairs": glyphs.select(shuffled[-PAIR_CHARACTERS:]),
+        "old_train": glyphs.select(old, REGULAR_FACES),
+        "new_train": glyphs.select(train),
         "test": glyphs.select(test, REGULAR_FACES),
     }
     names = unicode_corpus(exclude=[glyphs.names[code] for code in test.tolist()])
     with atomic_path(folder) as temporary:
         for name, part in parts.items():
             to_dataset(part).save_to_disk(temporary / name)
-        captions = sorted(glyphs.names[code] for code in train.tolist())
-        (temporary / "captions.txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
         (temporary / "names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
-    console.print(f"  {len(glyphs.images_NHW):,} renderings of {len(glyphs.names):,} characters, {len(names):,} names in the corpus")
+    counts = f"{len(glyphs.images_NHW):,} renderings of {len(glyphs.names):,} characters in {len(glyphs.faces)} faces"
+    console.print(f"  {counts}; {len(names):,} names in the text corpus")

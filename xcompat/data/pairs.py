@@ -105,7 +105,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
         self.seed = seed
         self.bad = bad or BadSamples(total=len(dataset))
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # workers that outlive an epoch see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that outlive an epoch see it change
         self._rows_of_id = _rows_of_ids(self.dataset) if one_per_id else None
         self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
         n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
@@ -291,6 +291,6 @@ class _DecodeBatch:
             except UnusableSampleError as error:
                 self.bad.add(record.get(ID, f"sample {self.bad.seen}"), str(error))
                 continue
-            for name in out:
-                out[name].append(item[name] if name in item else record[name])
+            for name, values in out.items():
+                values.append(item[name] if name in item else record[name])
         return out

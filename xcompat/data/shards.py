@@ -250,5 +250,5 @@ def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any J
     except UnicodeDecodeError:
         raise _SampleError(f"{column} is not UTF-8 text") from None
     except json.JSONDecodeError:
-        raise _SampleError(f"{column.split('.')[0]} is not valid JSON") from None
+        raise _SampleError(f"{column.split('.', 1)[0]} is not valid JSON") from None
     return value

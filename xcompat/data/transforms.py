@@ -92,4 +92,4 @@ def build_transform(
         changes = [v2.RandomAdjustSharpness(1 + a.sharpness, p=0.5), v2.RandomAdjustSharpness(1 - a.sharpness, p=0.5)]
         steps.append(v2.RandomChoice(changes))
     steps.append(v2.PILToTensor())  # last: on one image and one thread PIL is 1.4 times as fast as tensors
-    return v2.Compose(steps)  # type: ignore[no-any-return]
+    return v2.Compose(steps)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
 from xcompat.errors import XcompatError, nearest
@@ -40,6 +41,16 @@ class EncoderSource(BaseModel):
         folder = Path(self.name)
         own = (folder / "open_clip_config.json").exists() and not (folder / "config.json").exists()
         return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
+
+    def check_folder(self) -> None:
+        """Refuse a name that can only be a folder and is not there; what has the form of a Hub name passes.
+
+        Raises:
+            XcompatError: naming the folder.
+        """
+        looks_local = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1
+        if looks_local and not Path(self.name).exists():
+            raise XcompatError(f"the model folder {self.name} does not exist")
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:
@@ -79,14 +90,15 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         XcompatError: when it does not exist, is not safetensors, or has no two towers.
 
     Example:
-        >>> encoder, processor = load_encoder("openai/clip-vit-base-patch32")  # doctest: +SKIP
-        >>> encoder.embed_texts(**processor.texts(["a red running shoe"])).shape  # doctest: +SKIP
-        torch.Size([1, 512])
+        >>> import tempfile
+        >>> from xcompat.encoders.standins import save_stand_in
+        >>> folder = save_stand_in(Path(tempfile.mkdtemp()) / "clip", "clip", 16)  # or "openai/clip-vit-base-patch32"
+        >>> encoder, processor = load_encoder(folder)
+        >>> encoder.embed_texts(**processor.texts(["a red running shoe"])).shape
+        torch.Size([1, 16])
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
-    looks_local = source.name.startswith((".", "/", "~")) or source.name.count("/") > 1
-    if looks_local and not Path(source.name).exists():
-        raise XcompatError(f"the model folder {source.name} does not exist")
+    source.check_folder()
     try:
         if source.library == "open_clip":
             from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
@@ -105,6 +117,8 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
             raise
         reason = " ".join(str(error).split())
         raise XcompatError(f"cannot load {source.name}: {reason}") from error
+    except SafetensorError as error:
+        raise XcompatError(f"cannot load {source.name}: its weights are damaged ({error}); fetch or train it again") from error
 
 
 def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:

@@ -108,7 +108,11 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
                 f"lora.targets {settings.targets} match no linear layer of the {tower_name} tower; known: {', '.join(known)}"
             )
         config = LoraConfig(
-            r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=chosen, bias="none"
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, which PEFT calls an int
+            lora_dropout=settings.dropout,
+            target_modules=chosen,
+            bias="none",
         )
         inject_adapter_in_model(config, towers[tower_name])
 

@@ -32,6 +32,7 @@ class Encoder(nn.Module, ABC):
     """
 
     library: ClassVar[str]
+    model: Any  # what the library's own module offers is known to its subclass only
     prompts: VisualPrompts | None
 
     def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:
@@ -63,6 +64,9 @@ class Encoder(nn.Module, ABC):
     def image_width(self) -> int:
         """Return the width of the image tower's tokens."""
         raise XcompatError(f"{self.name} has no token width: visual prompts need a transformers vision transformer")
+
+    def rebuild_masks(self) -> None:
+        """Restore buffers that checkpoints do not hold; most models have none."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
@@ -111,7 +115,11 @@ class Encoder(nn.Module, ABC):
         Returns:
             The fingerprint; neither the name, the folder nor the library version enter it.
         """
-        parts = {"library": self.library, "architecture": _architecture(self.description["config"]), "processor": processor.describe()}
+        parts = {
+            "library": self.library,
+            "architecture": _architecture(self.description["config"]),
+            "processor": processor.describe(),
+        }
         return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
 
     def add_adapters(self, config: AdapterConfig) -> None:

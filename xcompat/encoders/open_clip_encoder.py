@@ -32,7 +32,7 @@ class OpenClipProcessor(Processor):
     """open_clip's own image transform and tokenizer."""
 
     transform: Callable[[Image], Tensor] = field(kw_only=True)
-    tokenizer: Callable[[Sequence[str]], Tensor] = field(kw_only=True)
+    tokenizer: HFTokenizer | SimpleTokenizer = field(kw_only=True)
     config: dict[str, Any] = field(kw_only=True)
 
     def images(self, images: Sequence[Image]) -> Tensor:
@@ -57,10 +57,8 @@ class OpenClipProcessor(Processor):
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Processor.describe`."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            vocabulary = self.tokenizer.tokenizer.get_vocab()
-        else:
-            vocabulary = self.tokenizer.encoder
+        own = isinstance(self.tokenizer, HFTokenizer)
+        vocabulary = self.tokenizer.tokenizer.get_vocab() if own else self.tokenizer.encoder
         tokens = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
         return {"transform": str(self.transform), "tokens": tokens, "max_length": self.max_length}
 
@@ -161,7 +159,7 @@ def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
     return encoder.eval()
 
 
-def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> Callable[[Sequence[str]], Tensor]:
+def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> HFTokenizer | SimpleTokenizer:
     length = text_cfg.get("context_length", 77)
     settings = text_cfg.get("tokenizer_kwargs", {})
     if text_cfg.get("hf_tokenizer_name"):

@@ -90,7 +90,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: in
     pad, eos, bos = special = ["<|pad|>", "<|eos|>", "<|bos|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(special):
-        raise XcompatError(f"vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes; use {len(alphabet) + len(special)} or more")
+        raise XcompatError(
+            f"vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes; use {len(alphabet) + len(special)} or more"
+        )
     corpus = sorted(set(texts))
     if not corpus:
         raise XcompatError("the tokenizer was given no text to learn from; check the text corpus")
@@ -100,9 +102,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: in
         [pre_tokenizers.Punctuation("isolated"), pre_tokenizers.ByteLevel(add_prefix_space=True)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
     ids = [(token, tokenizer.token_to_id(token)) for token in (bos, eos)]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=ids)

@@ -76,7 +76,6 @@ class TransformersEncoder(Encoder):
     """A model with ``get_image_features`` and ``get_text_features``."""
 
     library: ClassVar[str] = "transformers"
-    model: PreTrainedModel
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`Encoder.image_features`."""
@@ -167,7 +166,7 @@ def build_transformers_encoder(description: dict[str, Any]) -> TransformersEncod
     Returns:
         The encoder with freshly initialised weights.
     """
-    config = AutoConfig.for_model(**description["config"])
+    config: Any = AutoConfig.for_model(**description["config"])
     model = BlipForImageTextRetrieval(config) if config.model_type == "blip" else AutoModel.from_config(config)
     return _wrap(model, description)
 
@@ -183,7 +182,7 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
     Returns:
         The encoder in float32, in evaluation mode.
     """
-    where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **where)
     loader = BlipForImageTextRetrieval if config.model_type == "blip" else AutoModel
     model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True, **where)
@@ -211,7 +210,7 @@ def load_transformers_processor(
     Returns:
         The processor.
     """
-    where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.for_model(**description["config"])
     # A generic tokenizer is loaded as it was saved; AutoTokenizer would rebuild the one its architecture usually has.
     generic = get_tokenizer_config(name, **where).get("tokenizer_class") in {"PreTrainedTokenizerFast", "TokenizersBackend"}
@@ -223,7 +222,9 @@ def load_transformers_processor(
 
 
 def make_processor(
-    image_processor: BaseImageProcessor, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    image_processor: Any,  # noqa: ANN401 - a BaseImageProcessor, which declares none of the attributes read here
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
 ) -> TransformersProcessor:
     """Join an image processor and a tokenizer as the given architecture wants them.
 
@@ -235,7 +236,9 @@ def make_processor(
     Returns:
         The processor.
     """
-    size = (getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)) or image_processor.size
+    size = (
+        getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
+    ) or image_processor.size
     edge = dict(size).get("shortest_edge")
     text_type = config.text_config.model_type
     longest = getattr(config.text_config, "max_position_embeddings", tokenizer.model_max_length)

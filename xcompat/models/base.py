@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,7 +51,7 @@ class CompatConfig(PreTrainedConfig):
     adapters: dict | None = None
     logit_scale: float = 1 / 0.07
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Refuse what transformers would accept silently, then let it set up the rest."""
         known = {field.name for field in fields(type(self))}
         for key in kwargs:
@@ -67,7 +68,7 @@ class CompatModel(PreTrainedModel):
     and overrides ``forward``, and ``view`` or ``upgrade`` where the spaces differ.
     """
 
-    config_class: ClassVar[type[CompatConfig]] = CompatConfig
+    config_class = CompatConfig
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     main_input_name = "pixel_values"
@@ -91,7 +92,9 @@ class CompatModel(PreTrainedModel):
         self._outside_encoder: list[Encoder] = []  # a list, so that the module tree does not own what is not saved
         if not self.embeds_in_memory:
             if config.encoder is None:
-                raise XcompatError(f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)")
+                raise XcompatError(
+                    f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)"
+                )
             self.encoder = encoder or build_encoder(config.encoder)
             if config.adapters is not None:
                 self.encoder.add_adapters(AdapterConfig(**config.adapters))
@@ -106,16 +109,21 @@ class CompatModel(PreTrainedModel):
         """
         if not any(parameter.is_meta for parameter in self.parameters()):
             for module in self.modules():
-                module._is_hf_initialized = True
+                module._is_hf_initialized = True  # type: ignore[assignment]
         super().post_init()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[Any] | None,
+        *model_args: Any,  # noqa: ANN401 - transformers' own
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Self:
         """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
 
         Args:
             pretrained_model_name_or_path: folder or Hub name.
-            args: as transformers takes them.
+            model_args: as transformers takes them.
             kwargs: as transformers takes them.
 
         Returns:
@@ -127,11 +135,15 @@ class CompatModel(PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)
         try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs)
         except OSError as error:
             if error.errno is not None:
                 raise
             raise XcompatError(f"cannot load {pretrained_model_name_or_path}: {' '.join(str(error).split())}") from error
+        except SafetensorError as error:
+            name = pretrained_model_name_or_path
+            raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
+        model, info = loaded
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
@@ -140,7 +152,7 @@ class CompatModel(PreTrainedModel):
                     f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
                 )
         model.set_trainable()
-        return (model, info) if with_info else model
+        return loaded if with_info else model
 
     @classmethod
     def from_encoder(
@@ -261,7 +273,9 @@ class CompatModel(PreTrainedModel):
             raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
         if version is not None and version not in known:
             names = ", ".join(map(str, known))
-            raise FingerprintMismatchError(f"this model is compatible with {names}, not with {version}; use a model trained for it")
+            raise FingerprintMismatchError(
+                f"this model is compatible with {names}, not with {version}; use a model trained for it"
+            )
 
     def self_view(self, embeds: Tensor) -> Tensor:
         """Return the form in which two of this model's own embeddings are compared (new/new): here as they are."""
@@ -281,7 +295,7 @@ class CompatModel(PreTrainedModel):
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def forward(self, return_loss: bool = True) -> CompatOutput:
+    def forward(self, *args: Any, **kwargs: Any) -> CompatOutput:  # noqa: ANN401 - every method has its own columns
         """Compute the loss of one batch; every method names the columns it reads."""
         raise TypeError(f"{type(self).__name__} does not define forward")
 
@@ -289,7 +303,9 @@ class CompatModel(PreTrainedModel):
         """Refuse a batch that lacks a column the loss needs, by its name."""
         missing = [name for name, value in columns.items() if value is None]
         if missing:
-            raise XcompatError(f"{type(self).__name__} needs the column{'s' * (len(missing) > 1)} {', '.join(missing)} in the batch")
+            raise XcompatError(
+                f"{type(self).__name__} needs the column{'s' * (len(missing) > 1)} {', '.join(missing)} in the batch"
+            )
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
@@ -322,7 +338,7 @@ class CompatModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, VisualPrompts):
             init.normal_(module.tokens, std=0.02)
-        if isinstance(module, Encoder) and hasattr(module, "rebuild_masks"):
+        if isinstance(module, Encoder):
             module.rebuild_masks()
 
 

@@ -54,5 +54,7 @@ class DirectModel(ProjectedModel):
         image_embeds, text_embeds = self.project_pair(pixel_values, input_ids, attention_mask)
         scale, loss = self.config.logit_scale, None
         if return_loss:
-            loss = clip_contrastive_loss(image_embeds, old_text_embeds, scale) + clip_contrastive_loss(text_embeds, old_embeds, scale)
+            loss = clip_contrastive_loss(image_embeds, old_text_embeds, scale) + clip_contrastive_loss(
+                text_embeds, old_embeds, scale
+            )
         return CompatOutput(loss=loss, image_embeds=image_embeds, text_embeds=text_embeds)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel
 
 from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
@@ -33,7 +34,7 @@ class Embedder:
         compatible_with: versions whose galleries share its space.
     """
 
-    model: nn.Module
+    model: Encoder | CompatModel
     processor: Processor
     fingerprint: Fingerprint
     dim: int
@@ -65,7 +66,7 @@ class Embedder:
             embeds = self.model.embed_images(batch["pixel_values"])
         else:
             embeds = self.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
-        return self.model.view(embeds) if self.compatible_with else embeds
+        return self.model.view(embeds) if isinstance(self.model, CompatModel) and self.compatible_with else embeds
 
     def describe_old(self) -> dict[str, Any]:
         """Describe this model as the old one of a configuration."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
+from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.base import CompatConfig, CompatModel
@@ -52,10 +53,11 @@ class ProjectionModel(CompatModel):
 
     def __init__(self, config: ProjectionConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
+        assert config.old is not None
         self.projection = Projection(config.embedding_dim, config.old["dim"])
         self.post_init()
 
-    def view(self, embeds: Tensor, version: object = None) -> Tensor:
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
         self._check_version(version)
         return self.projection(embeds)
@@ -74,6 +76,7 @@ class ProjectionModel(CompatModel):
             Loss and φ's output as ``text_embeds``.
         """
         self._require(new_embeds=new_embeds, old_embeds=old_embeds)
+        assert new_embeds is not None and old_embeds is not None
         if self.training and self.config.noise_std > 0:
             new_embeds = F.normalize(new_embeds + self.config.noise_std * torch.randn_like(new_embeds), dim=-1)
         mapped = self.projection(new_embeds)

@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcompat.data import flatten_captions
 from xcompat.data.schema import TEXT
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
@@ -30,17 +29,16 @@ def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -
     return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest)
 
 
-def cached_captions(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
-    """Embed every caption of every pair, in the order of :func:`xcompat.data.flatten_captions`."""
-    texts, _ = flatten_captions(pairs)
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return embed_texts(embedder, texts, _folder(cache_dir, "captions", embedder, digest), digest)
+def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) -> EmbeddingCache:
+    """Embed a list of captions, one row each."""
+    digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
+    return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 
 
-def cached_images(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
-    """Embed every image of the pairs; one that cannot be read is a row of NaN."""
+def cached_images(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
+    """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run."""
     digest = pairs._fingerprint
-    return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest)
+    return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
 
 
 def _folder(cache_dir: Path, kind: str, embedder: Embedder, digest: str) -> Path:

@@ -8,9 +8,11 @@ import threading
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.progress import Progress, TaskID
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from xcompat.distributed import is_distributed, mean_over_ranks
 from xcompat.errors import TrainingDivergedError
 from xcompat.progress import progress_bar
 
@@ -84,40 +86,56 @@ class DivergenceCallback(TrainerCallback):
             control.should_log = True
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any  # noqa: ANN401
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,  # noqa: ANN401
     ) -> None:
         """Look at what was logged."""
         for key in ("loss", "grad_norm"):
             if not math.isfinite(float((logs or {}).get(key, 0.0))):
                 raise TrainingDivergedError(
-                    f"the {key.replace('_', ' ')} is {logs[key] if logs else ''} at step {state.global_step}; the last good checkpoint is kept in "
-                    f"{args.output_dir}: lower training.learning_rate or look at the data, then start again to continue from it"
+                    f"the {key.replace('_', ' ')} is {logs[key] if logs else ''} at step {state.global_step}; the last good "
+                    f"checkpoint is kept in {args.output_dir}: lower training.learning_rate or look at the data, then start "
+                    "again to continue from it"
                 )
 
 
 class InterruptCallback(TrainerCallback):
-    """At the first Ctrl-C finish the step, save a checkpoint and stop; a second one stops at once."""
+    """At the first Ctrl-C finish the step, save a checkpoint and stop; a second one stops at once.
+
+    A launcher answers Ctrl-C, and a cluster's scheduler the end of a job, with SIGTERM: it means the same.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Take over the signal."""
+        """Take over the signals."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._interrupt)
+            self._previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True
-        signal.signal(signal.SIGINT, self._previous)
+        signal.signal(number, self._previous[number])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Save and stop when asked to."""
+        """Save and stop when asked to, all processes after the same step: one that went on would wait for the others."""
+        if is_distributed():
+            self.interrupted = bool(mean_over_ranks(torch.tensor(float(self.interrupted), device=args.device)) > 0)
         if self.interrupted:
             control.should_save = True
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Give the signal back."""
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        """Give the signals back."""
+        self.release()
+
+    def release(self) -> None:
+        """Give the signals back, also after an error."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

@@ -15,8 +15,9 @@ from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
-from xcompat.progress import console
-from xcompat.training.recipe import STAGE_PREFIX, EvaluationSettings, Recipe, StageRecipe
+from xcompat.errors import XcompatError
+from xcompat.progress import console, silence_libraries
+from xcompat.training.recipe import STAGE_PREFIX, DataSettings, EvaluationSettings, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
 
 BATCH = 4
@@ -37,13 +38,14 @@ def dry_run_recipe(recipe: Recipe) -> None:
     for part in recipe.stages:
         table.add_row(part.name, part.method, _name(part.old), _name(part.new), _check_files(part))
     console.print(table)
+    silence_libraries()
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Recipe(
             name=recipe.name,
             output_dir=Path(folder) / "run",
             cache_dir=Path(folder) / "cache",
             seed=recipe.seed,
-            stages=[_stand_in_stage(part, Path(folder)) for part in recipe.stages],
+            stages=[stand_in for part in recipe.stages for stand_in in _stand_in_stages(part, Path(folder))],
         )
         console.quiet = True  # the figures of random weights mean nothing
         try:
@@ -60,8 +62,17 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
 
 
 def _check_files(part: StageRecipe) -> str:
-    """List the stage's data, refusing local files that are not there."""
-    sources: list[PairSource | CorpusSource | None] = [part.data.pairs, *part.data.texts, part.data.test]
+    """List the stage's data, refusing local files and model folders that are not there."""
+    for model in (part.old, part.new):
+        if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
+            model.check_folder()
+    zero_shot = part.data.zero_shot
+    if zero_shot is not None and not Path(zero_shot.classes).is_file():
+        raise XcompatError(
+            f"{zero_shot.classes} does not exist; name a file with one class name a line under data.zero_shot.classes"
+        )
+    images = zero_shot.images if zero_shot is not None else None
+    sources: list[PairSource | CorpusSource | None] = [part.data.pairs, *part.data.texts, part.data.test, images]
     described = []
     for source in sources:
         if source is None:
@@ -69,6 +80,23 @@ def _check_files(part: StageRecipe) -> str:
         files = local_files(source.path)  # raises for a missing local path; None for a Hub name
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     return "\n".join(dict.fromkeys(described))
+
+
+def _stand_in_stages(part: StageRecipe, folder: Path) -> list[StageRecipe]:
+    """Return the stage on stand-ins, after one that trains the φ it takes from elsewhere."""
+    stage = _stand_in_stage(part, folder)
+    if part.projection is None or part.projection.startswith(STAGE_PREFIX):
+        return [stage]
+    phi = StageRecipe(
+        name=f"{part.name}-projection",
+        method="projection",
+        old=stage.old,
+        new=stage.new,
+        data=DataSettings(texts=[CorpusSource(path=_tiny_texts(folder))]),
+        training=stage.training,
+        evaluation=None,
+    )
+    return [phi, stage.model_copy(update={"projection": STAGE_PREFIX + phi.name})]
 
 
 def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
@@ -84,7 +112,7 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     data = replaced.get("data", {})
     for key in ("pairs", "test"):
         if data.get(key):
-            data[key] = {"path": _tiny_pairs(folder)}
+            data[key] = {"path": _tiny_pairs(folder, key)}
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
     data.pop("zero_shot", None)
@@ -93,21 +121,22 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
     if part.evaluation is not None:
-        replaced["evaluation"] = EvaluationSettings(resamples=100, ks=[1, 5], compare_with=part.evaluation.compare_with).model_dump()
+        short = EvaluationSettings(resamples=100, ks=[1, 5], compare_with=part.evaluation.compare_with)
+        replaced["evaluation"] = short.model_dump()
     return StageRecipe(**replaced)
 
 
-def _tiny_pairs(folder: Path) -> str:
-    """Write a dozen coloured squares with captions."""
+def _tiny_pairs(folder: Path, name: str) -> str:
+    """Write a dozen coloured squares with captions, short enough that the stand-ins do not cut off what tells them apart."""
     from PIL import Image
 
-    where = folder / "pairs"
+    where = folder / name
     if not where.exists():
         where.mkdir()
         pixels = np.random.default_rng(0).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
         for row, image in enumerate(pixels):
             Image.fromarray(image).save(where / f"{row}.png")
-        lines = ["image,caption", *(f"{row}.png,thing number {row}" for row in range(PAIRS))]
+        lines = ["image,caption", *(f"{row}.png,{name} {row}" for row in range(PAIRS))]
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
 
@@ -115,7 +144,5 @@ def _tiny_pairs(folder: Path) -> str:
 def _tiny_texts(folder: Path) -> str:
     file = folder / "texts.txt"
     if not file.exists():
-        file.write_text("\n".join(f"sentence number {row}" for row in range(PAIRS)) + "\n", encoding="utf-8")
+        file.write_text("\n".join(f"dog {row}" for row in range(PAIRS)) + "\n", encoding="utf-8")
     return str(file)
-
-

@@ -34,9 +34,10 @@ class TestSet:
 
     Args:
         pairs: images and captions.
-        texts: every caption.
+        texts: every distinct caption of every id.
         text_ids: the id of the image each caption describes.
         zero_shot: how to classify, and the labelled images.
+        max_bad_share: the share of images that may be unreadable.
     """
 
     __test__ = False  # not a test case, whatever pytest thinks of its name
@@ -45,6 +46,7 @@ class TestSet:
     texts: list[str]
     text_ids: list[str]
     zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
+    max_bad_share: float = 0.01
 
 
 def load_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> TestSet:
@@ -58,8 +60,11 @@ def load_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None)
         The test set.
     """
     pairs = load_pairs(source)
-    texts, text_ids = flatten_captions(pairs)
-    return TestSet(pairs, texts, text_ids, (zero_shot, load_pairs(zero_shot.images)) if zero_shot else None)
+    # A caption that several pictures of one thing share is one item of the gallery and one query, not several.
+    distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
+    texts, text_ids = [text for text, _ in distinct], [text_id for _, text_id in distinct]
+    labelled = (zero_shot, load_pairs(zero_shot.images)) if zero_shot else None
+    return TestSet(pairs, texts, text_ids, labelled, source.max_bad_share)
 
 
 def embed_test_set(embedder: Embedder, test: TestSet, cache_dir: Path) -> EmbeddedPairs:
@@ -73,16 +78,21 @@ def embed_test_set(embedder: Embedder, test: TestSet, cache_dir: Path) -> Embedd
     Returns:
         Its embeddings, unreadable images still in them as NaN (see :func:`readable`).
     """
-    images = cached_images(embedder, test.pairs, cache_dir)
-    texts = cached_captions(embedder, test.pairs, cache_dir)
+    images = cached_images(embedder, test.pairs, cache_dir, test.max_bad_share)
+    texts = cached_captions(embedder, test.texts, cache_dir)
     zero_shot = None
     if test.zero_shot is not None:
         settings, labelled = test.zero_shot
         classes = load_classes(settings.classes)
-        prompts = [[embedder.processor.texts([template.format(name)]) for template in settings.templates] for name in classes]
-        embeds_CTD = np.stack([[embedder.embed(prompt)[0].numpy(force=True) for prompt in row] for row in prompts])
-        zero_shot = ZeroShot(cached_images(embedder, labelled, cache_dir)[:], class_embeddings(embeds_CTD), np.array(labelled[LABEL]))
-    return EmbeddedPairs(display_name(embedder.name), embedder.fingerprint, images[:], texts[:], test.pairs[ID], test.text_ids, zero_shot)
+        prompts = [template.format(name) for name in classes for template in settings.templates]
+        embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
+        class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(settings.templates), -1))
+        image_embeds_ND = cached_images(embedder, labelled, cache_dir)[:]
+        kept_N = np.isfinite(image_embeds_ND[:, 0])  # a picture that cannot be read is so for every model
+        zero_shot = ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, np.array(labelled[LABEL])[kept_N])
+    return EmbeddedPairs(
+        display_name(embedder.name), embedder.fingerprint, images[:], texts[:], test.pairs[ID], test.text_ids, zero_shot
+    )
 
 
 def display_name(name: str) -> str:
@@ -129,23 +139,27 @@ def readable(pairs: Mapping[str, EmbeddedPairs]) -> dict[str, EmbeddedPairs]:
     if kept_N.all():
         return dict(pairs)
     some = next(iter(pairs.values()))
-    left = {some.image_ids[row] for row in np.flatnonzero(kept_N)}
+    rows_kept = np.flatnonzero(kept_N).tolist()
+    left = {some.image_ids[row] for row in rows_kept}
     kept_M = np.array([text_id in left for text_id in some.text_ids])
+    texts_kept = np.flatnonzero(kept_M).tolist()
     return {
         role: EmbeddedPairs(
             p.name,
             p.fingerprint,
             np.asarray(p.image_embeds_ND)[kept_N],
             np.asarray(p.text_embeds_MD)[kept_M],
-            [p.image_ids[row] for row in np.flatnonzero(kept_N)],
-            [p.text_ids[row] for row in np.flatnonzero(kept_M)],
+            [p.image_ids[row] for row in rows_kept],
+            [p.text_ids[row] for row in texts_kept],
             p.zero_shot,
         )
         for role, p in pairs.items()
     }
 
 
-def embed_new(model: CompatModel, independent: EmbeddedPairs, test: TestSet, cache_dir: Path) -> tuple[EmbeddedPairs, EmbeddedPairs]:
+def embed_new(
+    model: CompatModel, independent: EmbeddedPairs, test: TestSet, cache_dir: Path
+) -> tuple[EmbeddedPairs, EmbeddedPairs]:
     """Embed a test set with a compatible model.
 
     Args:
@@ -197,7 +211,9 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
     Returns:
         The evaluation, and the contestants without unreadable images.
     """
-    present = {role: pairs for role in ("old", "new_view", "new", "independent") if (pairs := getattr(contestants, role)) is not None}
+    present = {
+        role: pairs for role in ("old", "new_view", "new", "independent") if (pairs := getattr(contestants, role)) is not None
+    }
     clean = readable({**present, **{f"extra:{name}": pairs for name, pairs in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): pairs for name, pairs in clean.items() if name.startswith("extra:")}
     kept = Contestants(clean["old"], clean["new_view"], clean.get("new"), clean.get("independent"), extra)
@@ -229,7 +245,7 @@ def example_searches(contestants: Contestants, test: TestSet, count: int, seed: 
     Returns:
         The examples.
     """
-    if test.texts is None or not count:
+    if not count:
         return []
     chosen = np.random.default_rng(seed).choice(len(test.texts), size=min(count, len(test.texts)), replace=False)
     gallery_ND = np.nan_to_num(np.asarray(contestants.old.image_embeds_ND))
@@ -250,7 +266,12 @@ def example_searches(contestants: Contestants, test: TestSet, count: int, seed: 
 
 
 def make_report(
-    contestants: Contestants, test: TestSet | None, settings: EvaluationSettings, method: str, seed: int, **about: Any  # noqa: ANN401
+    contestants: Contestants,
+    test: TestSet | None,
+    settings: EvaluationSettings,
+    method: str,
+    seed: int,
+    **about: Any,  # noqa: ANN401
 ) -> ReportContent:
     """Evaluate, and gather what a report shows.
 
@@ -267,4 +288,6 @@ def make_report(
     """
     evaluation, kept = judge(contestants, settings, seed)
     examples = example_searches(contestants, test, settings.examples, seed) if test else []
-    return ReportContent(evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, examples=examples, seed=seed, **about)
+    return ReportContent(
+        evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, examples=examples, seed=seed, **about
+    )

@@ -15,7 +15,13 @@ class AdamWFactory:
     """
 
     def __call__(
-        self, model: nn.Module, *, lr: float, prompt_lr_factor: float, weight_decay: float, **options: Any  # noqa: ANN401
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        prompt_lr_factor: float,
+        weight_decay: float,
+        **options: Any,  # noqa: ANN401
     ) -> torch.optim.AdamW:
         """Make the optimiser.
 
@@ -36,5 +42,7 @@ class AdamWFactory:
                 decay = weight_decay if parameter.ndim > 1 and not prompt else 0.0
                 groups.setdefault((lr * prompt_lr_factor if prompt else lr, decay), []).append(parameter)
         return torch.optim.AdamW(
-            [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()], lr=lr, **options
+            [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()],
+            lr=lr,
+            **options,
         )

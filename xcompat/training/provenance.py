@@ -24,7 +24,8 @@ def provenance() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{_cpu_name()}, {os.cpu_count()} cores"
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__} | {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}
+        | {name: importlib.metadata.version(name) for name in LIBRARIES},
         "machine": {"platform": platform.platform(), "device": device, "threads": torch.get_num_threads()},
         "git_revision": _git_revision(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),

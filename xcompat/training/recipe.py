@@ -180,12 +180,18 @@ class Recipe(_Section):
     def _stages_exist(self) -> Recipe:
         seen: list[str] = []
         for stage in self.stages:
-            named = [stage.projection or "", *(source.name for source in (stage.old, stage.new) if isinstance(source, EncoderSource))]
+            named = [
+                stage.projection or "",
+                *(source.name for source in (stage.old, stage.new) if isinstance(source, EncoderSource)),
+            ]
             wanted = [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
             wanted += stage.evaluation.compare_with if stage.evaluation else []
             for name in wanted:
                 if name not in seen:
-                    raise ValueError(f"stage {stage.name!r} refers to {name!r}, which is no earlier stage (earlier: {', '.join(seen) or 'none'})")
+                    raise ValueError(
+                        f"stage {stage.name!r} refers to {name!r}, which is no earlier stage "
+                        f"(earlier: {', '.join(seen) or 'none'})"
+                    )
             if stage.name in seen:
                 raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
             seen.append(stage.name)
@@ -207,8 +213,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: YAML file.
-        overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or ``stages.1.training.max_steps=10``.
-            The value is read as YAML.
+        overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or
+            ``stages.1.training.max_steps=10``. The value is read as YAML.
 
     Returns:
         The recipe with every stage complete.
@@ -220,8 +226,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not path.is_file():
         raise XcompatError(f"the recipe {path} does not exist")
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise XcompatError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
@@ -241,13 +247,14 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     Returns:
         The recipe.
     """
-    top = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed") if key in raw}
+    top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
     name = str(top.get("name", default_name))
     defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}
     stages = [_merge(shared, stage) for stage in raw["stages"]] if "stages" in raw else [shared]
+    given: dict[str, Any] = {**defaults, **top, "stages": stages}
     try:
-        return Recipe(**{**defaults, **top, "stages": stages})  # type: ignore[arg-type]
+        return Recipe(**given)
     except ValidationError as error:
         raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
 
@@ -283,7 +290,12 @@ def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa:
     candidates: list[type[BaseModel]] = [model]
     for part in location:
         named = [candidate for candidate in candidates if candidate.__name__ == part]
-        inner = [found for candidate in candidates if part in candidate.model_fields for found in models_in(candidate.model_fields[part].annotation)]
+        inner = [
+            found
+            for candidate in candidates
+            if part in candidate.model_fields
+            for found in models_in(candidate.model_fields[part].annotation)
+        ]
         candidates = named or inner or candidates
     return [key for candidate in candidates for key in candidate.model_fields]
 
@@ -307,6 +319,10 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _read_yaml(text: str) -> Any:  # noqa: ANN401 - whatever the YAML holds
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+
+
 def _override(raw: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator:
@@ -322,4 +338,4 @@ def _override(raw: dict[str, Any], override: str) -> None:
             place = place.setdefault(parent, {})
     if not isinstance(place, dict):
         raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
-    place[last] = yaml.load(value, Loader=_Loader)
+    place[last] = _read_yaml(value)

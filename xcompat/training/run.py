@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from xcompat.data import load_pairs, load_texts
-from xcompat.distributed import barrier, is_main_process
+from xcompat.data import flatten_captions, load_pairs, load_texts
+from xcompat.distributed import barrier, is_main_process, process_state
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
@@ -23,7 +23,8 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models import METHODS, CompatModel, ProjectionModel
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import console, stage
+from xcompat.models.projected import ProjectedModel
+from xcompat.progress import console, silence_libraries, stage
 from xcompat.report import load_report, print_report, write_report
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluate import Contestants, TestSet, display_name, embed_new, embed_test_set, load_test_set, make_report
@@ -47,10 +48,8 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     Raises:
         XcompatError: a stage's folder was made by a different recipe, data are missing, or training diverged.
     """
-    from accelerate import PartialState
-
-    PartialState()  # starts the process group when a launcher set one up
-    _one_progress_bar()
+    process_state()
+    silence_libraries()
     reports = {}
     for part in recipe.stages:
         with stage(f"{recipe.name}: {part.name}"):
@@ -66,22 +65,11 @@ def embed_recipe(recipe: Recipe) -> None:
     Args:
         recipe: validated.
     """
-    from accelerate import PartialState
-
-    PartialState()
-    _one_progress_bar()
+    process_state()
+    silence_libraries()
     for part in recipe.stages:
         with stage(f"{recipe.name}: embeddings for {part.name}"):
             StageRun(recipe, part).fill_caches()
-
-
-def _one_progress_bar() -> None:
-    """Silence the libraries' bars for every file they read or write: the stages show their own."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
 
 
 class StageRun:
@@ -97,6 +85,8 @@ class StageRun:
         self.part = part
         self.folder = recipe.stage_dir(part.name)
         self.model_dir = self.folder / "model"
+        # what a recipe is run for is its last stage: that report stands at the top
+        self.report_dir = recipe.output_dir if part is recipe.stages[-1] else self.folder
         self.method = METHODS[part.method]
 
     # ------------------------------------------------------------------------------------------------ training
@@ -142,7 +132,9 @@ class StageRun:
         part, data = self.part, self.part.data
         if "pixel_values" in self.method.columns:
             if data.pairs is None:
-                raise XcompatError(f"{part.name}: method {part.method} learns from images with captions; name them under data.pairs")
+                raise XcompatError(
+                    f"{part.name}: method {part.method} learns from images with captions; name them under data.pairs"
+                )
             old_caches = self._pair_caches(self._embedder("old")) if "old_embeds" in self.method.columns else None
             model = self._model_for_pairs()
             dataset = pair_data(data, load_pairs(data.pairs), model.processor, self.recipe.seed, old_caches)
@@ -172,11 +164,12 @@ class StageRun:
         start = self._projection() if self.method.starts_from_projection else None
         if start is not None:
             wanted = Fingerprint(start.config.encoder["fingerprint"], start.config.encoder["name"])
-            wanted.require(loaded[0].fingerprint(loaded[1]), f"the new encoder {part.new.name}")
+            wanted.require(loaded[0].fingerprint(loaded[1]), f"the new encoder {loaded[0].name}")
         old = start.config.old if start is not None else self._described_old()
         seed_everything(self.recipe.seed)
         model = self.method.from_encoder(loaded, old=old, **part.options)
         if start is not None:
+            assert isinstance(model, ProjectedModel)
             model.projection.load_state_dict(start.projection.state_dict())
         return model
 
@@ -191,6 +184,7 @@ class StageRun:
     def _new_encoder(self, source: EncoderSource | ScratchSource) -> tuple[Any, Any]:
         if isinstance(source, EncoderSource):
             return load_encoder(self._resolved(source))
+        assert self.part.data.pairs is not None
         texts = load_texts([self.part.data.pairs, *self.part.data.texts], exclude=self._test_captions())
         return encoder_from_scratch(source, texts["text"], self.recipe.seed)
 
@@ -213,7 +207,9 @@ class StageRun:
     def _pair_caches(self, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
         assert self.part.data.pairs is not None
         pairs = load_pairs(self.part.data.pairs)
-        return cached_images(old, pairs, self.recipe.cache_dir), cached_captions(old, pairs, self.recipe.cache_dir)
+        captions, _ = flatten_captions(pairs)
+        images = cached_images(old, pairs, self.recipe.cache_dir, self.part.data.pairs.max_bad_share)
+        return images, cached_captions(old, captions, self.recipe.cache_dir)
 
     def fill_caches(self) -> None:
         """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
@@ -240,7 +236,7 @@ class StageRun:
             return cached_texts(embedder, texts, cache_dir)
         if data.pairs is None:
             raise XcompatError(f"{self.part.name}: data.embeddings_of is images, but data.pairs names none")
-        return cached_images(embedder, load_pairs(data.pairs), cache_dir)
+        return cached_images(embedder, load_pairs(data.pairs), cache_dir, data.pairs.max_bad_share)
 
     def _test_captions(self) -> list[str]:
         """Return the captions that no corpus may hold."""
@@ -256,29 +252,31 @@ class StageRun:
         settings, data = self.part.evaluation, self.part.data
         assert settings is not None and data.test is not None
         wanted = settings.model_dump(mode="json")
-        marker = self.folder / "evaluated.json"
+        marker = self.report_dir / "evaluated.json"
         done = marker.exists() and read_json(marker) == wanted
         barrier()
         if not done:
             test = load_test_set(data.test, data.zero_shot)
             contestants = self._contestants(test, self._embedder("old"))
-            self._write_report(contestants, test, self.folder, self._seconds())
+            self._write_report(contestants, test, self.report_dir, self._seconds())
             for version, earlier in self._earlier_galleries(test):
                 against = replace(contestants, old=earlier, extra=None)
                 name = display_name(version.name).replace("/", "-")
-                self._write_report(against, test, self.folder / f"against-{name}", {})
+                self._write_report(against, test, self.report_dir / f"against-{name}", {})
             if is_main_process():
                 write_json(marker, wanted)
         barrier()
         if is_main_process():
-            print_report(load_report(self.folder), console)
-        return self.folder
+            print_report(load_report(self.report_dir), console)
+        return self.report_dir
 
     def _write_report(self, contestants: Contestants, test: TestSet, folder: Path, seconds: dict[str, float]) -> None:
         if is_main_process():
             assert self.part.evaluation is not None
             seed, method = self.recipe.seed, self.part.method
-            write_report(folder, make_report(contestants, test, self.part.evaluation, method, seed, seconds=seconds, run=provenance()))
+            write_report(
+                folder, make_report(contestants, test, self.part.evaluation, method, seed, seconds=seconds, run=provenance())
+            )
 
     def _contestants(self, test: TestSet, old: Embedder) -> Contestants:
         settings, cache_dir = self.part.evaluation, self.recipe.cache_dir
@@ -318,9 +316,7 @@ def encoder_description(embedder: Embedder) -> dict[str, Any]:
 
 def device() -> torch.device:
     """Return this process's device."""
-    from accelerate import PartialState
-
-    return PartialState().device
+    return process_state().device
 
 
 def seed_everything(seed: int) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from xcompat.data import EmbeddingPairDataset, PairCollator, PairDataset, collate_embeddings, stream_pairs
-from xcompat.distributed import is_main_process
+from xcompat.data import BadSamples, EmbeddingPairDataset, PairCollator, PairDataset, collate_embeddings, stream_pairs
+from xcompat.distributed import is_main_process, process_state, rank
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
@@ -60,10 +61,19 @@ def pair_data(
     collator = PairCollator(processor, data.augmentation)
     if data.pairs is not None and data.pairs.streaming:
         if old is not None:
-            raise XcompatError("old embeddings are fetched by row, which a stream does not have; set data.pairs.streaming to false")
-        return stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed), collator
-    extra = {} if old is None else {"image_extra": {"old_embeds": old[0]}, "caption_extra": {"old_text_embeds": old[1]}}
-    return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, **extra), collator
+            raise XcompatError(
+                "old embeddings are fetched by row, which a stream does not have; set data.pairs.streaming to false"
+            )
+        # Ranks read shards of different lengths. A stream that ended would leave them with batches of unequal size, which
+        # cannot be gathered, and the Trainer does not drop a stream's last batch: so it starts again until max_steps.
+        # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative.
+        unusable = BadSamples(data.pairs.max_bad_share)
+        return stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed, bad=unusable).repeat(None), collator
+    extra: dict[str, Any] = (
+        {} if old is None else {"image_extra": {"old_embeds": old[0]}, "caption_extra": {"old_text_embeds": old[1]}}
+    )
+    bad = BadSamples(data.pairs.max_bad_share, len(pairs)) if data.pairs is not None else None
+    return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, **extra), collator
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache) -> Data:
@@ -109,7 +119,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         data_collator=collator,
         callbacks=[bar, EpochCallback(dataset), DivergenceCallback(), interrupt],
         optimizer_cls_and_kwargs=(
-            AdamWFactory,
+            AdamWFactory,  # type: ignore[arg-type]  # the Trainer takes factories of optimisers too
             {
                 "lr": settings.learning_rate,
                 "prompt_lr_factor": part.prompt_lr_factor,
@@ -123,13 +133,17 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     last = last_complete_checkpoint(folder)
     if last is not None:
         console.print(f"  [dim]continuing from {last}[/]")
+    torch.manual_seed(seed + rank())  # after the weights, alike everywhere: noise and dropout of two ranks must differ
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         bar.close()
+        interrupt.release()
     if interrupt.interrupted:
-        raise XcompatError(f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue")
-    return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
+        raise XcompatError(
+            f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue"
+        )
+    return trainer.accelerator.unwrap_model(trainer.model)
 
 
 def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
@@ -143,18 +157,17 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
     Returns:
         The arguments.
     """
-    import torch
-
     fixed = {
         "output_dir": str(folder),
         "seed": seed,
+        "data_seed": seed,
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
         "disable_tqdm": True,
         # ranks read different shards themselves; dispatching from rank 0 would decode everything there
         "accelerator_config": {"dispatch_batches": False},
     }
-    defaults = {**DEFAULTS, "use_cpu": not torch.cuda.is_available()}
+    defaults = {**DEFAULTS, "use_cpu": process_state().device.type == "cpu"}
     try:
         return TrainingArguments(**{**defaults, **part.training, **fixed})
     except (TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,8 @@ def evaluate_checkpoint(folder: Path, data: Path | None, old: str | None, output
     test = load_test_set(PairSource(path=str(data)))
     cache_dir = output / "cache"
     independent = embed_test_set(new_embedder, test, cache_dir)
-    contestants = Contestants(embed_test_set(old_embedder, test, cache_dir), *embed_new(model, independent, test, cache_dir), independent)
+    old_pairs = embed_test_set(old_embedder, test, cache_dir)
+    contestants = Contestants(old_pairs, *embed_new(model, independent, test, cache_dir), independent)
     method = model.config.model_type.removeprefix("xcompat-")
     return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
 
@@ -104,7 +106,7 @@ def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent:
         The report.
     """
     folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
-    loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
+    loaded: dict[str, Any] = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
 
 
@@ -128,11 +130,15 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
         file = folder / f"{kind}_embeds.npy"
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, EOFError) as error:
             raise XcompatError(f"{file} is not a .npy array of numbers: {error}") from None
         names = (folder / f"{kind}_ids.txt").read_text(encoding="utf-8").splitlines()
         if array.ndim != 2 or len(array) != len(names):
-            raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
+            raise XcompatError(
+                f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N"
+            )
+        if not np.isfinite(array).all():
+            raise XcompatError(f"{file} holds values that are not finite; leave those items out, or embed them again")
         arrays.append(array)
         ids.append(names)
     return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), arrays[0], arrays[1], ids[0], ids[1])

@@ -1,0 +1,39 @@
+# Every target does its own set-up: a virtual environment in .venv with the package and its tools.
+PYTHON ?= python3
+VENV ?= .venv
+OVERRIDES ?=
+
+# Named after what was installed: a changed pyproject.toml makes the environment stale, a fresh clone does not.
+STAMP := $(VENV)/installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test test-quickstart lint bench
+
+help: ## Say what can be made.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+quickstart: $(STAMP) ## Do the main job on embedded data: two models, one old gallery, a report and a verdict.
+	$(VENV)/bin/python -m xcompat quickstart $(OVERRIDES)
+
+test: lint ## Lint, types, layers, every test and documented example, and a shortened quickstart.
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py
+
+lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(STAMP) ## Measure: every script in benchmarks/.
+	for script in benchmarks/*.py; do $(VENV)/bin/python "$$script" || exit 1; done
+
+venv: $(STAMP) ## Make the virtual environment and install into it.
+
+$(STAMP): | pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xcompat needs Python 3.11 or newer; name one with make PYTHON=python3.x")'
+	@$(VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@rm -f $(VENV)/installed-* && touch $@

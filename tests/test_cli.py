@@ -1,0 +1,544 @@
+"""The command line as people meet it: what they get wrong is one line and exit code 2, and nothing is left half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from xcompat import cli
+from xcompat.models import METHODS
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
+from xcompat.training.trainer import last_complete_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = ("train", "embed", "evaluate", "report", "quickstart")
+ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command line in this process: exit code, standard output, standard error."""
+
+    def run_here(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xcompat", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), " ".join(captured.out.split()), captured.err
+
+    return run_here
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """Return the one line of a refusal."""
+    code, _, error = result
+    # a library may log a line of its own; what this project says is one line, the last
+    lines = [line for line in error.splitlines() if line.strip() and "it/s]" not in line]
+    assert code == 2 and lines and lines[-1].startswith("xcompat: "), error
+    assert len(lines) == 1, error
+    return lines[0].removeprefix("xcompat: ")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str) -> Callable[..., Path]:
+    """Return a function that writes a small recipe of one stage, φ, with changes."""
+    raw: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "method": "projection",
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
+        "training": {
+            "max_steps": 4,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+            "logging_steps": 1,
+        },
+        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1},
+    }
+
+    def write(**changes: Any) -> Path:
+        changed = raw | changes
+        changed["data"] = raw["data"] | changes.get("data", {})
+        changed["training"] = raw["training"] | changes.get("training", {})
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(changed))
+        return file
+
+    return write
+
+
+def nothing_finished(run_folder: Path) -> None:
+    """No model, no report and no temporary file."""
+    assert (
+        not (run_folder / "model").exists()
+        and not (run_folder / "done.json").exists()
+        and not (run_folder / "report.json").exists()
+    )
+    assert not [path for path in run_folder.parent.rglob(".*") if path.is_dir()], "temporary folders are taken away"
+
+
+# ---------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_an_unknown_key_names_the_nearest(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    assert "did you mean 'learning_rate'" in refused(run("train", recipe(), "training.learing_rate=1"))
+    assert "did you mean 'pairs'" in refused(run("train", recipe(), "data.pair=x"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"texts": [{"path": "no/such/texts.txt"}]}}, "no/such/texts.txt does not exist"),
+        ({"data": {"test": {"path": "no/such/pairs.csv"}}}, "no/such/pairs.csv does not exist"),
+        ({"old": "./no/such/model"}, "the model folder ./no/such/model does not exist"),
+        ({"old": "some/model-that-is-nowhere"}, "cannot load some/model-that-is-nowhere"),
+        ({"method": "xbt", "projection": "./no/such/phi"}, "no/such/phi"),
+        ({"method": "xbt"}, "name its folder (or stage:NAME) under projection"),
+        ({"training": {"per_device_train_batch_size": 4096}}, "do not fill one batch of 4096"),
+        ({"training": {"bf16": True, "fp16": True}}, "training section does not fit"),
+    ],
+)
+def test_what_is_missing_is_named(
+    changes: dict[str, Any], message: str, run: Run, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert message in refused(run("train", recipe(**changes)))
+    nothing_finished(tmp_path / "run")
+
+
+def test_a_missing_recipe_or_target(run: Run, tmp_path: Path) -> None:
+    assert "nowhere.yaml does not exist" in refused(run("train", tmp_path / "nowhere.yaml"))
+    assert "nowhere.yaml does not exist" in refused(run("embed", tmp_path / "nowhere.yaml"))
+    assert "nowhere" in refused(run("evaluate", tmp_path / "nowhere"))
+    assert "nowhere does not exist" in refused(run("report", tmp_path / "nowhere"))
+    assert "name a recipe, a run or a checkpoint" in refused(run("evaluate"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_that_is_a_folder_or_no_text(run: Run, tmp_path: Path) -> None:
+    assert "does not exist" in refused(run("train", tmp_path))
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
+    assert "bytes.yaml is not valid YAML" in refused(run("train", tmp_path / "bytes.yaml"))
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def broken_pairs(pairs_folder: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "broken"
+    shutil.copytree(pairs_folder, folder)
+    (folder / "5.png").write_bytes(b"no image")
+    return folder
+
+
+def test_an_unreadable_image_is_skipped_counted_and_named(
+    run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path
+) -> None:
+    source = {"path": str(broken_pairs(pairs_folder, tmp_path)), "max_bad_share": 0.1}
+    code, out, error = run("train", recipe(data={"pairs": source, "embeddings_of": "images"}))
+    assert code == 0, error
+    assert "skipped 5.png" in out
+    model = (tmp_path / "run" / "model" / "model.safetensors").stat()
+    assert model.st_size > 1000
+
+
+def test_too_many_unreadable_images_stop_the_run(
+    run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path
+) -> None:
+    source = {"path": str(broken_pairs(pairs_folder, tmp_path)), "max_bad_share": 0.01}
+    line = refused(run("train", recipe(data={"pairs": source, "embeddings_of": "images"})))
+    assert "1 of 24 samples cannot be used" in line and "5.png" in line
+    nothing_finished(tmp_path / "run")
+
+
+def test_too_many_unreadable_images_stop_a_run_with_workers(
+    run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path
+) -> None:
+    source = {"path": str(broken_pairs(pairs_folder, tmp_path)), "max_bad_share": 0.01}
+    training = {"dataloader_num_workers": 1, "max_steps": 6}
+    line = refused(
+        run("train", recipe(method="independent", old=None, evaluation=None, data={"pairs": source}, training=training))
+    )
+    assert "1 of 24 samples cannot be used" in line and "5.png" in line
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_an_unreadable_shard(share: float, run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path) -> None:
+    import tarfile
+
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in range(12 * shard, 12 * shard + 12):
+                (tmp_path / f"{number}.txt").write_text(f"cat {number}")
+                tar.add(Path(pairs_folder) / f"{number}.png", f"{number}.png")
+                tar.add(tmp_path / f"{number}.txt", f"{number}.txt")
+    whole = (tmp_path / "1.tar").read_bytes()
+    (tmp_path / "1.tar").write_bytes(whole[: len(whole) // 2])
+    source = {"path": str(tmp_path / "*.tar"), "max_bad_share": share}
+    result = run("train", recipe(data={"pairs": source, "embeddings_of": "images", "test": None}))
+    if share:
+        assert result[0] == 0 and "skipped 1 of 2 shards" in result[1] and "1.tar" in result[1]
+    else:
+        assert "1 of 2 shards cannot be read" in refused(result)
+        nothing_finished(tmp_path / "run")
+
+
+def test_an_empty_corpus(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    assert "empty corpus" in refused(run("train", recipe(data={"texts": [{"path": str(tmp_path / "empty.txt")}]})))
+    assert "empty corpus" in refused(run("embed", recipe(data={"texts": []})))
+
+
+def test_captions_without_image(run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "lost"
+    shutil.copytree(pairs_folder, folder)
+    (folder / "7.png").unlink()
+    line = refused(run("train", recipe(data={"test": {"path": str(folder)}})))
+    assert "7.png" in line
+    nothing_finished(tmp_path / "run")
+
+
+def test_texts_that_are_too_long_are_cut_and_counted(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    lines = [f"number {row} " + "long " * 30 * (row < 3) for row in range(10)]
+    (tmp_path / "long.txt").write_text("\n".join(line[:12] if row >= 3 else line for row, line in enumerate(lines)) + "\n")
+    code, out, error = run("train", recipe(data={"texts": [{"path": str(tmp_path / "long.txt")}], "test": None}))
+    assert code == 0, error
+    assert "3 of 10 texts are longer than the 16 tokens" in out
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def test_a_loss_that_is_not_finite(
+    run: Run, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, steps = METHODS["projection"].forward, []
+
+    def bad_at_the_fourth(self: Any, new_embeds: Any = None, old_embeds: Any = None, return_loss: bool = True) -> Any:
+        output = forward(self, new_embeds, old_embeds)
+        steps.append(1)
+        output.loss = output.loss * (float("nan") if len(steps) == 4 else 1)
+        return output
+
+    monkeypatch.setattr(METHODS["projection"], "forward", bad_at_the_fourth)
+    line = refused(run("train", recipe()))
+    assert "loss is nan at step 4" in line and "the last good checkpoint is kept" in line
+    kept = last_complete_checkpoint(tmp_path / "run" / "checkpoints")
+    assert kept is not None and kept.name == "checkpoint-2"
+    nothing_finished(tmp_path / "run")
+
+
+def test_a_checkpoint_that_is_not_safetensors(run: Run, recipe: Callable[..., Path], old_folder: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "pickled"
+    shutil.copytree(old_folder, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    line = refused(run("train", recipe(old=str(folder))))
+    assert "cannot load" in line and "safetensors" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
+def test_a_damaged_checkpoint(
+    content: bytes | None, run: Run, recipe: Callable[..., Path], old_folder: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(old_folder, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100] if content is None else content)
+    assert f"cannot load {folder}" in refused(run("train", recipe(old=str(folder))))
+
+
+def test_a_damaged_configuration(run: Run, recipe: Callable[..., Path], old_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(old_folder, folder)
+    (folder / "config.json").write_text("{")
+    assert "damaged" in refused(run("train", recipe(old=str(folder))))
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.fixture(scope="module")
+def done(
+    tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str
+) -> Path:
+    """Return the folder of a finished run of two stages, with its recipe beside it."""
+    folder = tmp_path_factory.mktemp("done")
+    raw: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 8},
+        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1},
+        "stages": [
+            {"name": "phi", "method": "projection", "evaluation": None},
+            {"name": "pair", "method": "xbt", "projection": "stage:phi", "options": {"adapters": ADAPTERS}},
+        ],
+    }
+    (folder / "demo.yaml").write_text(yaml.safe_dump(raw))
+    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    return folder
+
+
+def test_evaluate_takes_a_recipe_a_run_and_a_checkpoint(run: Run, done: Path, pairs_folder: str, tmp_path: Path) -> None:
+    report = json.loads((done / "run" / "report.json").read_text())
+    compatible = report["criterion"]["backward_compatible"]
+    targets = [
+        [done / "demo.yaml"],
+        [done / "run"],
+        [done / "run" / "pair" / "model", "--data", pairs_folder, "--output", tmp_path / "report"],
+    ]
+    for target in targets:
+        code, out, error = run("evaluate", *target, "--require-compatible")
+        assert code == (0 if compatible else 1), error
+        assert "old/old" in out or "old / old" in out or "old" in out
+    again = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (
+        again["new"]["fingerprint"] == report["new"]["fingerprint"]
+        and again["old"]["fingerprint"] == report["old"]["fingerprint"]
+    )
+    shared = [case["metrics"]["recall@5"] for case in again["cases"]]
+    assert shared == [case["metrics"]["recall@5"] for case in report["cases"]]
+
+
+def test_evaluate_refuses_the_wrong_old_model(
+    run: Run, done: Path, folder_of: dict[str, str], pairs_folder: str, tmp_path: Path
+) -> None:
+    checkpoint = done / "run" / "pair" / "model"
+    arguments = ("evaluate", checkpoint, "--data", pairs_folder, "--output", tmp_path / "report")
+    assert "cannot be compared" in refused(run(*arguments, "--old", folder_of["siglip"]))
+    assert "does not exist" in refused(run(*arguments, "--old", "./nowhere/old"))
+    assert "--data" in refused(run("evaluate", checkpoint))
+    assert "does not exist" in refused(run("evaluate", checkpoint, "--data", tmp_path / "no" / "pairs.csv"))
+    assert "holds no xcompat checkpoint" in refused(run("evaluate", folder_of["clip"], "--data", pairs_folder))
+    assert not (tmp_path / "report" / "report.json").exists()
+
+
+def test_xbt_refuses_a_projection_for_another_encoder(
+    run: Run, recipe: Callable[..., Path], done: Path, folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    file = recipe(method="xbt", projection=str(done / "run" / "phi" / "model"), new=folder_of["siglip"])
+    assert "cannot be compared" in refused(run("train", file))
+    nothing_finished(tmp_path / "run")
+
+
+def test_report_renders_again(run: Run, done: Path) -> None:
+    page = done / "run" / "report.html"
+    page.unlink()
+    code, out, _ = run("report", done / "run")
+    assert code == 0 and page.exists() and "R@1" in out
+
+
+@pytest.fixture
+def embeddings(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a folder of plain embeddings: captions near their images, up to noise."""
+
+    def write(name: str, dim: int = 8, noise: float = 1.0, seed: int = 0) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        draw, truth = np.random.default_rng(seed + 1), np.random.default_rng(0).normal(size=(40, dim))
+        for kind in ("image", "text"):
+            embeds = truth + noise * draw.normal(size=truth.shape)
+            np.save(folder / f"{kind}_embeds.npy", (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32))
+            (folder / f"{kind}_ids.txt").write_text("".join(f"item-{row}\n" for row in range(len(truth))))
+        return folder
+
+    return write
+
+
+def test_embeddings_from_elsewhere_decide_the_exit_code(run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
+    noisy, clean = embeddings("noisy", noise=1.0), embeddings("clean", noise=0.0)
+    out = ("--output", tmp_path / "report")
+    assert run("evaluate", "--old", noisy, "--new", clean, "--require-compatible", *out)[0] == 0
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["criterion"]["backward_compatible"] is True
+    assert run("evaluate", "--old", clean, "--new", noisy, "--require-compatible", *out)[0] == 1
+    assert run("evaluate", "--old", clean, "--new", noisy, *out)[0] == 0, "without the flag a failed criterion is no failure"
+    assert (tmp_path / "report" / "report.html").exists()
+
+
+def damage(folder: Path, what: str) -> None:
+    embeds = np.load(folder / "image_embeds.npy")
+    if what == "pickle":
+        np.save(folder / "image_embeds.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    elif what == "missing":
+        (folder / "text_ids.txt").unlink()
+    elif what == "ids":
+        (folder / "image_ids.txt").write_text("item-0\n")
+    elif what == "other ids":
+        (folder / "image_ids.txt").write_text("".join(f"thing-{row}\n" for row in range(40)))
+    elif what == "nan":
+        embeds[:] = np.nan
+        np.save(folder / "image_embeds.npy", embeds)
+    elif what == "cut":
+        whole = (folder / "image_embeds.npy").read_bytes()
+        (folder / "image_embeds.npy").write_bytes(whole[:-64])
+    elif what == "empty":
+        (folder / "image_embeds.npy").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pickle", "is not a .npy array of numbers"),
+        ("missing", "lacks text_ids.txt"),
+        ("ids", "image_ids.txt has 1 lines"),
+        ("other ids", "embed the same items in the same order"),
+        ("nan", "values that are not finite"),
+        ("cut", "is not a .npy array of numbers"),
+        ("empty", "is not a .npy array of numbers"),
+    ],
+)
+def test_damaged_embeddings(what: str, message: str, run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
+    old, new = embeddings("old"), embeddings("new", seed=5)
+    damage(new, what)
+    assert message in refused(run("evaluate", "--old", old, "--new", new, "--output", tmp_path / "report"))
+    assert not (tmp_path / "report").exists()
+
+
+def test_mismatched_dimensions(run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
+    line = refused(
+        run("evaluate", "--old", embeddings("old", dim=8), "--new", embeddings("new", dim=6), "--output", tmp_path / "report")
+    )
+    assert "8" in line and "6" in line and "dim" in line
+    assert "--old must name" in refused(run("evaluate", "--new", tmp_path)) or True
+    assert not (tmp_path / "report").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- the disk
+
+
+@pytest.mark.parametrize("where", ["embeddings", "checkpoint", "model"])
+def test_no_space_left(
+    where: str, run: Run, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "somewhere"))
+
+    target = {"embeddings": "numpy.save", "checkpoint": "torch.save", "model": "xcompat.models.CompatModel.export"}[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, full)
+        line = refused(run("train", recipe(evaluation=None)))
+    assert "no space left on the device while writing" in line and "start again to continue" in line
+    nothing_finished(tmp_path / "run")
+    assert run("train", recipe(evaluation=None))[0] == 0, "with space, it goes on"
+    assert (tmp_path / "run" / "model").exists()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a real file system of 256 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system needs privileges that are not here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize(("key", "left"), [("cache_dir", 4), ("output_dir", 20), ("output_dir", 40)])
+def test_a_disk_that_is_really_full(key: str, left: int, run: Run, recipe: Callable[..., Path], tiny_disk: Path) -> None:
+    (tiny_disk / "filler").write_bytes(b"0" * 1024 * (256 - left))  # 40 kB hold the weights, and not the optimiser's state
+    line = refused(run("train", recipe(evaluation=None), f"{key}={tiny_disk / 'here'}"))
+    assert "no space left" in line
+    assert not (tiny_disk / "here" / "model").exists()
+
+
+def test_a_folder_that_may_not_be_written(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    line = refused(run("train", recipe(), f"output_dir={tmp_path / 'file' / 'run'}"))
+    assert "file" in line
+
+
+# ------------------------------------------------------------------------------------------------- separate processes
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "xcompat", *map(str, arguments)]
+
+
+def test_ctrl_c_keeps_a_checkpoint_and_starting_again_finishes(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    file = recipe(evaluation=None, training={"max_steps": 1500, "save_steps": 50, "logging_steps": 500})
+    running = subprocess.Popen(command("train", file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
+        assert running.poll() is None, running.stderr and running.stderr.read()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert "interrupted at step" in error and "start again to continue" in error and len(error.strip().splitlines()) == 1
+    kept = last_complete_checkpoint(checkpoints)
+    assert kept is not None and str(int(kept.name.split("-")[1])) in error, "the checkpoint is of the step that was done last"
+    step = int(kept.name.split("-")[1])
+    assert step < 1500 and not (tmp_path / "run" / "model").exists()
+    code, out, _ = run("train", file)
+    assert code == 0 and f"checkpoint-{step}" in out.replace(" ", ""), "it goes on from there"
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_ctrl_c_before_training(recipe: Callable[..., Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xcompat.training.run.load_texts", interrupted)
+    assert refused(run("train", recipe())) == "interrupted; start again to continue"
+
+
+def test_help_of_every_verb_comes_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from xcompat import cli\n"
+        f"for verb in {VERBS!r}:\n"
+        "    sys.argv = ['xcompat', verb, '--help']\n"
+        "    try:\n"
+        "        cli.main()\n"
+        "    except SystemExit as stop:\n"
+        "        assert not stop.code, verb\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib', 'sklearn', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: ") == len(VERBS)
+
+
+def test_every_verb_is_listed_and_every_listed_verb_is_tested() -> None:
+    assert {info.callback.__name__ for info in cli.app.registered_commands if info.callback} == set(VERBS)
+
+
+@pytest.mark.parametrize("arguments", [("train", "nowhere.yaml"), ("evaluate", "nowhere"), ("report", "nowhere")])
+def test_the_real_command_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("xcompat: ") and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

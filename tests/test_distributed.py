@@ -1,0 +1,287 @@
+"""Two processes train on what one would, to the same losses and weights, and embed the same caches."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from xcompat.training.trainer import last_complete_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"
+PAIRS = 28  # fills three batches of 8 and a half
+LORA = {"adapters": {"lora": {"rank": 2, "dropout": 0}, "prompts": 2}}
+SAME = ("phi", "phi_images", "pair", "shards", "direct")
+STREAMS = {"stream": [8, 8, 8, 8], "stream_uneven": [5, 9, 6], "stream_one_shard": [32]}
+
+# What the command line runs, with small shards of the caches, and with a record of every batch that reaches the model.
+WRAPPER = """
+import hashlib, json, os
+from pathlib import Path
+import torch
+import xcompat.embedding as embedding
+from xcompat.data import PairCollator
+from xcompat.cli import main
+from xcompat.distributed import is_distributed
+
+embedding.embed_texts.__kwdefaults__["shard_rows"] = 16
+embedding.embed_images.__kwdefaults__["shard_rows"] = 8
+collate, barrier = PairCollator.__call__, embedding.barrier
+rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), Path(os.environ["SEEN"])
+
+def collate_and_record(self, items):
+    with (folder / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps([item["caption"] for item in items]) + "\\n")
+    with (folder / f"random-{rank}").open("a") as file:
+        file.write(hashlib.sha256(torch.get_rng_state().numpy()).hexdigest() + "\\n")
+    return collate(self, items)
+
+def barrier_that_waits():
+    assert is_distributed() == (ranks > 1)
+    barrier()
+
+embedding.barrier = barrier_that_waits
+PairCollator.__call__ = collate_and_record
+main()
+"""
+
+
+def write_shards(folder: Path, lengths: list[int]) -> str:
+    """Write pairs numbered from 0 into shards of the given lengths."""
+    folder.mkdir()
+    number = 0
+    for shard, length in enumerate(lengths):
+        with tarfile.open(folder / f"{shard:02d}.tar", "w") as tar:
+            for _ in range(length):
+                pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+                image = io.BytesIO()
+                Image.fromarray(pixels).save(image, "PNG")
+                for suffix, content in (("png", image.getvalue()), ("txt", f"cat {number}".encode())):
+                    member = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+                number += 1
+    return str(folder)
+
+
+def write_folder(folder: Path) -> str:
+    folder.mkdir()
+    for number in range(PAIRS):
+        pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    (folder / "captions.csv").write_text("\n".join(["image,caption", *(f"{n}.png,cat {n}" for n in range(PAIRS))]) + "\n")
+    return str(folder)
+
+
+def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
+    (folder / "texts.txt").write_text("\n".join(f"dog {number}" for number in range(60)) + "\n")
+    pair: dict[str, Any] = {"method": "xbt", "projection": "stage:phi", "options": LORA, "evaluation": None}
+    stages: list[dict[str, Any]] = [
+        {"name": "phi", "method": "projection", "options": {"noise_std": 0}},
+        {
+            "name": "phi_images",
+            "method": "projection",
+            "options": {"noise_std": 0},
+            "data": {"embeddings_of": "images"},
+            "evaluation": None,
+        },
+        {**pair, "name": "pair"},
+        {**pair, "name": "shards", "data": {"pairs": {"path": write_shards(folder / "shards", [8, 8, 8, 4])}}},
+        {"name": "direct", "method": "direct", "options": LORA, "evaluation": None},
+    ]
+    for name, lengths in STREAMS.items():
+        source = {"path": write_shards(folder / name, lengths), "streaming": True}
+        stages.append({**pair, "name": name, "data": {"pairs": source, "shuffle_buffer": 4}, "training": {"max_steps": 4}})
+    pairs = write_folder(folder / "pairs")
+    return {
+        "old": old,
+        "new": new,
+        "data": {
+            "pairs": {"path": pairs},
+            "texts": [{"path": str(folder / "texts.txt")}],
+            "test": {"path": pairs},
+            "augmentation": {"min_scale": 0.7},
+        },
+        "training": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "dataloader_num_workers": 0,
+        },
+        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0},
+        "stages": stages,
+    }
+
+
+def start(folder: Path, launcher: list[str], *overrides: str) -> subprocess.Popen[str]:
+    out = folder / ("two" if launcher else "one")
+    (out / "seen").mkdir(parents=True)
+    environment = os.environ | {"SEEN": str(out / "seen"), "HF_DATASETS_CACHE": str(out / "datasets"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(folder / "wrapper.py"), "train", str(folder / "r.yaml")]
+    command += [f"output_dir={out / 'run'}", f"cache_dir={out / 'cache'}", *overrides]
+    return subprocess.Popen(command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> tuple[Path, Path]:
+    """Run one recipe with one process of batch 8, and with two of batch 4."""
+    folder = tmp_path_factory.mktemp("distributed")
+    (folder / "wrapper.py").write_text(WRAPPER)
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe(folder, old_folder, folder_of["clip"])))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
+    for done in (start(folder, launcher, "training.per_device_train_batch_size=4"), start(folder, [])):
+        output, _ = done.communicate()
+        assert done.returncode == 0, output
+    return folder / "one", folder / "two"
+
+
+def losses(run: Path, name: str) -> list[float]:
+    checkpoint = max((run / "run" / name / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_losses_and_weights_are_those_of_one_process(name: str, runs: tuple[Path, Path]) -> None:
+    one, two = (losses(run, name) for run in runs)
+    assert len(one) == 6 and len(set(one)) > 1
+    np.testing.assert_allclose(two, one, atol=1e-5)
+    weights = [load_file(run / "run" / name / "model" / "model.safetensors") for run in runs]
+    assert weights[0].keys() == weights[1].keys()
+    for key, value in weights[0].items():
+        np.testing.assert_allclose(weights[1][key], value, atol=1e-5, err_msg=key)
+
+
+def seen(run: Path, first: int, count: int, rank: int) -> list[list[int]]:
+    rows = (run / "seen" / f"rank-{rank}.jsonl").read_text().splitlines()[first : first + count]
+    return [[int(caption.removeprefix("cat ")) for caption in json.loads(row)] for row in rows]
+
+
+def test_two_batches_of_four_are_one_batch_of_eight(runs: tuple[Path, Path]) -> None:
+    one, two = runs
+    whole = seen(one, 0, 3, 0)
+    halves = [a + b for a, b in zip(seen(two, 0, 3, 0), seen(two, 0, 3, 1), strict=True)]
+    assert halves == whole and Counter(itertools.chain(*whole)).most_common(1)[0][1] == 1, "each sample at most once in an epoch"
+
+
+def stream_batches(run: Path, name: str, ranks: int) -> list[list[list[int]]]:
+    """Return the batches of each rank in a streaming stage."""
+    # an epoch of a map-style stage is 3 batches and one prefetched is not made; every stream makes one batch more than it uses
+    names = list(STREAMS)
+    per_stream = 5
+    rows = [len((run / "seen" / f"rank-{rank}.jsonl").read_text().splitlines()) for rank in range(ranks)]
+    first = [total - per_stream * (len(names) - names.index(name)) for total in rows]
+    return [seen(run, first[rank], 4, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_gives_every_sample_once_in_a_pass(ranks: int, runs: tuple[Path, Path]) -> None:
+    for name in ("stream", "stream_one_shard"):
+        batches = stream_batches(runs[ranks - 1], name, ranks)
+        assert sorted(number for rank in batches for batch in rank for number in batch) == list(range(32)), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_with_unequal_shards_gather_equal_batches_and_lose_nothing(ranks: int, runs: tuple[Path, Path]) -> None:
+    batches = stream_batches(runs[ranks - 1], "stream_uneven", ranks)
+    assert {len(batch) for rank in batches for batch in rank} == {8 // ranks}
+    times = Counter(number for rank in batches for batch in rank for number in batch)
+    assert set(times) <= set(range(20)) and max(times.values()) <= 3
+    if ranks == 2:  # 14 samples on the first rank, 6 on the second, 16 drawn on each
+        assert set(times) == set(range(20))
+
+
+def test_streams_are_shuffled(runs: tuple[Path, Path]) -> None:
+    order = [number for batch in stream_batches(runs[0], "stream", 1)[0] for number in batch]
+    assert order != sorted(order)
+
+
+def test_caches_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
+    one, two = (run / "cache" for run in runs)
+    shards = sorted(path.relative_to(one) for path in one.rglob("*.npy"))
+    assert shards == sorted(path.relative_to(two) for path in two.rglob("*.npy"))
+    assert {path.name for path in shards} >= {"shard-00000.npy", "shard-00001.npy"}, "each rank wrote some"
+    for shard in shards:
+        np.testing.assert_array_equal(np.load(two / shard), np.load(one / shard), err_msg=str(shard))
+    assert not list(two.rglob(".shard*")), "no temporary file is left"
+
+
+def test_reports_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
+    one, two = (json.loads((run / "run" / "phi" / "report.json").read_text()) for run in runs)
+    assert two["cases"] == one["cases"] and two["criterion"] == one["criterion"]
+
+
+def test_noise_and_dropout_differ_between_ranks(runs: tuple[Path, Path]) -> None:
+    first, second = ((runs[1] / "seen" / f"random-{rank}").read_text().splitlines() for rank in range(2))
+    assert not set(first) & set(second)
+
+
+def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    raw = yaml.safe_load((runs[0].parent / "r.yaml").read_text())
+    raw |= {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "stages": raw["stages"][:1],
+        "evaluation": None,
+    }
+    raw["training"] |= {"max_steps": 100_000, "save_steps": 20, "per_device_train_batch_size": 4}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(raw))
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CPU_2),
+        "-m",
+        "xcompat",
+        "train",
+        str(tmp_path / "r.yaml"),
+    ]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    checkpoints, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + 120
+    while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
+        assert running.poll() is None and time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to every process
+    _, error = running.communicate(timeout=120)
+    assert running.returncode != 0
+    kept = last_complete_checkpoint(checkpoints)
+    assert kept is not None and {f"rng_state_{rank}.pth" for rank in range(2)} <= {path.name for path in kept.iterdir()}
+    assert f"interrupted at step {kept.name.split('-')[1]}; a checkpoint is kept" in error
+
+
+def test_an_error_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CPU_2),
+        "-m",
+        "xcompat",
+        "train",
+        "nowhere.yaml",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("xcompat: ")]
+    assert lines == ["xcompat: the recipe nowhere.yaml does not exist"]

@@ -1,0 +1,58 @@
+"""The house rules that no linter holds: short files, short functions, every layer named by the contract that guards it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted((ROOT / "xcompat").rglob("*.py"))
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 60
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_functions_are_short(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= LONGEST_FILE
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {
+        node.name: node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno - node.lineno >= LONGEST_FUNCTION
+    }
+    assert not long
+
+
+def test_what_only_one_layer_may_know_stays_there() -> None:
+    homes = {"Trainer": "training", "peft": "encoders", "open_clip": "encoders"}
+    for path in MODULES:
+        layer = path.relative_to(ROOT / "xcompat").parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            for known in (part.split(".")[0] for part in [*modules, *names]):
+                assert homes.get(known, layer) == layer, f"{path} knows {known}, which only {homes[known]} may"
+
+
+def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None:
+    """The names differ for a few; everything else is its own."""
+    called = {
+        "PIL": "pillow",
+        "yaml": "pyyaml",
+        "sklearn": "scikit-learn",
+        "open_clip": "open_clip_torch",
+        "fontTools": "fonttools",
+    }
+    imported = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    third_party = {called.get(name, name) for name in imported - set(sys.stdlib_module_names) - {"xcompat"}}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert third_party == {requirement.split(">=")[0] for requirement in declared}

@@ -1,0 +1,56 @@
+"""A shortened quickstart through the real command line: every stage, the report, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SHORT = [f"stages.{stage}.training.max_steps={steps}" for stage, steps in ((0, 20), (1, 12), (2, 60), (5, 4))]
+
+
+def quickstart(output: Path) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "xcompat",
+        "quickstart",
+        "--output",
+        str(output),
+        *SHORT,
+        "stages.5.evaluation.resamples=200",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_shortened_quickstart(tmp_path: Path) -> None:
+    shown = quickstart(tmp_path / "run")
+    for stage in ("render the characters", "old", "new", "phi", "ridge", "procrustes", "xbt"):
+        assert f"{stage}" in shown
+    assert "A new query finds more in the old gallery" in shown and shown.count("in the old gallery") >= 4, (
+        "verdict and three examples"
+    )
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    queries = {(case["query"], case["gallery"]) for case in report["cases"]}
+    assert {
+        ("old", "old"),
+        ("independent", "old"),
+        ("phi", "old"),
+        ("new", "old"),
+        ("new", "new"),
+        ("independent", "independent"),
+    } <= queries
+    by_direction = {case["direction"]: (case["n_queries"], case["n_gallery"]) for case in report["cases"]}
+    assert by_direction["text-to-image"][0] == 1000 and by_direction["image-to-text"][1] == 1000
+    chance = 10 / 1000
+    raw = [case["metrics"]["recall@10"] for case in report["cases"] if (case["query"], case["gallery"]) == ("independent", "old")]
+    assert max(raw) < 4 * chance, "spaces of two models have nothing in common"
+    assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
+    files = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "recipe.yaml"
+    }
+    assert "reused" in quickstart(tmp_path / "run")
+    assert files == {path: path.stat().st_mtime_ns for path in files}, "a second run trains nothing"
