@@ -66,7 +66,7 @@ def test_held_out_captions_are_left_out_and_counted(tmp_path: Path, capsys: pyte
     path = write(tmp_path / "a.txt", "A dog, running.\na  dog running\na dog\n!!!\nSTRASSE\n")
     dataset = load_texts(path, exclude=["a dog running", "???", "Straße"])
     assert dataset["text"][:] == ["a dog", "!!!"]
-    assert "3 held-out captions of 5 texts" in " ".join(capsys.readouterr().out.split())
+    assert "2 distinct texts of 5 (0 duplicates and 3 held-out captions left out)" in " ".join(capsys.readouterr().out.split())
     assert len(load_texts(path)) == 5  # another cache, not the one without the captions
 
 

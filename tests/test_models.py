@@ -262,6 +262,11 @@ def test_a_closed_form_needs_pairs(method: str, folder_of: dict[str, str]) -> No
         build(method, folder_of).fit([])
 
 
+def test_ridge_on_embeddings_that_are_all_equal_is_refused(folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="all equal"):
+        build("ridge", folder_of).fit([(torch.ones(9, 16), torch.randn(9, 8))])
+
+
 def test_unknown_option_names_the_nearest() -> None:
     with pytest.raises(XcompatError, match="no option 'noise_sd'; did you mean 'noise_std'"):
         xcompat.ProjectionConfig(noise_sd=0.1)

@@ -30,6 +30,7 @@ from xcompat.data.sources import (
     local_files,
 )
 from xcompat.errors import XcompatError
+from xcompat.progress import console
 
 if TYPE_CHECKING:
     import datasets
@@ -117,9 +118,8 @@ def load_texts(
 
     depends = {"sources": [source.key for source in opened], "exclude": strings_digest(sorted(held_out)), "limit": limit}
     dataset, record = cached_dataset("texts", depends, features, build)
-    if record["duplicates"] or record["excluded"]:
-        left_out = f"{record['duplicates']:,} duplicates and {record['excluded']:,} held-out captions"
-        notice(f"left out {left_out} of {record['read']:,} texts")
+    left_out = f"{record['duplicates']:,} duplicates and {record['excluded']:,} held-out captions left out"
+    console.print(f"  [dim]{record['kept']:,} distinct texts of {record['read']:,} ({left_out})[/]")
     return dataset
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xcompat.errors import XcompatError
 from xcompat.models.base import CompatConfig
 from xcompat.models.closed_form import ClosedFormModel, Moments
 
@@ -33,5 +34,9 @@ class RidgeModel(ClosedFormModel):
         covariance_DD = moments.new_new_DD / moments.count - torch.outer(new_mean_D, new_mean_D)
         cross_Dd = moments.new_old_Dd / moments.count - torch.outer(new_mean_D, old_mean_d)
         strength = self.config.regularisation * covariance_DD.diagonal().mean()
+        if not strength > 0:
+            raise XcompatError(
+                "ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0; check the texts"
+            )
         weight_Dd = torch.linalg.solve(covariance_DD + strength * torch.eye(len(covariance_DD), dtype=torch.float64), cross_Dd)
         return weight_Dd, old_mean_d - new_mean_D @ weight_Dd
