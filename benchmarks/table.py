@@ -1,6 +1,6 @@
 """Print a report's cases as a Markdown table, as RESULTS.md and the README show them.
 
-    python benchmarks/table.py runs/quickstart
+python benchmarks/table.py runs/quickstart
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def markdown(report: Report) -> str:
     for difference in report.criterion.differences:
         low, high = difference.ci95
         name = difference.metric.replace("recall", "R")
-        lines.append(f"\n{difference.direction} {name}: new/old - old/old = {100 * difference.mean:+.1f} points ({100 * low:.1f} to {100 * high:.1f})")
+        gain = f"{100 * difference.mean:+.1f} points ({100 * low:.1f} to {100 * high:.1f})"
+        lines.append(f"\n{difference.direction} {name}: new/old - old/old = {gain}")
     return "\n".join(lines)
 
 

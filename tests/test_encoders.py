@@ -131,6 +131,17 @@ def test_prompts_on_a_tower_without_tokens_are_refused(folder_of: dict[str, str]
         encoder.add_adapters(AdapterConfig(prompts=2))
 
 
+def test_every_token_of_open_clip_counts(folder_of: dict[str, str]) -> None:
+    encoder, processor = load(folder_of["open_clip"])
+    texts = ["sale!% off", "!", "!!!"]  # id 0 is a token of CLIP's vocabulary and what fills up a batch
+    padded = processor.tokenizer(texts)
+    with torch.no_grad():
+        whole = encoder.embed_texts(padded)
+        trimmed = encoder.embed_texts(**processor.texts(texts))
+    torch.testing.assert_close(whole, trimmed, atol=1e-5, rtol=0)
+    assert [ids[-1] for ids in processor.tokenize(texts)] == [49407] * 3
+
+
 def test_long_texts_are_truncated_and_counted(folder_of: dict[str, str]) -> None:
     for architecture in ARCHITECTURES:
         _, processor = load(folder_of[architecture])

@@ -43,7 +43,7 @@ def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.
         **model.processor.texts(TEXTS),
     }
     wanted = {*model.columns, *(["attention_mask"] if "input_ids" in model.columns else [])}
-    return {name: made[name] for name in wanted}
+    return {name: made[name] for name in wanted if name in made}
 
 
 def embeddings(model: CompatModel, images: list[Image.Image]) -> list[torch.Tensor]:
@@ -189,6 +189,22 @@ def test_what_trains_follows_the_paper_and_its_contradictions(folder_of: dict[st
     assert kinds(train_projection="none") == {"adapters"}
 
 
+@pytest.mark.parametrize("architecture", ["blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder"])
+@pytest.mark.parametrize("method", ["independent", "direct", "xbt"])
+def test_what_trains_gets_a_gradient(
+    method: str, architecture: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    """A parameter that trains but is not used stops data-parallel training at its second step."""
+    old = None if method == "independent" else describe_old(OLD, dim=8)
+    options: dict[str, Any] = {} if method == "independent" else {"train_encoder": "all"}
+    if method == "xbt":
+        options = {"adapters": {"lora": {"rank": 2}}}
+    model = METHODS[method].from_encoder(folder_of[architecture], old=old, **options).train()
+    model(**batch_for(model, images)).loss.backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not unused
+
+
 def test_gradient_checkpointing_changes_nothing(folder_of: dict[str, str], images: list[Image.Image]) -> None:
     gradients = []
     for checkpointing in (False, True):
@@ -281,6 +297,18 @@ def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tm
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(XcompatError, match="1 missing keys, such as projection.0.weight"):
         xcompat.ProjectionModel.from_pretrained(tmp_path)
+
+
+def test_fingerprint_knows_what_is_computed_and_not_where_it_lies(folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("xbt", folder_of)
+    for folder in ("here", "there"):
+        model.export(tmp_path / folder)
+    here, there = (AutoModel.from_pretrained(tmp_path / folder) for folder in ("here", "there"))
+    assert here.fingerprint() == there.fingerprint() != build("direct", folder_of).fingerprint()
+    there.config.encoder["name"] = "elsewhere"
+    assert here.fingerprint() == there.fingerprint()
+    there.projection[0].bias.data[0] += 1
+    assert here.fingerprint() != there.fingerprint()
 
 
 def test_a_map_refuses_another_encoder_than_its_own(folder_of: dict[str, str], old_folder: str) -> None:

@@ -86,6 +86,10 @@ def test_overrides(tmp_path: Path) -> None:
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
         (["nonsense"], "'nonsense' is no override; write key=value"),
         (["new.nme=x"], "unknown key .*nme'"),
+        (["options.noise_std=1"], "options.noise_std is set by stage 0 .phi. itself: override stages.0.options.noise_std"),
+        (["data={"], "the value is not valid YAML"),
+        (["stages=null"], "stages must be a list"),
+        (["stages=[xbt]"], "stages must be a list"),
     ],
 )
 def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -106,6 +106,35 @@ def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, A
         run_recipe(recipe_of(raw, seed=1))
 
 
+def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:
+    run_recipe(recipe_of(raw))
+    shutil.rmtree(tmp_path / "run" / "phi")
+    raw["stages"][0]["options"] = {"noise_std": 0.3}
+    with pytest.raises(
+        XcompatError, match="pair was made from a phi that has been trained anew since; delete .*pair to make it again"
+    ):
+        run_recipe(recipe_of(raw))
+    old_report = (tmp_path / "run" / "report.json").read_text()
+    shutil.rmtree(tmp_path / "run" / "pair")
+    run_recipe(recipe_of(raw))
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["cases"] != json.loads(old_report)["cases"], "judged again"
+
+
+def test_a_phi_for_another_old_model_is_not_judged_on_this_gallery(raw: dict[str, Any], folder_of: dict[str, str]) -> None:
+    raw["stages"][1]["old"] = folder_of["siglip"]
+    with pytest.raises(XcompatError, match="is compatible with .*old.*not with .*siglip"):
+        run_recipe(recipe_of(raw))
+
+
+def test_a_closed_form_leaves_unreadable_images_out(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(pairs_folder, broken)
+    (broken / "5.png").write_bytes(b"no image")
+    data = {**raw["data"], "embeddings_of": "images", "pairs": {"path": str(broken), "max_bad_share": 0.1}}
+    run_recipe(recipe_of(raw, data=data, stages=[{"name": "ridge", "method": "ridge"}]))
+    assert weights(tmp_path / "run" / "model")["weight"].isfinite().all()
+
+
 class _KillAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step

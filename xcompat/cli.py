@@ -84,7 +84,7 @@ def evaluate(
     elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in ("recipe.yaml", "report.json")):
         report = evaluate_recipe(target, overrides or [])
     else:
-        report = evaluate_checkpoint(target, data, old, output or target / "evaluation")
+        report = evaluate_checkpoint(target, data, overrides or [], old, output or target / "evaluation")
     if require_compatible and not report.criterion.backward_compatible:
         raise typer.Exit(1)
 
@@ -144,4 +144,5 @@ def _fail(message: str) -> None:
     line = lines[-1].partition("XcompatError: ")[2] or lines[-1]
     who = "xcompat" if rank == "0" else f"xcompat (process {rank})"
     print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
+    end_processes()
     sys.exit(2)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+JUDGING = timedelta(hours=6)
+"""Longest that processes wait for one of them, which may be evaluating or embedding the larger shards."""
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +26,11 @@ def process_state() -> PartialState:
     """
     import torch
     from accelerate import PartialState
-    from accelerate.utils import is_torch_xla_available
+    from accelerate.utils import is_torch_xla_available, parse_flag_from_env
 
-    return PartialState(cpu=not (torch.accelerator.is_available() or is_torch_xla_available()))
+    present = torch.accelerator.is_available() or is_torch_xla_available()
+    # PartialState does not read the launcher's use_cpu itself; and the first process judges while the others wait
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
 
 
 def end_processes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +114,10 @@ class EmbeddingCache:
             fetched[here] = self._shards[shard][rows[here] - shard * self.info.shard_rows]
         return fetched
 
+    def readable(self) -> NDArray[np.bool_]:
+        """Return which rows are embeddings and not the NaN of an image that could not be read: (rows,)."""
+        return np.concatenate([np.isfinite(shard[:, 0]) for shard in self._shards])
+
     def iterate(self, batch_size: int = 8192) -> Iterator[Tensor]:
         """Yield all rows in order, as float32 tensors."""
         for start in range(0, len(self), batch_size):
@@ -152,7 +155,8 @@ def embed_texts(
     def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
         token_ids = embedder.processor.tokenize(list(texts[start:stop]))
         embeds = np.empty((stop - start, embedder.dim), dtype=np.float32)
-        for rows in length_sorted_batches([len(ids) for ids in token_ids], budget):
+        padded = embedder.processor.max_length if embedder.processor.pad_to_max_length else 0
+        for rows in length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget):
             batch = embedder.processor.pad([token_ids[row] for row in rows])
             embeds[rows] = embedder.embed(batch).numpy(force=True)
             tick(len(rows))
@@ -242,8 +246,7 @@ def _embed(
     if not (path / "cache.json").exists():
         mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
         total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
-        precision = torch.autocast("cuda", torch.bfloat16) if embedder.device.type == "cuda" else nullcontext()
-        with progress_bar() as bar, precision:
+        with progress_bar() as bar:
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
             for shard in mine:
                 stop = min(starts[shard] + shard_rows, rows)

@@ -78,7 +78,7 @@ def _block_linears(tower: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in tower.named_modules()
         # NonDynamicallyQuantizableLinear is nn.MultiheadAttention's own projection, which bypasses its forward
-        if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in blocks)
+        if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in blocks) and "crossattention" not in name
     }
 
 

@@ -32,6 +32,8 @@ class Encoder(nn.Module, ABC):
     """
 
     library: ClassVar[str]
+    unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
+    """Parts of parameter names that embeddings do not depend on: training them would leave gradients undefined."""
     model: Any  # what the library's own module offers is known to its subclass only
     prompts: VisualPrompts | None
 

@@ -44,7 +44,7 @@ class OpenClipProcessor(Processor):
         tokens_BL = self.tokenizer(list(texts))
         if self.pad_to_max_length:
             return tokens_BL.tolist()
-        lengths = (tokens_BL != self.pad_token_id).sum(dim=1)
+        lengths = tokens_BL.argmax(dim=1) + 1  # up to the end token, CLIP's highest; padding and "!" both are 0
         full = [text for text, length in zip(texts, lengths.tolist(), strict=True) if length == self.max_length]
         self.count_truncated += sum(len(self.tokenizer.encode(text)) + 2 > self.max_length for text in full)
         return [row[:length].tolist() for row, length in zip(tokens_BL, lengths.tolist(), strict=True)]

@@ -112,6 +112,8 @@ class TransformersEncoder(Encoder):
 class BlipEncoder(TransformersEncoder):
     """BLIP's retrieval heads: class tokens through ``vision_proj`` and ``text_proj``."""
 
+    unused: ClassVar[tuple[str, ...]] = (*Encoder.unused, "crossattention", "itm_head")  # its matching head looks at both
+
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`Encoder.image_features`."""
         tokens_BNW = self.model.vision_model(pixel_values=pixel_values).last_hidden_state

@@ -237,7 +237,10 @@ class CompatModel(PreTrainedModel):
 
     def fingerprint(self) -> Fingerprint:
         """Return the identity of this model: encoder, adapters, heads and preprocessing."""
-        own = {key: self.config.to_dict().get(key) for key in ("model_type", "encoder", "old", "adapters", "embedding_dim")}
+        own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
+        # names and folders are no part of what a model computes; digests stand for the models they belong to
+        own["encoder"] = (self.config.encoder or {}).get("fingerprint")
+        own["old"] = [version.digest for version in self.compatible_with]
         parts = json.loads(json.dumps(own | {"processor": self.processor.describe()}, default=str))
         return Fingerprint.from_module(self, parts, self.name_or_path or type(self).__name__)
 
@@ -263,11 +266,20 @@ class CompatModel(PreTrainedModel):
         Raises:
             FingerprintMismatchError: when the model was not made compatible with that version.
         """
-        self._check_version(version)
+        self.require_version(version)
         assert self.config.old is not None
         return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
 
-    def _check_version(self, version: Fingerprint | None) -> None:
+    def require_version(self, version: Fingerprint | None) -> None:
+        """Refuse a gallery this model was not made compatible with.
+
+        Args:
+            version: the gallery's version; None for the old model this one was trained for.
+
+        Raises:
+            FingerprintMismatchError: naming what it is compatible with.
+            XcompatError: when it is compatible with nothing.
+        """
         known = self.compatible_with
         if not known:
             raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")

@@ -60,7 +60,7 @@ class ClosedFormModel(CompatModel):
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
-        self._check_version(version)
+        self.require_version(version)
         return F.normalize((embeds @ self.weight + self.bias).float(), dim=-1)
 
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:

@@ -37,6 +37,12 @@ class IndependentModel(CompatModel):
         super().__init__(config, encoder)
         self.post_init()
 
+    def set_trainable(self) -> None:
+        """Train everything that the loss depends on; of the parts beside the towers that is the scale and the bias."""
+        assert self.encoder is not None
+        for name, parameter in self.encoder.named_parameters():
+            parameter.requires_grad_("logit" in name or not any(word in name for word in self.encoder.unused))
+
     def forward(
         self,
         pixel_values: Tensor | None = None,

@@ -49,13 +49,14 @@ class ProjectedModel(CompatModel):
         adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
         for part, which in ((self.encoder, self.config.train_encoder), (self.projection, self.config.train_projection)):
             norms = {id(p) for layer in part.modules() if isinstance(layer, nn.LayerNorm) for p in layer.parameters()}
-            for parameter in part.parameters():
+            for name, parameter in part.named_parameters():
                 named = which == "all" or (which == "layer_norm" and id(parameter) in norms)
-                parameter.requires_grad_(named or id(parameter) in adapters)
+                used = part is self.projection or not any(word in name for word in self.encoder.unused)
+                parameter.requires_grad_((named and used) or id(parameter) in adapters)
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
-        self._check_version(version)
+        self.require_version(version)
         return self.projection(embeds)
 
     def self_view(self, embeds: Tensor) -> Tensor:

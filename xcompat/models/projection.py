@@ -59,7 +59,7 @@ class ProjectionModel(CompatModel):
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
-        self._check_version(version)
+        self.require_version(version)
         return self.projection(embeds)
 
     def forward(

@@ -36,7 +36,7 @@ class RidgeModel(ClosedFormModel):
         strength = self.config.regularisation * covariance_DD.diagonal().mean()
         if not strength > 0:
             raise XcompatError(
-                "ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0; check the texts"
+                "ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0"
             )
         weight_Dd = torch.linalg.solve(covariance_DD + strength * torch.eye(len(covariance_DD), dtype=torch.float64), cross_Dd)
         return weight_Dd, old_mean_d - new_mean_D @ weight_Dd

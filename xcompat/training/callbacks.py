@@ -57,8 +57,8 @@ class ProgressCallback(TrainerCallback):
 
     @staticmethod
     def _loss(state: TrainerState) -> str:
-        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-        return f", loss {float(losses[-1]):.3f}" if losses else ""
+        last = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
+        return f", loss {float(last):.3f}" if last is not None else ""
 
 
 class EpochCallback(TrainerCallback):

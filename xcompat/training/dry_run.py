@@ -11,7 +11,7 @@ from rich.table import Table
 
 from xcompat.data import CorpusSource, PairSource
 from xcompat.data.sources import local_files
-from xcompat.distributed import is_main_process
+from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
@@ -34,6 +34,8 @@ def dry_run_recipe(recipe: Recipe) -> None:
     Raises:
         XcompatError: local files are missing, or a stage does not fit.
     """
+    if world_size() > 1:
+        raise XcompatError("a dry run needs one process; start it without accelerate launch")
     table = Table("stage", "method", "old", "new", "data", title=f"{recipe.name}: what would run")
     for part in recipe.stages:
         table.add_row(part.name, part.method, _name(part.old), _name(part.new), _check_files(part))

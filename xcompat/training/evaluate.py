@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xcompat.data import PairSource, flatten_captions, load_classes, load_pairs, open_image
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.errors import XcompatError, nearest
 from xcompat.evaluation import EmbeddedPairs, Evaluation, ZeroShot, class_embeddings, evaluate_cases
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
@@ -59,6 +61,8 @@ def load_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None)
     Returns:
         The test set.
     """
+    if source.streaming:
+        raise XcompatError("data.test is read more than once and cannot be a stream; set its streaming to false")
     pairs = load_pairs(source)
     # A caption that several pictures of one thing share is one item of the gallery and one query, not several.
     distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
@@ -87,12 +91,33 @@ def embed_test_set(embedder: Embedder, test: TestSet, cache_dir: Path) -> Embedd
         prompts = [template.format(name) for name in classes for template in settings.templates]
         embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
         class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(settings.templates), -1))
-        image_embeds_ND = cached_images(embedder, labelled, cache_dir)[:]
+        image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
         kept_N = np.isfinite(image_embeds_ND[:, 0])  # a picture that cannot be read is so for every model
-        zero_shot = ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, np.array(labelled[LABEL])[kept_N])
+        labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
+        zero_shot = ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
     return EmbeddedPairs(
         display_name(embedder.name), embedder.fingerprint, images[:], texts[:], test.pairs[ID], test.text_ids, zero_shot
     )
+
+
+def label_index(label: int | str, classes: list[str]) -> int:
+    """Return the class a label means: an index, an index written out, or the class's name.
+
+    Args:
+        label: as the data set has it.
+        classes: names in order.
+
+    Returns:
+        The index.
+
+    Raises:
+        XcompatError: it is no such class.
+    """
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if str(label).isdigit() and int(label) < len(classes):
+        return int(label)
+    raise XcompatError(f"the label {label!r} is none of the {len(classes)} classes; {nearest(str(label), classes)}")
 
 
 def display_name(name: str) -> str:
@@ -111,13 +136,15 @@ def display_name(name: str) -> str:
     return Path(name).parent.name if Path(name).name == "model" else name
 
 
-def map_pairs(pairs: EmbeddedPairs, name: str, fingerprint: Fingerprint, view: Any) -> EmbeddedPairs:  # noqa: ANN401 - a bound method
-    """Put embeddings through ``view`` or ``self_view`` of a model, everything else unchanged."""
+def map_pairs(
+    pairs: EmbeddedPairs, name: str, fingerprint: Fingerprint, view: Callable[[Tensor], Tensor], device: torch.device
+) -> EmbeddedPairs:
+    """Put embeddings through ``view`` or ``self_view`` of a model on ``device``, everything else unchanged."""
 
     @torch.inference_mode()
     def through(embeds_ND: Any) -> Floats:  # noqa: ANN401 - array-like
         chunks = torch.from_numpy(np.asarray(embeds_ND, dtype=np.float32)).split(8192)
-        return torch.cat([view(chunk) for chunk in chunks]).numpy(force=True)
+        return torch.cat([view(chunk.to(device)).cpu() for chunk in chunks]).numpy()
 
     zero = pairs.zero_shot
     mapped = zero and ZeroShot(through(zero.image_embeds_ND), through(zero.class_embeds_CD), zero.labels_N)
@@ -158,27 +185,36 @@ def readable(pairs: Mapping[str, EmbeddedPairs]) -> dict[str, EmbeddedPairs]:
 
 
 def embed_new(
-    model: CompatModel, independent: EmbeddedPairs, test: TestSet, cache_dir: Path
+    model: CompatModel, old: Fingerprint, independent: EmbeddedPairs, test: TestSet, cache_dir: Path
 ) -> tuple[EmbeddedPairs, EmbeddedPairs]:
     """Embed a test set with a compatible model.
 
     Args:
         model: the model; a map over embeddings is applied to ``independent``.
+        old: whose gallery it is judged on.
         independent: what the unadapted new encoder makes of the test set.
         test: the test set.
         cache_dir: folder of embedding caches.
 
     Returns:
         The view of the old space, and the form in which the model's own embeddings are compared.
+
+    Raises:
+        FingerprintMismatchError: the model was not made for that gallery, or the map not for that encoder.
     """
+    model.require_version(old)
     fingerprint = model.fingerprint()
     own = independent
-    if not model.embeds_in_memory:
+    if model.embeds_in_memory:
+        described = model.config.encoder
+        encoder = Fingerprint(described["fingerprint"], described["name"])
+        encoder.require(independent.fingerprint, f"what {display_name(model.name_or_path)} is applied to")
+    else:
         raw = Embedder(model, model.processor, fingerprint, model.config.embedding_dim)
         own = embed_test_set(raw, test, cache_dir)
     name = display_name(model.name_or_path or type(model).__name__)
-    view = map_pairs(own, name, fingerprint.derived("view"), model.view)
-    return view, map_pairs(own, name, fingerprint, model.self_view)
+    view = map_pairs(own, name, fingerprint.derived("view"), model.view, model.device)
+    return view, map_pairs(own, name, fingerprint, model.self_view, model.device)
 
 
 @dataclass
@@ -248,13 +284,14 @@ def example_searches(contestants: Contestants, test: TestSet, count: int, seed: 
     if not count:
         return []
     chosen = np.random.default_rng(seed).choice(len(test.texts), size=min(count, len(test.texts)), replace=False)
-    gallery_ND = np.nan_to_num(np.asarray(contestants.old.image_embeds_ND))
+    gallery_ND = np.asarray(contestants.old.image_embeds_ND)
     image_ids = test.pairs[ID]
     examples = []
     for text in chosen.tolist():
         rows = []
         for label, queries in (("old query", contestants.old), ("new query", contestants.new_view)):
             scores_N = gallery_ND @ np.asarray(queries.text_embeds_MD)[text]
+            scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # a picture that cannot be read is not found
             hits = []
             for image in np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist():
                 record = test.pairs[image]

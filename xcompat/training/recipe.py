@@ -232,7 +232,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
     for override in overrides:
-        _override(raw, override)
+        apply_override(raw, override)
+        _refuse_shadowed(raw, override.partition("=")[0])
     return parse_recipe(raw, path.stem, str(path))
 
 
@@ -251,7 +252,10 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
     name = str(top.get("name", default_name))
     defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}
-    stages = [_merge(shared, stage) for stage in raw["stages"]] if "stages" in raw else [shared]
+    listed = raw.get("stages", [{}])
+    if not isinstance(listed, list) or not listed or not all(isinstance(stage, dict) for stage in listed):
+        raise XcompatError(f"{where}: stages must be a list, each with keys and values such as 'method: xbt'")
+    stages = [_merge(shared, stage) for stage in listed]
     given: dict[str, Any] = {**defaults, **top, "stages": stages}
     try:
         return Recipe(**given)
@@ -323,12 +327,35 @@ def _read_yaml(text: str) -> Any:  # noqa: ANN401 - whatever the YAML holds
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
 
 
-def _override(raw: dict[str, Any], override: str) -> None:
+def _refuse_shadowed(raw: dict[str, Any], key: str) -> None:
+    """Refuse an override of what stages inherit when a stage has its own value, which would win silently."""
+    for number, stage in enumerate(raw.get("stages") or []):
+        place: Any = stage
+        for part in key.split("."):
+            place = place.get(part) if isinstance(place, dict) else None
+        if place is not None:
+            raise XcompatError(f"{key} is set by stage {number} ({stage.get('name', '')}) itself: override stages.{number}.{key}")
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one value in nested dictionaries.
+
+    Args:
+        raw: changed in place.
+        override: ``key=value``, dots for nesting, the value read as YAML.
+
+    Raises:
+        XcompatError: it has another form or leads nowhere.
+    """
     key, separator, value = override.partition("=")
     if not separator:
         raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
     *parents, last = key.split(".")
     place: Any = raw
+    try:
+        parsed = _read_yaml(value)
+    except yaml.YAMLError:
+        raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
     for parent in parents:
         if isinstance(place, list):
             if not parent.isdigit() or int(parent) >= len(place):
@@ -338,4 +365,4 @@ def _override(raw: dict[str, Any], override: str) -> None:
             place = place.setdefault(parent, {})
     if not isinstance(place, dict):
         raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
-    place[last] = _read_yaml(value)
+    place[last] = parsed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from xcompat.data import flatten_captions, load_pairs, load_texts
+from xcompat.data.corpora import normalise
+from xcompat.data.notices import notice
 from xcompat.distributed import barrier, is_main_process, process_state
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
@@ -29,11 +32,13 @@ from xcompat.report import load_report, print_report, write_report
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluate import Contestants, TestSet, display_name, embed_new, embed_test_set, load_test_set, make_report
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import Recipe, StageRecipe
+from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.trainer import embedding_data, pair_data, train
 
 if TYPE_CHECKING:
+    import datasets
     import torch
+    from torch import Tensor
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:
@@ -94,14 +99,18 @@ class StageRun:
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
         self._check_folder()
-        if (self.folder / "done.json").exists():
+        done = self.folder / "done.json"
+        if done.exists():
+            self._require_same_inputs(read_json(done))
             console.print(f"  [dim]{self.part.name} is done, reused from {self.folder}[/]")
             return
         started = time.perf_counter()
         model = self._closed_form() if issubclass(self.method, ClosedFormModel) else self._trained()
         if is_main_process():
-            self._save(model)
-            write_json(self.folder / "done.json", {"seconds": round(time.perf_counter() - started, 3)})
+            with atomic_path(self.model_dir) as temporary:
+                model.export(temporary)
+            seconds = round(time.perf_counter() - started, 3)
+            write_json(done, {"seconds": seconds, "model": weights_digest(self.model_dir), "inputs": self._inputs()})
         barrier()
         del model
         gc.collect()
@@ -124,9 +133,24 @@ class StageRun:
             write_json(self.folder / "environment.json", provenance())
         barrier()
 
-    def _save(self, model: CompatModel) -> None:
-        with atomic_path(self.model_dir) as temporary:
-            model.export(temporary)
+    def _inputs(self) -> dict[str, str]:
+        """Return the digest of every earlier stage's model that this one is made from."""
+        part = self.part
+        named = [part.projection or "", *(source.name for source in (part.old, part.new) if isinstance(source, EncoderSource))]
+        stages = sorted({name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)})
+        return {name: self._made(name) for name in stages}
+
+    def _made(self, name: str) -> str:
+        digest: str = read_json(self.recipe.stage_dir(name) / "done.json")["model"]
+        return digest
+
+    def _require_same_inputs(self, done: dict[str, Any]) -> None:
+        changed = [name for name, digest in self._inputs().items() if done["inputs"].get(name) != digest]
+        if changed:
+            raise XcompatError(
+                f"{self.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
+                f"delete {self.folder} to make it again"
+            )
 
     def _trained(self) -> CompatModel:
         part, data = self.part, self.part.data
@@ -137,7 +161,10 @@ class StageRun:
                 )
             old_caches = self._pair_caches(self._embedder("old")) if "old_embeds" in self.method.columns else None
             model = self._model_for_pairs()
-            dataset = pair_data(data, load_pairs(data.pairs), model.processor, self.recipe.seed, old_caches)
+            pairs = load_pairs(data.pairs)
+            if not data.pairs.streaming:
+                self._warn_of_overlap(pairs)
+            dataset = pair_data(data, pairs, model.processor, self.recipe.seed, old_caches)
         else:
             model, new_cache, old_cache = self._map_and_caches()
             dataset = embedding_data(new_cache, old_cache)
@@ -146,7 +173,7 @@ class StageRun:
     def _closed_form(self) -> CompatModel:
         model, new_cache, old_cache = self._map_and_caches()
         assert isinstance(model, ClosedFormModel)
-        return model.fit(zip(new_cache.iterate(), old_cache.iterate(), strict=True))
+        return model.fit(_readable_pairs(new_cache, old_cache))
 
     def _map_and_caches(self) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
         """Build a map and what it learns from; the encoders are gone when this returns."""
@@ -217,7 +244,7 @@ class StageRun:
             source = getattr(self.part, role)
             if not isinstance(source, EncoderSource):
                 continue
-            if source.name.startswith("stage:") and not Path(self.recipe.resolve(source.name)).exists():
+            if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
                 console.print(f"  [dim]{source.name} is not trained yet; its embeddings follow when it is[/]")
                 continue
             embedder = self._embedder(role)
@@ -226,7 +253,7 @@ class StageRun:
             elif "old_embeds" in self.method.columns and role == "old":
                 self._pair_caches(embedder)
             if self.part.data.test is not None:
-                embed_test_set(embedder, load_test_set(self.part.data.test), self.recipe.cache_dir)
+                embed_test_set(embedder, load_test_set(self.part.data.test, self.part.data.zero_shot), self.recipe.cache_dir)
 
     def _cache(self, embedder: Embedder) -> EmbeddingCache:
         """Embed what a map over cached embeddings learns from."""
@@ -242,6 +269,13 @@ class StageRun:
         """Return the captions that no corpus may hold."""
         return load_test_set(self.part.data.test).texts if self.part.data.test is not None else []
 
+    def _warn_of_overlap(self, pairs: datasets.Dataset) -> None:
+        """Say when captions of the test set are trained on: texts leave them out, pairs are the user's own choice."""
+        test = {normalise(text) for text in self._test_captions()}
+        shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
+        if shared:
+            notice(f"{len(shared)} of {len(test)} captions of data.test are in data.pairs too: the result will flatter the model")
+
     # ---------------------------------------------------------------------------------------------- evaluation
 
     def evaluate_unless_done(self) -> Path:
@@ -251,7 +285,8 @@ class StageRun:
         """
         settings, data = self.part.evaluation, self.part.data
         assert settings is not None and data.test is not None
-        wanted = settings.model_dump(mode="json")
+        judged = {name: self._made(name) for name in (self.part.name, *settings.compare_with)} | self._inputs()
+        wanted = {"settings": settings.model_dump(mode="json"), "models": judged}
         marker = self.report_dir / "evaluated.json"
         done = marker.exists() and read_json(marker) == wanted
         barrier()
@@ -261,7 +296,7 @@ class StageRun:
             self._write_report(contestants, test, self.report_dir, self._seconds())
             for version, earlier in self._earlier_galleries(test):
                 against = replace(contestants, old=earlier, extra=None)
-                name = display_name(version.name).replace("/", "-")
+                name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.report_dir / f"against-{name}", {})
             if is_main_process():
                 write_json(marker, wanted)
@@ -283,12 +318,10 @@ class StageRun:
         assert settings is not None
         independent = embed_test_set(self._embedder("new"), test, cache_dir)
         model = self._load_model(self.part.name)
-        new_view, new = embed_new(model, independent, test, cache_dir)
-        extra = {name: self._extra(name, independent, test) for name in settings.compare_with}
+        new_view, new = embed_new(model, old.fingerprint, independent, test, cache_dir)
+        others = {name: self._load_model(name) for name in settings.compare_with}
+        extra = {name: embed_new(other, old.fingerprint, independent, test, cache_dir)[0] for name, other in others.items()}
         return Contestants(embed_test_set(old, test, cache_dir), new_view, new, independent, extra)
-
-    def _extra(self, name: str, independent: EmbeddedPairs, test: TestSet) -> EmbeddedPairs:
-        return embed_new(self._load_model(name), independent, test, self.recipe.cache_dir)[0]
 
     def _load_model(self, name: str) -> CompatModel:
         from transformers import AutoModel
@@ -305,6 +338,29 @@ class StageRun:
     def _seconds(self) -> dict[str, float]:
         finished = ((part.name, self.recipe.stage_dir(part.name) / "done.json") for part in self.recipe.stages)
         return {name: read_json(path)["seconds"] for name, path in finished if path.exists()}
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash the weights of a saved model.
+
+    Args:
+        folder: with one or more safetensors files.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _readable_pairs(new: EmbeddingCache, old: EmbeddingCache) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield paired embeddings without the rows of images that could not be read."""
+    for new_BD, old_Bd in zip(new.iterate(), old.iterate(), strict=True):
+        kept_B = new_BD[:, 0].isfinite() & old_Bd[:, 0].isfinite()
+        yield new_BD[kept_B], old_Bd[kept_B]
 
 
 def encoder_description(embedder: Embedder) -> dict[str, Any]:

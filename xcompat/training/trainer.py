@@ -88,7 +88,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache) -> Data:
     """
     rows = None
     if "images" in (new.info.kind, old.info.kind):
-        rows = np.flatnonzero(np.isfinite(new[:][:, 0]) & np.isfinite(old[:][:, 0]))
+        rows = np.flatnonzero(new.readable() & old.readable())
     return EmbeddingPairDataset(new, old, rows), collate_embeddings
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from xcompat.data import PairSource
 from xcompat.encoders import EncoderSource
@@ -19,7 +20,7 @@ from xcompat.progress import console
 from xcompat.report import Report, ReportContent, load_report, print_report, write_report
 from xcompat.training.evaluate import Contestants, embed_new, embed_test_set, load_test_set, make_report
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import EvaluationSettings, load_recipe
+from xcompat.training.recipe import EvaluationSettings, apply_override, explain, load_recipe
 from xcompat.training.run import device, run_recipe
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
@@ -50,12 +51,13 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
     return load_report(list(reports.values())[-1])
 
 
-def evaluate_checkpoint(folder: Path, data: Path | None, old: str | None, output: Path) -> Report:
+def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path) -> Report:
     """Judge a saved checkpoint on images with captions.
 
     Args:
         folder: a checkpoint of this library.
         data: images with captions.
+        overrides: how to read them: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``.
         old: the old model; the one named in the checkpoint if None.
         output: where the report goes.
 
@@ -76,17 +78,27 @@ def evaluate_checkpoint(folder: Path, data: Path | None, old: str | None, output
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
     old_embedder = load_embedder(old or versions[0].name, device())
-    if old_embedder.fingerprint not in versions:
+    if old_embedder.fingerprint not in versions:  # before anything is embedded
         versions[0].require(old_embedder.fingerprint, f"the gallery of {old_embedder.name}")
     described = model.config.encoder
     new_embedder = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
-    test = load_test_set(PairSource(path=str(data)))
+    test = load_test_set(_source(data, overrides))
     cache_dir = output / "cache"
     independent = embed_test_set(new_embedder, test, cache_dir)
     old_pairs = embed_test_set(old_embedder, test, cache_dir)
-    contestants = Contestants(old_pairs, *embed_new(model, independent, test, cache_dir), independent)
+    contestants = Contestants(old_pairs, *embed_new(model, old_embedder.fingerprint, independent, test, cache_dir), independent)
     method = model.config.model_type.removeprefix("xcompat-")
     return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
+
+
+def _source(data: Path, overrides: Sequence[str]) -> PairSource:
+    given: dict[str, Any] = {"path": str(data)}
+    for override in overrides:
+        apply_override(given, override)
+    try:
+        return PairSource(**given)
+    except ValidationError as error:
+        raise XcompatError(f"--data: {explain(error, PairSource)}") from None
 
 
 def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path) -> Report:
