@@ -13,10 +13,13 @@ import pytest
 import torch
 from transformers import AutoModel, TrainerCallback
 
+from xcompat.data import load_pairs
 from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
 from xcompat.models import METHODS
+from xcompat.models.embedder import load_embedder
 from xcompat.training import run as run_module
+from xcompat.training.caches import cached_images
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.trainer import last_complete_checkpoint
@@ -133,6 +136,17 @@ def test_a_closed_form_leaves_unreadable_images_out(raw: dict[str, Any], pairs_f
     data = {**raw["data"], "embeddings_of": "images", "pairs": {"path": str(broken), "max_bad_share": 0.1}}
     run_recipe(recipe_of(raw, data=data, stages=[{"name": "ridge", "method": "ridge"}]))
     assert weights(tmp_path / "run" / "model")["weight"].isfinite().all()
+
+
+def test_a_mended_picture_is_embedded_again(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    shutil.copytree(pairs_folder, folder)
+    good = (folder / "5.png").read_bytes()
+    (folder / "5.png").write_bytes(b"no image")
+    embedder = load_embedder(raw["new"])
+    assert cached_images(embedder, load_pairs(str(folder)), tmp_path / "cache", 0.1).readable().sum() == 23
+    (folder / "5.png").write_bytes(good)
+    assert cached_images(embedder, load_pairs(str(folder)), tmp_path / "cache", 0.1).readable().all()
 
 
 class _KillAt(TrainerCallback):

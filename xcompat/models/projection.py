@@ -25,7 +25,7 @@ class ProjectionConfig(CompatConfig):
 
     model_type = "xcompat-projection"
 
-    noise_std: float = 0.08
+    noise_std: float = 0.05
 
 
 class ProjectionModel(CompatModel):

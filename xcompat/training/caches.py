@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcompat.data.schema import TEXT
+from xcompat.data.cache import file_stamps
+from xcompat.data.schema import IMAGE, TEXT
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
 
@@ -37,8 +39,25 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
 
 def cached_images(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
     """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run."""
-    digest = pairs._fingerprint
+    digest = images_digest(pairs)
     return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
+
+
+def images_digest(pairs: datasets.Dataset) -> str:
+    """Identify the images of a data set: a picture that was mended or replaced is another one.
+
+    Args:
+        pairs: as :func:`xcompat.data.load_pairs` returns it.
+
+    Returns:
+        64 hexadecimal digits of the data set's own fingerprint and of size and time of every file it only points at.
+    """
+    import pyarrow.compute as pc
+
+    images = pairs.data.column(IMAGE)
+    outside = pc.filter(pc.struct_field(images, "path"), pc.is_null(pc.struct_field(images, "bytes")))
+    stamps = file_stamps(path for path in outside.to_pylist() if path and Path(path).exists())
+    return hashlib.sha256(json.dumps([pairs._fingerprint, stamps]).encode()).hexdigest()
 
 
 def _folder(cache_dir: Path, kind: str, embedder: Embedder, digest: str) -> Path:

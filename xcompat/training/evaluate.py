@@ -208,7 +208,7 @@ def embed_new(
     if model.embeds_in_memory:
         described = model.config.encoder
         encoder = Fingerprint(described["fingerprint"], described["name"])
-        encoder.require(independent.fingerprint, f"what {display_name(model.name_or_path)} is applied to")
+        encoder.require(independent.fingerprint, f"what {display_name(model.name_or_path or type(model).__name__)} is applied to")
     else:
         raw = Embedder(model, model.processor, fingerprint, model.config.embedding_dim)
         own = embed_test_set(raw, test, cache_dir)
