@@ -1,6 +1,6 @@
 """Text embedding, CLIP B/32's text tower on a CPU: length-sorted trimmed batches against padding to 77.
 
-    python benchmarks/text_embedding.py [--captions FILE] [--texts 2000] [--rounds 5]
+    python benchmarks/text_embedding.py [--captions FILE] [--texts 512] [--rounds 5]
 
 Random weights (speed does not depend on them) and CLIP's own byte-pair vocabulary, which open_clip ships. Both sides embed the
 same captions of 6 to 20 tokens in interleaved rounds; the medians are compared, and so are the embeddings.
@@ -94,7 +94,7 @@ def main() -> None:
     """Run and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--captions", type=Path, default=CAPTIONS)
-    parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     embedder = clip_b32()

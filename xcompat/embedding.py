@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import datasets
 
 SCHEMA = 1
-TOKENS_PER_BATCH = 4096  # short captions fill the caches of a CPU at this size; a GPU is fed by MANY_TOKENS
+TOKENS_PER_BATCH = 512  # activations of short captions stay in the caches of a CPU; a GPU is fed by MANY_TOKENS
 MANY_TOKENS = 65536
 IMAGES_PER_BATCH = 64
 
