@@ -376,3 +376,16 @@ def test_real_fashion() -> None:
     classes = load_classes(SHARED / "fashion" / "classes.tsv", "articleType")
     assert max(dataset["label"]) < len(classes) == 86
     assert {open_image(row["image"]).mode for row in dataset.select(range(0, 1517, 50))} == {"RGB"}
+
+
+def test_two_pictures_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    shards = [write_shard(tmp_path / f"{shop}.tar", {"0001": sample(1)}) for shop in ("a", "b")]
+    with pytest.raises(XcompatError, match="two samples are called '0001'; name a column that tells them apart under id_column"):
+        load_pairs(PairSource(path=[str(file) for file in shards]))
+    for shop in ("a", "b"):
+        folder = tmp_path / f"shop-{shop}"
+        folder.mkdir()
+        (folder / "0001.png").write_bytes(png(1))
+        (folder / "captions.csv").write_text("image,caption\n0001.png,a shoe\n")
+    with pytest.raises(XcompatError, match="two samples are called '0001.png'"):
+        load_pairs(PairSource(path=[str(tmp_path / "shop-a"), str(tmp_path / "shop-b")]))

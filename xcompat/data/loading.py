@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -101,7 +101,8 @@ def _load_shards(source: PairSource, shards: list[Path]) -> AnyDataset:
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         problems = Problems(source.max_bad_share, len(shards))
-        yield from rows_to_batches(islice(read_rows(shards, columns, problems), source.limit), features.arrow_schema)
+        rows = _distinct_ids(islice(read_rows(shards, columns, problems), source.limit), source)
+        yield from rows_to_batches(rows, features.arrow_schema)
         record["skipped"] = problems.lines()
 
     key = {
@@ -136,13 +137,27 @@ def _load_files(source: PairSource, paths: list[Path], form: str) -> AnyDataset:
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         captioned = (row for file in files for row in read_captions(file, source))
         rows = captioned if form == "captions" else _image_rows(listed, source)
-        yield from rows_to_batches(rows, features.arrow_schema, batch_size=4096)
+        yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema, batch_size=4096)
 
     # a change of the images themselves needs no rebuild: only their paths are kept
     names = [name for _, name in listed]
     key = {"files": file_stamps(files or paths), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
     dataset, _ = cached_dataset(form, key, features, build)
     return dataset.to_iterable_dataset() if source.streaming else dataset
+
+
+def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterator[dict[str, Any]]:
+    """Refuse samples that share an id by chance, as 0001.jpg of two folders does: each would count as a hit for the other."""
+    seen: set[int] = set()  # hashes: 8 bytes an id, not its name
+    for row in rows:
+        if source.id_column is None:
+            if hash(row[ID]) in seen:
+                raise XcompatError(
+                    f"{source.path}: two samples are called {row[ID]!r}; name a column that tells them apart under id_column, or load "
+                    "folders and shards with names of their own"
+                )
+            seen.add(hash(row[ID]))
+        yield row
 
 
 def _image_rows(listed: list[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
