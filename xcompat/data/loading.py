@@ -153,8 +153,8 @@ def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterato
         if source.id_column is None:
             if hash(row[ID]) in seen:
                 raise XcompatError(
-                    f"{source.path}: two samples are called {row[ID]!r}; name a column that tells them apart under id_column, or load "
-                    "folders and shards with names of their own"
+                    f"{source.path}: two samples are called {row[ID]!r}; name a column that tells them apart under id_column, "
+                    "or load folders and shards with names of their own"
                 )
             seen.add(hash(row[ID]))
         yield row
