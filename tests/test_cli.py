@@ -332,6 +332,10 @@ def test_evaluate_refuses_the_wrong_old_model(
     assert "cannot be compared" in refused(run(*arguments, "--old", folder_of["siglip"]))
     assert "does not exist" in refused(run(*arguments, "--old", "./nowhere/old"))
     assert "--data" in refused(run("evaluate", checkpoint))
+    assert "unknown key 'captions_column'; did you mean 'caption_column'" in refused(
+        run(*arguments[:2], "captions_column=x", *arguments[2:])
+    )
+    assert "nowhere" in refused(run(*arguments[:2], "caption_column=nowhere", *arguments[2:]))
     assert "does not exist" in refused(run("evaluate", checkpoint, "--data", tmp_path / "no" / "pairs.csv"))
     assert "holds no xcompat checkpoint" in refused(run("evaluate", folder_of["clip"], "--data", pairs_folder))
     assert not (tmp_path / "report" / "report.json").exists()

@@ -15,13 +15,10 @@ SEED = "seed"
 CAPTION_NUMBER = "caption_number"
 
 PIXEL_VALUES = "pixel_values"
-INPUT_IDS = "input_ids"
-ATTENTION_MASK = "attention_mask"
 LABELS = "labels"
 OLD_EMBEDS = "old_embeds"
 OLD_TEXT_EMBEDS = "old_text_embeds"
 NEW_EMBEDS = "new_embeds"
-SIDE_INFO = "side_info"
 
 
 def captions_of(value: str | Iterable[Any] | None) -> list[str]:

@@ -68,11 +68,6 @@ class OpenClipEncoder(Encoder):
 
     library: ClassVar[str] = "open_clip"
 
-    @property
-    def trims_padding(self) -> bool:
-        """Return whether the text tower pools at the end token under a causal mask, so that padding changes nothing."""
-        return _trims_padding(self.description["config"]["model_cfg"])
-
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`Encoder.image_features`."""
         return self.model.encode_image(pixel_values)
@@ -116,6 +111,7 @@ class OpenClipEncoder(Encoder):
 
 
 def _trims_padding(model_cfg: dict[str, Any]) -> bool:
+    """Return whether the text tower pools at the end token under a causal mask, so that padding changes nothing."""
     text = model_cfg["text_cfg"]
     return text.get("pool_type", "argmax") == "argmax" and not text.get("no_causal_mask") and not text.get("hf_model_name")
 

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from xcompat.data import BadSamples, EmbeddingPairDataset, PairCollator, PairDataset, collate_embeddings, stream_pairs
+from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import is_main_process, process_state, rank
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders.processor import Processor
@@ -70,7 +71,7 @@ def pair_data(
         unusable = BadSamples(data.pairs.max_bad_share)
         return stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed, bad=unusable).repeat(None), collator
     extra: dict[str, Any] = (
-        {} if old is None else {"image_extra": {"old_embeds": old[0]}, "caption_extra": {"old_text_embeds": old[1]}}
+        {} if old is None else {"image_extra": {OLD_EMBEDS: old[0]}, "caption_extra": {OLD_TEXT_EMBEDS: old[1]}}
     )
     bad = BadSamples(data.pairs.max_bad_share, len(pairs)) if data.pairs is not None else None
     return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, **extra), collator
