@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from xcompat.data import load_pairs, load_texts
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts, length_sorted_batches
+from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder
 
@@ -22,6 +23,21 @@ TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
 @pytest.fixture(scope="module", params=["clip", "siglip", "open_clip"])
 def embedder(request: pytest.FixtureRequest, folder_of: dict[str, str]) -> Embedder:
     return load_embedder(folder_of[request.param])
+
+
+def test_packed_linears_compute_the_same_and_leave_no_trace(embedder: Embedder) -> None:
+    batch = embedder.processor.texts(TEXTS)
+    plain = embedder.embed(batch)
+    with packed_linears(embedder.model):
+        assert any("forward" in vars(module) for module in embedder.model.modules())
+        torch.testing.assert_close(embedder.embed(batch), plain, atol=1e-5, rtol=0)
+    assert not any("forward" in vars(module) for module in embedder.model.modules())
+    assert torch.equal(embedder.embed(batch), plain)
+
+
+def test_padding_behind_a_text_changes_nothing(embedder: Embedder) -> None:
+    alone = torch.cat([embedder.embed(embedder.processor.texts([text])) for text in TEXTS])
+    torch.testing.assert_close(embedder.embed(embedder.processor.texts(TEXTS)), alone, atol=1e-5, rtol=0)
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))

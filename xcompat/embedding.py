@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
 from xcompat.distributed import barrier, is_main_process, rank, world_size
+from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
@@ -246,7 +247,7 @@ def _embed(
     if not (path / "cache.json").exists():
         mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
         total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
-        with progress_bar() as bar:
+        with progress_bar() as bar, packed_linears(embedder.model):
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
             for shard in mine:
                 stop = min(starts[shard] + shard_rows, rows)

@@ -177,6 +177,7 @@ def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenC
         interpolation=preprocess.interpolation,
         max_length=model_cfg["text_cfg"].get("context_length", 77),
         pad_to_max_length=not _trims_padding(model_cfg),
+        masks_padding=False,  # open_clip's towers take no mask
         pad_token_id=0,
         transform=open_clip.transform.image_transform_v2(preprocess, is_train=False),
         tokenizer=_tokenizer(folder, model_cfg["text_cfg"]),

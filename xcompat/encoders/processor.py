@@ -24,6 +24,8 @@ class Processor(ABC):
         interpolation: name of the resampling filter, such as ``"bicubic"``.
         max_length: most tokens the text tower takes; 0 when there is no text tower.
         pad_to_max_length: True when the model reads the padding (SigLIP), so that trimming it changes embeddings.
+        masks_padding: True when the model has to be told what is padding. Not so under a causal mask with pooling at the end
+            token (CLIP), where no token sees what follows it; without a mask attention takes a faster path.
         pad_token_id: the token that fills up a batch.
         count_truncated: texts so far that were longer than ``max_length`` and lost their end.
     """
@@ -34,6 +36,7 @@ class Processor(ABC):
     interpolation: str
     max_length: int
     pad_to_max_length: bool
+    masks_padding: bool
     pad_token_id: int
     count_truncated: int = 0
 
@@ -73,7 +76,7 @@ class Processor(ABC):
             token_ids: B lists from :meth:`tokenize`.
 
         Returns:
-            ``input_ids`` (B, L) int64 and, unless the model reads its padding, ``attention_mask`` (B, L) int64; L is the
+            ``input_ids`` (B, L) int64 and, where the model masks its padding, ``attention_mask`` (B, L) int64; L is the
             longest list, or ``max_length`` when the model wants a fixed length.
         """
         length = self.max_length if self.pad_to_max_length else max(len(ids) for ids in token_ids)
@@ -82,7 +85,7 @@ class Processor(ABC):
         for row, ids in enumerate(token_ids):
             input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
             attention_mask[row, : len(ids)] = 1
-        return {"input_ids": input_ids} if self.pad_to_max_length else {"input_ids": input_ids, "attention_mask": attention_mask}
+        return {"input_ids": input_ids, "attention_mask": attention_mask} if self.masks_padding else {"input_ids": input_ids}
 
     def texts(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Tokenise and pad a batch of texts.

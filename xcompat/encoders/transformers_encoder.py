@@ -252,6 +252,7 @@ def make_processor(
         interpolation=Resampling(image_processor.resample).name.lower(),
         max_length=min(longest, tokenizer.model_max_length),
         pad_to_max_length=text_type.startswith("siglip"),  # pools its last position, whatever stands there
+        masks_padding=not text_type.startswith(("siglip", "clip")),
         pad_token_id=tokenizer.pad_token_id,
         image_processor=image_processor,
         tokenizer=tokenizer,
