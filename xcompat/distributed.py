@@ -25,12 +25,18 @@ def process_state() -> PartialState:
         accelerate's state, the same object at every call.
     """
     import torch
+    import torch.distributed
     from accelerate import PartialState
-    from accelerate.utils import is_torch_xla_available, parse_flag_from_env
+    from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
     present = torch.accelerator.is_available() or is_torch_xla_available()
     # PartialState does not read the launcher's use_cpu itself; and the first process judges while the others wait
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
+    if state.distributed_type == DistributedType.XLA and not torch.distributed.is_initialized():
+        # accelerate leaves both out on TPU: the ranks in the environment, and the collectives of torch.distributed
+        os.environ |= {"RANK": str(state.process_index), "WORLD_SIZE": str(state.num_processes)}
+        torch.distributed.init_process_group("xla", init_method="xla://")
+    return state
 
 
 def end_processes() -> None:

@@ -58,6 +58,11 @@ class Encoder(nn.Module, ABC):
         """Return the ``image`` and ``text`` towers, for adapters."""
 
     @property
+    def layer_classes(self) -> set[str]:
+        """Return the names of the classes that FSDP shards as one piece each."""
+        return set(getattr(self.model, "_no_split_modules", None) or ())
+
+    @property
     def image_embedding_layer(self) -> nn.Module | None:
         """Return the layer whose output are the image tower's tokens, where visual prompts go; None if there is none."""
         return None

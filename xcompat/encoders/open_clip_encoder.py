@@ -96,6 +96,11 @@ class OpenClipEncoder(Encoder):
         text = self.model.transformer if isinstance(self.model, open_clip.CLIP) else self.model.text
         return {"image": self.model.visual, "text": text}
 
+    @property
+    def layer_classes(self) -> set[str]:
+        """See :attr:`Encoder.layer_classes`."""
+        return {"ResidualAttentionBlock"}
+
     def rebuild_masks(self) -> None:
         """Compute the causal masks anew: they are not saved, and loading leaves them undefined."""
         for module in self.model.modules():

@@ -35,7 +35,7 @@ def packed_linears(module: nn.Module) -> Iterator[None]:
     try:
         for linear in linears:
             weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
-            linear.forward = partial(_packed_linear, weight=weight, bias=linear.bias)  # shadows the method of the class
+            vars(linear)["forward"] = partial(_packed_linear, weight=weight, bias=linear.bias)  # shadows the method of the class
         yield
     finally:
         for linear in linears:

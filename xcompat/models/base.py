@@ -96,6 +96,7 @@ class CompatModel(PreTrainedModel):
                     f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)"
                 )
             self.encoder = encoder or build_encoder(config.encoder)
+            self._no_split_modules = self.encoder.layer_classes
             if config.adapters is not None:
                 self.encoder.add_adapters(AdapterConfig(**config.adapters))
         elif encoder is not None:

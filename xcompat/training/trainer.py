@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -22,6 +23,7 @@ from xcompat.progress import console
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import DataSettings, StageRecipe
+from xcompat.training.sharding import shardable, unsharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +106,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         folder: where checkpoints go.
 
     Returns:
-        The trained model, unwrapped.
+        The trained model, unwrapped and whole.
 
     Raises:
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
@@ -113,6 +115,8 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     settings = training_arguments(part, seed, folder)
     _check_size(dataset, settings)
     bar, interrupt = ProgressCallback(part.name), InterruptCallback()
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        model = shardable(model)
     trainer = Trainer(
         model=model.train(),
         args=settings,
@@ -144,7 +148,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         raise XcompatError(
             f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue"
         )
-    return trainer.accelerator.unwrap_model(trainer.model)
+    return unsharded(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
