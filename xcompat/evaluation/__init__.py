@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from xcompat.evaluation.cases import Case, Contestant, Criterion, Difference, Evaluation, readable
 from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap
+from xcompat.evaluation.labelled_protocol import EmbeddedImages, evaluate_labelled_cases
 from xcompat.evaluation.metrics import (
     class_embeddings,
     first_hit_ranks,
@@ -11,23 +13,37 @@ from xcompat.evaluation.metrics import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-from xcompat.evaluation.protocol import Case, Criterion, Difference, EmbeddedPairs, Evaluation, ZeroShot, evaluate_cases
+from xcompat.evaluation.protocol import EmbeddedPairs, ZeroShot, evaluate_cases
+from xcompat.evaluation.ranking import RankedQueries, cmc, mean_average_precision, ranking_per_query
+from xcompat.evaluation.similarity import linear_cka
+from xcompat.evaluation.verification import tar_at_far, tpir_at_far
 
 __all__ = [
     "Case",
+    "Contestant",
     "Criterion",
     "Difference",
+    "EmbeddedImages",
     "EmbeddedPairs",
     "Evaluation",
     "PairedDifference",
+    "RankedQueries",
     "ZeroShot",
     "bootstrap_interval",
     "class_embeddings",
+    "cmc",
     "evaluate_cases",
+    "evaluate_labelled_cases",
     "first_hit_ranks",
+    "linear_cka",
+    "mean_average_precision",
     "negative_flip_rate",
     "paired_bootstrap",
+    "ranking_per_query",
+    "readable",
     "recall_at_k",
+    "tar_at_far",
+    "tpir_at_far",
     "zero_shot_accuracy",
     "zero_shot_ranks",
 ]

@@ -1,0 +1,285 @@
+"""Ranking by class against sorted lists and other libraries, and the properties that ties and chunks must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation import (
+    RankedQueries,
+    cmc,
+    first_hit_ranks,
+    labelled,
+    mean_average_precision,
+    negative_flip_rate,
+    ranking,
+    ranking_per_query,
+)
+
+# One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
+_SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
+_DENSE = st.lists(st.sampled_from([-1.0, 1.0]), min_size=4, max_size=4).map(np.array)
+_ROW = _SPARSE | _DENSE
+
+
+def naive_ranking(
+    queries: np.ndarray,
+    gallery: np.ndarray,
+    query_labels: Sequence,
+    gallery_labels: Sequence,
+    query_ids: Sequence | None = None,
+    gallery_ids: Sequence | None = None,
+    places: int = 3,
+) -> list[tuple[int, float, float, float, int]]:
+    """Sort each query's gallery, negatives first among equals, and walk down: first hit, AP, AP@R, AP@places, positives."""
+    found = []
+    for row, query in enumerate(queries):
+        hits = []
+        for column, item in enumerate(gallery):
+            if query_ids is None or gallery_ids is None or query_ids[row] != gallery_ids[column]:
+                score = float(query @ item / (np.linalg.norm(query) * np.linalg.norm(item)))
+                hits.append((-score, query_labels[row] == gallery_labels[column]))
+        ranked = [hit for _, hit in sorted(hits)]
+        n = sum(ranked)
+        precisions = [(place, sum(ranked[:place]) / place) for place, hit in enumerate(ranked, 1) if hit]
+        whole, at_r, at_places = (sum(value for place, value in precisions if place <= cut) for cut in (len(ranked), n, places))
+        if n:
+            found.append((ranked.index(True), whole / n, at_r / n, at_places / min(n, places), n))
+        else:
+            found.append((-1, np.nan, np.nan, np.nan, 0))
+    return found
+
+
+def assert_same(ranked: RankedQueries, expected: list[tuple[int, float, float, float, int]]) -> None:
+    first, whole, at_r, _, positives = zip(*expected, strict=True)
+    assert ranked.first_hit_ranks_Q.tolist() == list(first)
+    assert ranked.positives_Q.tolist() == list(positives)
+    assert np.allclose(ranked.average_precision_Q, whole, rtol=1e-12, equal_nan=True)
+    assert np.allclose(ranked.average_precision_at_r_Q, at_r, rtol=1e-12, equal_nan=True)
+
+
+def assert_identical(one: RankedQueries, other: RankedQueries) -> None:
+    for name in RankedQueries.__dataclass_fields__:
+        assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
+
+
+def random_problem(seed: int, n_queries: int, n_gallery: int, dim: int, n_classes: int) -> tuple:
+    """Classes are clouds that overlap."""
+    generator = np.random.default_rng(seed)
+    centres = generator.normal(size=(n_classes, dim))
+    labels = [generator.integers(n_classes, size=n) for n in (n_queries, n_gallery)]
+    embeds = [(centres[side] + generator.normal(size=(len(side), dim))).astype(np.float32) for side in labels]
+    return (*embeds, *labels)
+
+
+@pytest.mark.parametrize("n_classes", [1, 2, 7, 60])
+def test_ranking_equals_sorted_lists(n_classes: int) -> None:
+    problem = random_problem(n_classes, 23, 67, 24, n_classes)
+    expected = naive_ranking(*problem)
+    assert_same(ranking_per_query(*problem, chunk_size=3), expected)
+    known = [row for row in expected if row[-1]]
+    assert (len(known) < len(expected)) == (n_classes == 60)
+    assert cmc(*problem, ks=(1, 4)) == {k: np.mean([row[0] < k for row in known]) for k in (1, 4)}
+    for at, column in ((None, 1), ("R", 2), (3, 3)):
+        assert mean_average_precision(*problem, at=at) == pytest.approx(np.mean([row[column] for row in known]))
+
+
+@given(st.lists(_ROW, min_size=1, max_size=8), st.lists(_ROW, min_size=1, max_size=40), st.data())
+@settings(max_examples=150)
+def test_ties_are_pessimistic_and_chunks_do_not_matter(queries: list, gallery: list, data: st.DataObject) -> None:
+    def draw(values: Sequence, size: int) -> list:
+        return data.draw(st.lists(st.sampled_from(values), min_size=size, max_size=size))
+
+    labels = draw("abc", len(queries)), draw("abd", len(gallery))
+    ids = data.draw(st.sampled_from([(None, None), (draw(range(9)[:4], len(queries)), draw(range(12), len(gallery)))]))
+    problem = (np.array(queries), np.array(gallery), *labels, *ids)
+    expected = naive_ranking(*problem)
+    if not any(row[-1] for row in expected):
+        with pytest.raises(XcompatError, match="no query has another item of its class"):
+            ranking_per_query(*problem)
+        return
+    ranked = ranking_per_query(*problem)
+    assert_same(ranked, expected)
+    for chunk_size in (1, 2):
+        assert_identical(ranking_per_query(*problem, chunk_size=chunk_size), ranked)
+    at_three = [row[3] for row in expected if row[-1]]
+    assert mean_average_precision(*problem, at=3) == pytest.approx(np.mean(at_three))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([1, 7, 96]))
+@settings(max_examples=30)
+def test_copies_tie_in_any_position_chunk_and_scale(seed: int, chunk_size: int, dim: int) -> None:
+    """Rounding must not break the tie between copies: a negative twin before each positive leaves precision at most half."""
+    generator = np.random.default_rng(seed)
+    items = generator.normal(size=(20, dim)).astype(np.float32)
+    order = generator.permutation(40)
+    gallery, labels = np.concatenate([items, items * 4])[order], np.repeat([0, 1], 20)[order]
+    ranked = ranking_per_query(items, gallery, [0] * 20, labels, chunk_size=chunk_size)
+    assert (ranked.first_hit_ranks_Q >= 1).all()
+    assert (ranked.average_precision_Q <= 0.5).all()
+    assert_identical(ranked, ranking_per_query(items, gallery, [0] * 20, labels))
+
+
+def test_every_way_to_cut_the_work_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = (*random_problem(0, 60, 300, 8, 3), range(60), np.random.default_rng(0).permutation(300))
+    whole = ranking_per_query(*problem)
+    assert_same(whole, naive_ranking(*problem))
+    for module, name, value in (
+        (labelled, "_BLOCK_POSITIVES", 300),
+        (labelled, "_TILE", 700),
+        (ranking, "_TILE", {"cpu": 1200, "cuda": 1200}),
+        (ranking, "_BUCKETS", (5, 9)),
+    ):
+        monkeypatch.setattr(module, name, value)
+        for chunk_size in (3, 16):
+            assert_identical(ranking_per_query(*problem, chunk_size=chunk_size), whole)
+
+
+def test_one_far_positive_does_not_blur_the_crowd() -> None:
+    """Buckets span a query's positives: here all but one stand in a sliver of that, and most scores share a bucket."""
+    generator = np.random.default_rng(1)
+    crowd = np.array([1.0, 0, 0, 0]) + generator.normal(size=(60, 4)) * 0.01
+    gallery, labels = np.concatenate([-crowd[:1], crowd]), np.concatenate([[0], generator.integers(2, size=60)])
+    assert_same(ranking_per_query(crowd[:5], gallery, [0] * 5, labels), naive_ranking(crowd[:5], gallery, [0] * 5, labels))
+
+
+def test_all_equal_scores_do_not_score() -> None:
+    labels = "aabbcc"
+    for embeds in (np.ones((6, 3)), np.zeros((6, 3))):
+        assert cmc(embeds, embeds, labels, labels, range(6), range(6), ks=(1, 4, 5)) == {1: 0.0, 4: 0.0, 5: 1.0}
+        assert mean_average_precision(embeds, embeds, labels, labels, range(6), range(6)) == pytest.approx(1 / 5)
+        assert mean_average_precision(embeds, embeds, labels, labels, range(6), range(6), at="R") == 0.0
+
+
+def test_the_query_is_left_out_by_its_id_and_not_by_its_place() -> None:
+    queries, _, labels, _ = random_problem(2, 40, 1, 8, 5)
+    order = np.random.default_rng(2).permutation(40)
+    ids = [f"image {row}" for row in range(40)]
+    by_id = ranking_per_query(queries, queries[order], labels, labels[order], ids, [ids[row] for row in order])
+    assert_same(by_id, naive_ranking(queries, queries, labels, labels, ids, ids))
+    assert (ranking_per_query(queries, queries[order], labels, labels[order]).first_hit_ranks_Q == 0).all()  # itself
+
+
+def test_a_query_alone_in_its_class_is_dropped() -> None:
+    ranked = ranking_per_query(np.eye(3), np.eye(3), "abb", "abb", range(3), range(3))
+    assert ranked.positives_Q.tolist() == [0, 1, 1]
+    assert ranked.first_hit_ranks_Q.tolist() == [-1, 1, 1]
+    assert np.isnan(ranked.average_precision_Q[0])
+    assert cmc(np.eye(3), np.eye(3), "abb", "abb", range(3), range(3), ks=(1, 2)) == {1: 0.0, 2: 1.0}
+
+
+def test_first_hits_are_those_of_ids_and_can_flip() -> None:
+    problem = random_problem(4, 60, 80, 16, 30)
+    ranked = ranking_per_query(*problem)
+    assert ranked.first_hit_ranks_Q.tolist() == first_hit_ranks(*problem).tolist()
+    assert negative_flip_rate(ranked.first_hit_ranks_Q, ranked.first_hit_ranks_Q) == 0.0
+
+
+def test_average_precision_equals_scikit_learn() -> None:
+    from sklearn.metrics import average_precision_score
+
+    queries, gallery, query_labels, gallery_labels = random_problem(5, 30, 200, 16, 6)
+    unit = [embeds / np.linalg.norm(embeds, axis=1, keepdims=True) for embeds in (queries.astype(float), gallery.astype(float))]
+    scores = unit[0] @ unit[1].T
+    oracle = [average_precision_score(gallery_labels == label, row) for label, row in zip(query_labels, scores, strict=True)]
+    found = ranking_per_query(queries, gallery, query_labels, gallery_labels).average_precision_Q
+    assert np.allclose(found, oracle, rtol=1e-12)
+
+
+def test_values_equal_pytorch_metric_learning() -> None:
+    from pytorch_metric_learning.distances import CosineSimilarity
+    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+    from pytorch_metric_learning.utils.inference import CustomKNN
+
+    embeds, _, labels, _ = random_problem(6, 120, 1, 16, 6)
+    unit = torch.nn.functional.normalize(torch.tensor(embeds))
+    names = ("precision_at_1", "mean_average_precision_at_r", "mean_average_precision")
+    oracle = AccuracyCalculator(include=names, k=119, device=torch.device("cpu"), knn_func=CustomKNN(CosineSimilarity()))
+    expected = oracle.get_accuracy(unit, torch.tensor(labels))
+    problem = (embeds, embeds, labels, labels, range(120), range(120))
+    assert cmc(*problem)[1] == pytest.approx(expected["precision_at_1"])
+    assert mean_average_precision(*problem, at="R") == pytest.approx(expected["mean_average_precision_at_r"])
+    assert mean_average_precision(*problem) == pytest.approx(expected["mean_average_precision"])
+
+
+def test_values_equal_torchmetrics() -> None:
+    from torchmetrics.retrieval import RetrievalHitRate, RetrievalMAP
+
+    queries, gallery, query_labels, gallery_labels = random_problem(7, 40, 90, 16, 12)
+    unit = [torch.nn.functional.normalize(torch.tensor(embeds, dtype=torch.float64)) for embeds in (queries, gallery)]
+    scores = 1 + unit[0] @ unit[1].T  # it takes positives that score below 0 for negatives
+    hits = torch.tensor(query_labels[:, None] == gallery_labels[None])
+    flat = scores.flatten(), hits.flatten(), torch.arange(40)[:, None].expand(40, 90).flatten()
+    problem = (queries, gallery, query_labels, gallery_labels)
+    assert mean_average_precision(*problem) == pytest.approx(float(RetrievalMAP(empty_target_action="skip")(*flat)), abs=1e-6)
+    for k, value in cmc(*problem).items():
+        assert value == pytest.approx(float(RetrievalHitRate(top_k=k, empty_target_action="skip")(*flat)), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_torch_of_any_dtype_equals_numpy(dtype: torch.dtype) -> None:
+    queries, gallery, query_labels, gallery_labels = random_problem(8, 30, 60, 32, 5)
+    queries_t, gallery_t = torch.tensor(queries).to(dtype), torch.tensor(gallery).to(dtype).requires_grad_()
+    as_torch = ranking_per_query(queries_t, gallery_t, torch.tensor(query_labels), torch.tensor(gallery_labels))
+    plain = queries_t.double().numpy(), gallery_t.detach().double().numpy()
+    assert_identical(as_torch, ranking_per_query(*plain, query_labels, gallery_labels))
+
+
+def test_a_memory_mapped_gallery_is_read_in_place(tmp_path: Path) -> None:
+    queries, gallery, query_labels, gallery_labels = random_problem(9, 30, 60, 16, 5)
+    np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
+    mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
+    expected = ranking_per_query(queries, gallery.astype(np.float16), query_labels, gallery_labels)
+    assert_identical(ranking_per_query(queries, mapped, query_labels, gallery_labels, chunk_size=1), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n_classes", [2, 40])
+def test_cuda_gives_the_same_bits(n_classes: int) -> None:
+    queries, gallery, *labels = random_problem(10, 700, 3000, 64, n_classes)
+    ids = range(700), range(3000)
+    on_device = ranking_per_query(torch.tensor(queries).cuda(), torch.tensor(gallery).cuda(), *labels, *ids, chunk_size=64)
+    assert_identical(on_device, ranking_per_query(queries, gallery, *labels, *ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.eye(2), np.eye(3), "ab", "abc"), "2 dimensions but the gallery has 3"),
+        ((np.eye(2), np.eye(2), "a", "ab"), "query labels: 2 rows but 1 ids"),
+        ((np.eye(2), np.eye(2), "ab", "abc"), "gallery labels: 2 rows but 3 ids"),
+        ((np.eye(2), np.eye(2), "ab", "ab", "x", "xy"), "query ids: 2 rows but 1 ids"),
+        ((np.eye(2), np.eye(2), "ab", "ab", "xy"), "sample ids of one side only"),
+        ((np.eye(2), np.eye(2) * np.nan, "ab", "ab"), "gallery hold NaN"),
+        ((np.full((2, 2), np.inf), np.eye(2), "ab", "ab"), "queries hold NaN or infinite"),
+        ((np.empty((0, 2)), np.eye(2), "", "ab"), "queries are empty"),
+        ((np.ones(2), np.eye(2), "ab", "ab"), "must be a matrix"),
+        ((np.eye(2), np.eye(2), "ab", "cd"), "no query has another item of its class"),
+        ((np.eye(2), np.eye(2), "ab", "ab", "xy", "xy"), "no query has another item of its class"),
+        ((np.eye(2), np.eye(2), "ab", "ab", "xx", "xx"), "no query has another item of its class"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: tuple, message: str) -> None:
+    for metric in (cmc, mean_average_precision, ranking_per_query):
+        with pytest.raises(XcompatError, match=message) as caught:
+            metric(*arguments)
+        assert "\n" not in str(caught.value)
+
+
+def test_cuts_and_chunks_are_at_least_one() -> None:
+    problem = (np.eye(2), np.eye(2), "ab", "ab")
+    for at in (0, "r", 0.5):
+        with pytest.raises(XcompatError, match="at must be None"):
+            mean_average_precision(*problem, at=at)
+    for ks in ((), (1, 0)):
+        with pytest.raises(XcompatError, match="cut-offs of at least 1"):
+            cmc(*problem, ks=ks)
+    with pytest.raises(XcompatError, match="chunk_size must be at least 1"):
+        ranking_per_query(*problem, chunk_size=0)

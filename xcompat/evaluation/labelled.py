@@ -1,0 +1,180 @@
+"""Queries and a gallery with a class each: who counts for whom, and their exact scores, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, blocks, id_codes
+
+LEFT_OUT = -(2.0**53)
+"""Stands where a pair does not count; below every score, which are integers of at most about 2^52."""
+
+MATED_ROWS = 128
+"""Queries whose positives are looked for together; few, so that little else stands between them."""
+
+_BLOCK_POSITIVES = 2**21  # positives of one block of queries: some hundred MB where each has tens of thousands
+_WIDER = 16  # gallery items per block are so many times the queries: whoever counts in a tile has a cost per row of it
+_TILE = 2**21  # scores computed together, 16 MB: more would be given back to the system and fetched again for each tile
+
+
+class LabelledPairs:
+    """All pairs of a query and a gallery item, but those of equal sample ids; equal labels make a positive.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables.
+        gallery_labels: G hashables.
+        query_ids: Q hashables that say which sample a query is; None to leave nothing out.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        chunk_size: queries per block; memory grows with it, scores do not change.
+
+    Raises:
+        XcompatError: if shapes, labels, ids or numbers are unusable.
+    """
+
+    def __init__(
+        self,
+        queries_QD: Embeddings,
+        gallery_GD: Embeddings,
+        query_labels: Ids,
+        gallery_labels: Ids,
+        query_ids: Ids | None,
+        gallery_ids: Ids | None,
+        chunk_size: int = 1024,
+    ) -> None:
+        if chunk_size < 1:
+            raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
+        self.device = torch.device("cpu")
+        if isinstance(queries_QD, torch.Tensor) and queries_QD.is_cuda:
+            self.device = queries_QD.device
+        self._queries = ExactRows(queries_QD, "queries", self.device)
+        self._gallery = ExactRows(gallery_GD, "gallery", self.device)
+        if self._queries.dim != self._gallery.dim:
+            raise XcompatError(
+                f"queries have {self._queries.dim} dimensions but the gallery has {self._gallery.dim}; "
+                "bring the queries into the gallery's space first (the model's view)"
+            )
+        self.n_queries, self.n_gallery = len(self._queries), len(self._gallery)
+        self._chunk_size = chunk_size
+        self.query_codes, self.gallery_codes = id_codes(
+            as_ids(query_labels, self.n_queries, "query labels"), as_ids(gallery_labels, self.n_gallery, "gallery labels")
+        )
+        self._read_ids(query_ids, gallery_ids)
+        # In order of their classes, the positives of a block of queries stand together: finding them is a fraction of the work.
+        self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
+        self._sorted_codes_G = self.gallery_codes[self._by_class_G]
+        self._place_G = np.argsort(self._by_class_G)
+
+    def _read_ids(self, query_ids: Ids | None, gallery_ids: Ids | None) -> None:
+        """Find which stretch of the gallery, in order of its ids, each query must not meet."""
+        if (query_ids is None) != (gallery_ids is None):
+            raise XcompatError("sample ids of one side only; give query_ids and gallery_ids, or neither")
+        if query_ids is None or gallery_ids is None:
+            self._by_id_G = np.zeros(0, dtype=np.int64)
+            self._left_first_Q = self._left_last_Q = np.zeros(self.n_queries, dtype=np.int64)
+            return
+        query_codes, gallery_codes = id_codes(
+            as_ids(query_ids, self.n_queries, "query ids"), as_ids(gallery_ids, self.n_gallery, "gallery ids")
+        )
+        self._by_id_G = np.argsort(gallery_codes, kind="stable")
+        self._left_first_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes)
+        self._left_last_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes, side="right")
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs that count."""
+        return self.n_queries * self.n_gallery - int((self._left_last_Q - self._left_first_Q).sum())
+
+    def mated_blocks(self) -> Iterator[np.ndarray]:
+        """Yield the queries whose class occurs in the gallery, in order of their classes.
+
+        Yields:
+            Row numbers ``(B,)``: at most ``chunk_size``, and fewer where classes are large.
+        """
+        order_Q = np.argsort(self.query_codes, kind="stable")
+        first_Q, last_Q = (np.searchsorted(self._sorted_codes_G, self.query_codes[order_Q], side) for side in ("left", "right"))
+        mated_Q = last_Q > first_Q
+        order_Q, before_Q = order_Q[mated_Q], np.cumsum((last_Q - first_Q)[mated_Q])
+        start = 0
+        while start < len(order_Q):
+            limit = before_Q[start] + _BLOCK_POSITIVES
+            stop = min(start + self._chunk_size, int(np.searchsorted(before_Q, limit, side="right")))
+            yield order_Q[start:stop]
+            start = stop
+
+    def blocks_of(self, rows_N: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield row numbers in blocks of at most ``chunk_size``.
+
+        Args:
+            rows_N: row numbers of queries.
+
+        Yields:
+            Their blocks, in order.
+        """
+        for part in blocks(len(rows_N), self._chunk_size):
+            yield rows_N[part]
+
+    def tiles(self, rows_B: np.ndarray) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Yield the scores of some queries against the whole gallery.
+
+        Args:
+            rows_B: row numbers of queries.
+
+        Yields:
+            Which of ``rows_B``, which columns of the gallery, and their exact scores, float64 ``(R, C)``, :data:`LEFT_OUT` for
+            pairs of equal ids.
+        """
+        block_BD = self._queries.block(rows_B)
+        left_B, left_G = self._left_out(rows_B)
+        n_blocks = -(-self.n_gallery // (_WIDER * self._chunk_size))
+        for columns in blocks(self.n_gallery, -(-self.n_gallery // n_blocks)):
+            items_CD = self._gallery.block(columns)
+            for part in blocks(len(rows_B), max(1, _TILE // len(items_CD))):
+                scores_RC = block_BD[part] @ items_CD.T
+                _leave_out(scores_RC, left_B - part.start, left_G - columns.start)
+                yield part, columns, scores_RC
+
+    def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of some queries' positives.
+
+        Args:
+            rows_B: row numbers of a few queries (:data:`MATED_ROWS`) in order of their classes, as they are in a block.
+
+        Returns:
+            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` whose they are: positions in ``rows_B``.
+        """
+        codes_B = self.query_codes[rows_B]
+        first, last = np.searchsorted(self._sorted_codes_G, [codes_B[0], codes_B[-1] + 1])
+        codes_B1 = torch.from_numpy(codes_B).to(self.device)[:, None]
+        block_BD = self._queries.block(rows_B)
+        left_B, left_G = self._left_out(rows_B)
+        scores, owners = [], []
+        for columns in blocks(last - first, _WIDER * self._chunk_size):
+            items = self._by_class_G[first:last][columns]
+            scores_BC = block_BD @ self._gallery.block(items).T
+            _leave_out(scores_BC, left_B, self._place_G[left_G] - first - columns.start)
+            of_class_BC = torch.from_numpy(self.gallery_codes[items]).to(self.device) == codes_B1
+            owner_N, column_N = (of_class_BC & (scores_BC > LEFT_OUT)).nonzero(as_tuple=True)
+            scores.append(scores_BC[owner_N, column_N])
+            owners.append(owner_N)
+        return torch.cat(scores), torch.cat(owners)
+
+    def _left_out(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs of equal ids: positions in ``rows_B``, and gallery items."""
+        first_B = self._left_first_Q[rows_B]
+        n_B = self._left_last_Q[rows_B] - first_B
+        inside_N = np.arange(n_B.sum()) - np.repeat(np.cumsum(n_B) - n_B, n_B)
+        return np.repeat(np.arange(len(rows_B)), n_B), self._by_id_G[np.repeat(first_B, n_B) + inside_N]
+
+
+def _leave_out(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:
+    """Mark pairs that do not count; positions outside of the tile are another tile's."""
+    n_rows, n_columns = scores_RC.shape
+    here_N = (rows_N >= 0) & (rows_N < n_rows) & (columns_N >= 0) & (columns_N < n_columns)
+    rows, columns = (torch.from_numpy(positions_N[here_N]).to(scores_RC.device) for positions_N in (rows_N, columns_N))
+    scores_RC[rows, columns] = LEFT_OUT

@@ -1,0 +1,317 @@
+"""Retrieval of images by their class: CMC@k, mAP@1.0, mAP@R, exact and without sorting the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.labelled import MATED_ROWS, LabelledPairs
+from xcompat.evaluation.scores import Embeddings, Ids, blocks
+
+_KEY_BITS = (
+    54  # a score is an integer of about 53 bits with its sign; 8 bits of a key are left to say whose it is, one for a mark
+)
+_MOST_ROWS = 2 ** (62 - _KEY_BITS)
+_TILE = {"cpu": 2**17, "cuda": 2**22}  # scores counted together: what a core's cache holds, or what fills a GPU
+_BUCKETS_PER_POSITIVE = 32
+_BUCKETS = (64, 16384)
+
+
+@dataclass(frozen=True)
+class RankedQueries:
+    """What one pass over the ranking says of each query.
+
+    Args:
+        first_hit_ranks_Q: int64 ``(Q,)`` negatives before the best positive, 0 for a first place; -1 for queries without any.
+        average_precision_Q: float64 ``(Q,)`` over the whole ranking; NaN for queries without positives.
+        average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R the query's number of positives; NaN likewise.
+        positives_Q: int64 ``(Q,)`` gallery items of the query's class, without itself.
+    """
+
+    first_hit_ranks_Q: np.ndarray
+    average_precision_Q: np.ndarray
+    average_precision_at_r_Q: np.ndarray
+    positives_Q: np.ndarray
+
+
+def cmc(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_labels: Ids,
+    gallery_labels: Ids,
+    query_ids: Ids | None = None,
+    gallery_ids: Ids | None = None,
+    ks: Sequence[int] = (1, 5),
+) -> dict[int, float]:
+    """Return the share of queries that find an item of their class among the first k (the cumulative match characteristic).
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables, the classes.
+        gallery_labels: G hashables.
+        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        ks: cut-offs, at least 1.
+
+    Returns:
+        k -> fraction in [0, 1] of the queries that have a positive; the others are left out.
+
+    Raises:
+        XcompatError: if shapes, labels, ids or numbers are unusable, or no query has a positive.
+
+    Example:
+        >>> embeds = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.2]])
+        >>> cmc(embeds, embeds, "aabb", "aabb", range(4), range(4), ks=(1, 2))
+        {1: 0.75, 2: 0.75}
+    """
+    if not ks or any(k < 1 for k in ks):
+        raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
+    ranked = ranking_per_query(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    found_Q = ranked.first_hit_ranks_Q[ranked.positives_Q > 0]
+    return {int(k): float((found_Q < k).mean()) for k in ks}
+
+
+def mean_average_precision(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_labels: Ids,
+    gallery_labels: Ids,
+    query_ids: Ids | None = None,
+    gallery_ids: Ids | None = None,
+    at: int | Literal["R"] | None = None,
+) -> float:
+    """Return the mean over queries of average precision: the mean, over a query's positives, of the precision at each one's rank.
+
+    The j-th best positive has rank j + the negatives that score at least as high as it, and precision j / rank. Where the ranking
+    is cut after k places, positives behind it count 0 and the sum is divided by the number of positives that could stand before
+    it: min(k, R) of a query's R. With k = R this is mAP@R (Musgrave et al. 2020, section 3.2).
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables, the classes.
+        gallery_labels: G hashables.
+        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        at: None for the whole ranking (mAP@1.0), "R" to cut after each query's number of positives, or places, at least 1.
+
+    Returns:
+        A fraction in [0, 1], over the queries that have a positive.
+
+    Raises:
+        XcompatError: if shapes, labels, ids, numbers or the cut are unusable, or no query has a positive.
+
+    Example:
+        >>> gallery = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
+        >>> [mean_average_precision(gallery[:1], gallery, "b", "abb", at=at) for at in (None, "R", 3)]
+        [0.5833333333333333, 0.25, 0.5833333333333333]
+    """
+    if at not in (None, "R") and not (isinstance(at, int) and at >= 1):
+        raise XcompatError(f'at must be None (the whole ranking), "R", or a number of places of at least 1, not {at!r}')
+    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    per_query = [hits.average_precision(at) for hits in ranked_hits(pairs)]
+    return float(np.concatenate(per_query).mean())
+
+
+def ranking_per_query(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_labels: Ids,
+    gallery_labels: Ids,
+    query_ids: Ids | None = None,
+    gallery_ids: Ids | None = None,
+    *,
+    chunk_size: int = 1024,
+) -> RankedQueries:
+    """Return first hits and average precisions of each query, for means, flips and bootstrap intervals, from one pass.
+
+    Scores are exact, ties are pessimistic (a positive ranks after every negative of its score), and the result does not depend on
+    the chunk size in any bit.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables, the classes.
+        gallery_labels: G hashables.
+        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        chunk_size: queries per block; memory grows with it.
+
+    Returns:
+        One number of each kind per query.
+
+    Raises:
+        XcompatError: if shapes, labels, ids or numbers are unusable, or no query has a positive.
+
+    Example:
+        >>> ranked = ranking_per_query(np.eye(2), np.ones((3, 2)), "az", "abb")
+        >>> ranked.first_hit_ranks_Q.tolist(), ranked.average_precision_Q.round(3).tolist(), ranked.positives_Q.tolist()
+        ([2, -1], [0.333, nan], [1, 0])
+    """
+    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids, chunk_size)
+    first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
+    whole_Q, at_r_Q = np.full(pairs.n_queries, np.nan), np.full(pairs.n_queries, np.nan)
+    for hits in ranked_hits(pairs):
+        first_Q[hits.rows_B], positives_Q[hits.rows_B] = hits.first_hit_ranks_B, hits.positives_B
+        whole_Q[hits.rows_B], at_r_Q[hits.rows_B] = hits.average_precision(None), hits.average_precision("R")
+    return RankedQueries(first_Q, whole_Q, at_r_Q, positives_Q)
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The positives of a block of queries, each query's from the worst to the best, and where they stand in its ranking.
+
+    Args:
+        rows_B: which queries; each has a positive.
+        positives_B: how many.
+        owners_N: whose each positive is: a position in ``rows_B``, ascending.
+        places_N: their places among the query's positives, 1 for the best.
+        ranks_N: their places among all items, 1 for the best.
+        best_scores_B: exact scores of the best positives.
+        first_hit_ranks_B: negatives before the best positives.
+    """
+
+    rows_B: np.ndarray
+    positives_B: np.ndarray
+    owners_N: np.ndarray
+    places_N: np.ndarray
+    ranks_N: np.ndarray
+    best_scores_B: np.ndarray
+    first_hit_ranks_B: np.ndarray
+
+    def average_precision(self, at: int | Literal["R"] | None) -> np.ndarray:
+        """Return each query's average precision.
+
+        Args:
+            at: where the ranking is cut, as in :func:`mean_average_precision`.
+
+        Returns:
+            float64 ``(B,)``.
+        """
+        precisions_N, most_B = self.places_N / self.ranks_N, self.positives_B
+        if at is not None:
+            places_B = self.positives_B if at == "R" else np.full_like(self.positives_B, at)
+            precisions_N, most_B = precisions_N * (self.ranks_N <= places_B[self.owners_N]), np.minimum(places_B, most_B)
+        # bincount adds one by one, in the order of the scores: the same sum in a block of any size
+        return np.bincount(self.owners_N, weights=precisions_N, minlength=len(self.rows_B)) / most_B
+
+
+def ranked_hits(pairs: LabelledPairs) -> Iterator[Hits]:
+    """Rank the positives of all queries that have any.
+
+    Args:
+        pairs: queries and gallery.
+
+    Yields:
+        The positives, block by block of queries.
+
+    Raises:
+        XcompatError: if no query has a positive.
+    """
+    none = True
+    for rows_B in pairs.mated_blocks():
+        scores_N, owners_N = _sorted_positives(pairs, rows_B)
+        positives_B = torch.bincount(owners_N, minlength=len(rows_B))
+        has_any_B = positives_B > 0  # a query may be the only one of its class
+        if not has_any_B.any():
+            continue
+        none = False
+        rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
+        owners_N = torch.repeat_interleave(positives_B)
+        at_least_N = _count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
+        yield _place(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
+    if none:
+        raise XcompatError("no query has another item of its class in the gallery; check that both sides use the same labels")
+
+
+def _place(
+    rows_B: np.ndarray, positives_B: np.ndarray, owners_N: np.ndarray, scores_N: np.ndarray, at_least_N: np.ndarray
+) -> Hits:
+    """Turn counts of all items at or above each positive into ranks after the negatives only."""
+    positions_N, ends_B = np.arange(len(scores_N)), np.cumsum(positives_B)
+    ends_N, best_B = ends_B[owners_N], ends_B - 1
+    starts_tie_N = np.ones(len(scores_N), dtype=bool)
+    starts_tie_N[1:] = (scores_N[1:] != scores_N[:-1]) | (owners_N[1:] != owners_N[:-1])
+    tied_from_N = np.maximum.accumulate(np.where(starts_tie_N, positions_N, 0))
+    places_N = ends_N - positions_N
+    ranks_N = places_N + at_least_N - (ends_N - tied_from_N)
+    return Hits(rows_B, positives_B, owners_N, places_N, ranks_N, scores_N[best_B], ranks_N[best_B] - 1)
+
+
+def _sorted_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positives of a block of queries by owner, then by score, and their owners."""
+    scores, owners = [], []
+    for part in blocks(len(rows_B), MATED_ROWS):
+        keys_N = _sorted(_keys(*pairs.positives(rows_B[part])))
+        scores.append(((keys_N & (2**_KEY_BITS - 1)) - 2 ** (_KEY_BITS - 1)).double())
+        owners.append((keys_N >> _KEY_BITS) + part.start)
+    return torch.cat(scores), torch.cat(owners)
+
+
+def _count_at_least(
+    pairs: LabelledPairs, rows_B: np.ndarray, scores_N: torch.Tensor, owners_N: torch.Tensor, positives_B: torch.Tensor
+) -> torch.Tensor:
+    """Return how many gallery items of any class score at least as high as each positive does for its owner."""
+    ends = [0, *positives_B.cumsum(0).tolist()]
+    fewest, most = _BUCKETS
+    n_buckets = max(fewest, min(most, _BUCKETS_PER_POSITIVE * int(positives_B.max())))
+    counts_N = torch.zeros_like(owners_N)
+    for rows, columns, scores_RC in pairs.tiles(rows_B):
+        n_rows = max(1, min(_MOST_ROWS, _TILE[pairs.device.type] // (columns.stop - columns.start)))
+        for part in blocks(len(scores_RC), n_rows):
+            first = rows.start + part.start
+            its = slice(ends[first], ends[rows.start + part.stop])
+            counts_N[its] += _count_in_tile(scores_RC[part], scores_N[its], owners_N[its] - first, n_buckets)
+    return counts_N
+
+
+def _count_in_tile(scores_RC: torch.Tensor, positives_N: torch.Tensor, owners_N: torch.Tensor, n_buckets: int) -> torch.Tensor:
+    """Count the scores at or above each positive of its row without sorting the row.
+
+    Each row is cut into buckets of equal width from its lowest positive to its highest. A score in another bucket than a positive
+    is above or below it by that alone; only those that share a bucket with one, a few per cent, are sorted.
+    """
+    n_rows, n_columns = scores_RC.shape
+    n_R = torch.bincount(owners_N, minlength=n_rows)
+    last_R = n_R.cumsum(0)
+    lowest_R, highest_R = positives_N[last_R - n_R], positives_N[last_R - 1]
+    width_R = ((highest_R - lowest_R) / (n_buckets - 4)).ceil().clamp(min=1)
+    origin_R = lowest_R - 2 * width_R  # what is below all positives falls into buckets that none of them is in
+    first_R = torch.arange(0, n_rows * n_buckets, n_buckets, dtype=torch.int32, device=scores_RC.device)
+
+    def buckets(scores: torch.Tensor, rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        # Each step keeps the order of the scores of a row and rounds equal ones alike: fused, they might not.
+        steps = (scores - rows(origin_R)).mul_(rows(1 / width_R)).clamp_(0, n_buckets - 1)
+        return steps.to(torch.int32).add_(rows(first_R))
+
+    bucket_N = buckets(positives_N, lambda values_R: values_R.index_select(0, owners_N))
+    bucket_RC = buckets(scores_RC, lambda values_R: values_R[:, None]).view(-1)
+    shared = torch.zeros(n_rows * n_buckets, dtype=torch.bool, device=scores_RC.device)
+    shared.index_fill_(0, bucket_N.long(), 1)
+    passed = torch.bincount(bucket_RC, minlength=len(shared)).index_fill_(0, bucket_N.long(), 0).cumsum_(0)
+    above_N = passed[n_buckets - 1 :: n_buckets].index_select(0, owners_N) - passed.index_select(0, bucket_N)
+
+    undecided = shared.index_select(0, bucket_RC).nonzero().squeeze(1)
+    rows = undecided // n_columns
+    keys = _keys(scores_RC.reshape(-1).index_select(0, undecided), rows)
+    # Sorted together, a positive's position less the positives before it is the number of scores below it, those of rows before
+    # included, which are as many as the rows have.
+    merged = _sorted(torch.cat([keys * 2 + 1, _keys(positives_N, owners_N) * 2]))
+    below_N = (merged & 1 == 0).nonzero().squeeze(1) - torch.arange(len(owners_N), device=merged.device)
+    return above_N + torch.bincount(rows, minlength=n_rows).cumsum_(0).index_select(0, owners_N) - below_N
+
+
+def _keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+    """Return int64 ``(N,)`` that sort by row, then by score, and hold both."""
+    return scores_N.long() + (2 ** (_KEY_BITS - 1)) + (rows_N << _KEY_BITS)
+
+
+def _sorted(keys_N: torch.Tensor) -> torch.Tensor:
+    """Return keys in ascending order; on a CPU by NumPy, which, not asked where each came from, is three times as fast."""
+    return keys_N.sort().values if keys_N.is_cuda else torch.from_numpy(np.sort(keys_N.numpy()))

@@ -1,0 +1,196 @@
+"""Verification and open-set identification: TAR@FAR over pairs, TPIR@FPIR over queries, at exact thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, LabelledPairs
+from xcompat.evaluation.ranking import ranked_hits
+from xcompat.evaluation.scores import Embeddings, Ids, blocks
+
+_SLACK = 2**20  # scores gathered before the lowest are dropped
+
+
+def tar_at_far(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_labels: Ids,
+    gallery_labels: Ids,
+    query_ids: Ids | None = None,
+    gallery_ids: Ids | None = None,
+    fars: Sequence[float] = (1e-4, 1e-3, 1e-2),
+) -> dict[float, float]:
+    """Return the share of pairs of one class that are accepted where at most a share ``far`` of pairs of two classes is (1:1).
+
+    All pairs of a query and a gallery item count, but those of equal ids. For each rate the threshold is the lowest that no more
+    than ``far`` of the negative pairs reach, found exactly: where negatives tie at it, none of them may pass, so it moves above
+    them. One pass keeps as many of the highest negatives as the largest rate accepts: memory is some 30 bytes for each of these.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables, the classes.
+        gallery_labels: G hashables.
+        query_ids: Q hashables; the pair of a query and a gallery item of its own id does not count. None: all count.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        fars: false acceptance rates, in [0, 1].
+
+    Returns:
+        far -> true acceptance rate in [0, 1].
+
+    Raises:
+        XcompatError: if shapes, labels, ids, numbers or rates are unusable, or there is no pair of one class, or of two.
+
+    Example:
+        >>> gallery = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+        >>> tar_at_far(gallery[:1], gallery, "a", "aab", fars=(0, 1))
+        {0.0: 1.0, 1.0: 1.0}
+        >>> tar_at_far(gallery[:1], gallery, "a", "aba", fars=(0, 1))
+        {0.0: 0.5, 1.0: 1.0}
+    """
+    rates = _as_rates(fars)
+    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    n_positives = sum(len(pairs.positives(rows_B)[0]) for rows_B in _mated_strips(pairs))
+    n_negatives = pairs.n_pairs - n_positives
+    if not n_positives or not n_negatives:
+        missing = "one class" if not n_positives else "two classes"
+        raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
+    allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
+    highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
+    bars = {rate: _bar(highest_N, n_allowed) for rate, n_allowed in allowed.items()}
+    accepted = dict.fromkeys(rates, 0)
+    for rows_B in _mated_strips(pairs):
+        scores_N = pairs.positives(rows_B)[0]
+        for rate, bar in bars.items():
+            accepted[rate] += int((scores_N > bar).count_nonzero())
+    return {rate: count / n_positives for rate, count in accepted.items()}
+
+
+def tpir_at_far(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_labels: Ids,
+    gallery_labels: Ids,
+    query_ids: Ids | None = None,
+    gallery_ids: Ids | None = None,
+    fars: Sequence[float] = (1e-2, 1e-1),
+    rank: int = 1,
+) -> dict[float, float]:
+    """Return the share of known queries that are found where at most a share ``far`` of unknown ones is accepted (open-set 1:N).
+
+    A query is unknown, an impostor, if the gallery has no item of its class but itself; it is accepted if its best score reaches
+    the threshold, which is the lowest that no more than ``far`` of the impostors reach. A known query is found if its best
+    positive reaches it and is within ``rank`` places, ties against it: the true positive identification rate at a false positive
+    identification rate of ``far``.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_labels: Q hashables, the classes.
+        gallery_labels: G hashables.
+        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        fars: shares of impostors that may be accepted (false positive identification rates), in [0, 1].
+        rank: places within which the class must be found, at least 1.
+
+    Returns:
+        far -> true positive identification rate in [0, 1].
+
+    Raises:
+        XcompatError: if shapes, labels, ids, numbers or rates are unusable, or all queries are known, or all unknown.
+
+    Example:
+        >>> queries = np.array([[1.0, 0.0], [0.6, 0.8], [-0.7, 0.7]])
+        >>> tpir_at_far(queries, np.eye(2), "abz", "ab", fars=(0, 0.5, 1))
+        {0.0: 1.0, 0.5: 1.0, 1.0: 1.0}
+        >>> tpir_at_far(queries, np.eye(2), "azb", "ab", fars=(0, 0.5, 1))
+        {0.0: 0.5, 0.5: 0.5, 1.0: 1.0}
+    """
+    rates = _as_rates(fars)
+    if rank < 1:
+        raise XcompatError(f"rank must be at least 1 place, not {rank}")
+    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    unknown_Q = np.ones(pairs.n_queries, dtype=bool)
+    best, first_hits = [], []
+    for hits in ranked_hits(pairs):
+        unknown_Q[hits.rows_B] = False
+        best.append(hits.best_scores_B)
+        first_hits.append(hits.first_hit_ranks_B)
+    if not unknown_Q.any():
+        raise XcompatError(
+            "every query's class is in the gallery, so there is no impostor to refuse; add queries of other classes"
+        )
+    best_N, found_N = np.concatenate(best), np.concatenate(first_hits) < rank
+    impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
+    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N))) for rate in rates}
+    return {rate: float((found_N & (best_N > bar)).mean()) for rate, bar in bars.items()}
+
+
+def _as_rates(fars: Sequence[float]) -> list[float]:
+    """Return false acceptance rates as floats."""
+    rates = [float(far) for far in fars]
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise XcompatError(f"fars must be one or more shares in [0, 1], not {tuple(fars)}")
+    return rates
+
+
+def _most_within(rate: float, total: int) -> int:
+    """Return the largest count whose share of the total is within the rate, in float division as a reader would check it."""
+    count = min(int(rate * total) + 1, total)
+    while count / total > rate:
+        count -= 1
+    return count
+
+
+def _bar(highest_N: np.ndarray, n_allowed: int) -> float:
+    """Return the score to exceed so that no more than the allowed number does, given the highest in descending order."""
+    return float(highest_N[n_allowed]) if n_allowed < len(highest_N) else LEFT_OUT
+
+
+def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:
+    """Yield the queries whose class occurs in the gallery, a few at a time."""
+    for rows_B in pairs.mated_blocks():
+        for part in blocks(len(rows_B), MATED_ROWS):
+            yield rows_B[part]
+
+
+def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
+    """Return the highest scores of pairs of different classes, in descending order."""
+    query_codes_Q, gallery_codes_G = (
+        torch.from_numpy(codes).to(pairs.device) for codes in (pairs.query_codes, pairs.gallery_codes)
+    )
+    kept: list[np.ndarray] = []
+    floor, n_held = LEFT_OUT, 0
+    for rows_B in pairs.blocks_of(np.arange(pairs.n_queries)):
+        codes_B = query_codes_Q[rows_B[0] : rows_B[-1] + 1]
+        for part, columns, scores_RC in pairs.tiles(rows_B):
+            row_N, column_N = (scores_RC > floor).nonzero(as_tuple=True)
+            negative_N = codes_B[part][row_N] != gallery_codes_G[columns][column_N]
+            kept.append(scores_RC[row_N, column_N][negative_N].cpu().numpy())
+            n_held += len(kept[-1])
+            if n_held > n_kept + max(n_kept // 4, _SLACK):
+                kept, n_held = [_highest(kept, n_kept)], n_kept
+                floor = float(kept[0].min())
+    return np.sort(_highest(kept, n_kept))[::-1]
+
+
+def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
+    """Return the highest numbers of all pieces, in no order."""
+    values_N = np.concatenate(pieces)
+    values_N.partition(len(values_N) - n_kept)
+    return values_N[len(values_N) - n_kept :].copy()
+
+
+def _best_scores(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
+    """Return the highest score of each of these queries."""
+    best = []
+    for rows_B in pairs.blocks_of(rows_N):
+        best_B = torch.full((len(rows_B),), LEFT_OUT, dtype=torch.float64, device=pairs.device)
+        for part, _, scores_RC in pairs.tiles(rows_B):
+            best_B[part] = torch.maximum(best_B[part], scores_RC.amax(dim=1))
+        best.append(best_B.cpu().numpy())
+    return np.concatenate(best)
