@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 
 class Projection(nn.Sequential):
@@ -43,3 +45,114 @@ class Projection(nn.Sequential):
             (B, d) float32, L2-normalised: synthetic old embeddings.
         """
         return F.normalize(super().forward(new_embeds_BD).float(), dim=-1)
+
+
+class ForwardTransform(nn.Module):
+    """h, the map from an old embedding and its side-information into the new space (fct.txt §3.2, Appendix D.1).
+
+    Each input goes through Linear-BN-ReLU twice, 256 wide; both together through Linear-BN-ReLU twice, 2048 wide, and a Linear.
+    Without side-information there is one branch, where the paper feeds zeros to a second, which then is a constant. The output
+    is normalised in training and inference, as in Appendix D.7: caches hold unit vectors and galleries are searched by cosine.
+    d = S = D = 128 give 5.72 M parameters.
+
+    Args:
+        old_dim: d, dimension of the old embeddings.
+        side_dim: S, dimension of the side-information; None for none.
+        new_dim: D, dimension of the output.
+
+    Example:
+        >>> sum(p.numel() for p in ForwardTransform(128, 128, 128).parameters())
+        5717120
+    """
+
+    def __init__(self, old_dim: int, side_dim: int | None, new_dim: int) -> None:
+        super().__init__()
+        self.old_branch = _normed_layers(old_dim, 256)
+        self.side_branch = _normed_layers(side_dim, 256) if side_dim is not None else None
+        self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, 2048), nn.Linear(2048, new_dim))
+
+    def forward(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
+        """Map and normalise.
+
+        Args:
+            old_Bd: old embeddings, L2-normalised.
+            side_BS: side-information of the same items; its length does not matter, so bits may stand for floats.
+
+        Returns:
+            (B, D) float32, L2-normalised.
+        """
+        inside = self.old_branch(old_Bd)
+        if self.side_branch is not None:
+            assert side_BS is not None
+            inside = torch.cat([inside, self.side_branch(F.normalize(side_BS.float(), dim=-1))], dim=-1)
+        return F.normalize(self.mixer(inside).float(), dim=-1)
+
+
+def _normed_layers(width: int, hidden: int) -> nn.Sequential:
+    first, second = nn.Linear(width, hidden), nn.Linear(hidden, hidden)
+    return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(), second, nn.BatchNorm1d(hidden), nn.ReLU())
+
+
+class ResidualBottleneck(nn.Module):
+    """x ↦ x + Σ_k b_k(x), each path Linear(D, 16)-BN-PReLU-Linear(16, 16)-BN-PReLU-Linear(16, D)-BN-PReLU (Wang et al. 2020).
+
+    The last normalisation of each path starts at 0, and the block so at the identity.
+
+    Args:
+        dim: D.
+        width: of the bottleneck.
+        paths: how many there are.
+    """
+
+    def __init__(self, dim: int, width: int = 16, paths: int = 4) -> None:
+        super().__init__()
+
+        def path() -> nn.Sequential:
+            last = nn.BatchNorm1d(dim)
+            nn.init.zeros_(last.weight)
+            down, inner, up = nn.Linear(dim, width, bias=False), nn.Linear(width, width), nn.Linear(width, dim)
+            norms = nn.BatchNorm1d(width), nn.BatchNorm1d(width)
+            return nn.Sequential(down, norms[0], nn.PReLU(), inner, norms[1], nn.PReLU(), up, last, nn.PReLU())
+
+        self.paths = nn.ModuleList(path() for _ in range(paths))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Add what every path makes of each row."""
+        return x_BD + sum(path(x_BD) for path in self.paths)
+
+
+class OrthogonalTransform(nn.Module):
+    """x ↦ Q·x with a learnable orthogonal Q: lengths and angles stay (bt2.txt Lemmas 2 and 3; T_⊥ of oca.txt §3.2).
+
+    Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays
+    orthogonal through any optimiser step; its determinant stays 1. There is no bias, which would move the origin from
+    which angles are seen. It starts at the identity, where the papers draw A at random: a new model begins with its space
+    unturned. ``weight`` is Q, computed at every call; what is saved is ``parametrizations.weight.original``.
+
+    Args:
+        dim: D.
+
+    Example:
+        >>> OrthogonalTransform(3)(torch.eye(3)).tolist()
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+
+    weight: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_parameter("weight", nn.Parameter(torch.zeros(dim, dim)))
+        parametrizations.orthogonal(self, "weight", orthogonal_map="matrix_exp", use_trivialization=False)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Turn every row.
+
+        Args:
+            x_BD: of any length.
+
+        Returns:
+            (B, D) of the same lengths, in at least float32.
+        """
+        with torch.autocast(x_BD.device.type, enabled=False):  # bf16 products would bend angles
+            weight_DD = self.weight
+            return F.linear(x_BD.to(torch.promote_types(x_BD.dtype, weight_DD.dtype)), weight_DD)

@@ -1,0 +1,109 @@
+"""Losses that draw a new embedding to one place in the old space: the old embedding of the same sample, or a prototype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.errors import XcompatError
+from xcompat.losses.classification import cross_entropy_to, mean_of_known, rows_of_labels
+
+
+def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
+    """One minus the cosine, L_∠ = mean(1 − cos(x, target)) (oca.txt Eqn. 5; the cosine losses of bt2.txt).
+
+    The paper writes a minus before the sum, which would open the angle; here it closes.
+
+    Args:
+        embeds_BD: new embeddings, of any length.
+        targets_BD: what each is drawn to, of any length.
+
+    Returns:
+        Scalar in [0, 2]: the mean over the batch, where the paper sums.
+
+    Raises:
+        XcompatError: the shapes differ.
+
+    Example:
+        >>> angular_alignment_loss(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 1.0]])).item()
+        1.0
+    """
+    _require_one_shape(embeds_BD, targets_BD)
+    return _one_minus_cosine(embeds_BD, targets_BD).mean()
+
+
+def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor) -> Tensor:
+    """Mean Euclidean distance to the old embedding of the same sample, not squared (mixbct.txt Eqn. 8).
+
+    Args:
+        new_BD: new embeddings, as they are to be compared: L2-normalised where the old ones are.
+        old_BD: old embeddings of the same samples.
+
+    Returns:
+        Scalar: the mean over the batch. Its gradient where both coincide is 0.
+
+    Raises:
+        XcompatError: the shapes differ.
+
+    Example:
+        >>> l2_alignment_loss(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)).item()
+        5.0
+    """
+    _require_one_shape(new_BD, old_BD)
+    return torch.linalg.vector_norm((new_BD - old_BD).to(_exact(new_BD, old_BD)), dim=-1).mean()
+
+
+def ace_loss(
+    embeds_Bd: Tensor,
+    old_weights_Cd: Tensor,
+    labels_B: Tensor,
+    ce_weight: float = 10.0,
+    angle_weight: float = 5.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Aligning compatible embeddings: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (oca.txt Eqn. 3).
+
+    The paper's logits are dot products of raw features with means of raw old features (Eqn. 4), its public code's of normalised
+    features with such means. Of unit old embeddings the means are shorter than 1, and dot products with unit features leave the
+    softmax nearly flat: give a scale then. L_∠ has the sign that closes the angle, and both terms are means, not sums.
+
+    Args:
+        embeds_Bd: h_bct, the first d dimensions of the new features.
+        old_weights_Cd: one frozen prototype per class, of any length; a row of NaN where there is none.
+        labels_B: (B,) int64; samples of classes without a prototype contribute nothing.
+        ce_weight: λ1.
+        angle_weight: λ2.
+        scale: factor on cosines in the cross-entropy; None for dot products.
+
+    Returns:
+        Scalar, 0 when no sample's class has a prototype; over several ranks as :func:`cross_entropy_to`.
+
+    Raises:
+        XcompatError: embeddings and prototypes have different dimensions.
+
+    Example:
+        >>> bool(ace_loss(torch.eye(3), torch.eye(3), torch.arange(3), scale=100.0) < 1e-6)
+        True
+    """
+    cross_entropy = cross_entropy_to(old_weights_Cd, embeds_Bd, labels_B, scale)
+    row_B, known_B = rows_of_labels(old_weights_Cd, labels_B)
+    angles_B = _one_minus_cosine(embeds_Bd, old_weights_Cd[row_B].nan_to_num(nan=0.0))
+    return ce_weight * cross_entropy + angle_weight * mean_of_known(angles_B, known_B)
+
+
+def _one_minus_cosine(a_BD: Tensor, b_BD: Tensor) -> Tensor:
+    dtype = _exact(a_BD, b_BD)
+    return 1 - F.cosine_similarity(a_BD.to(dtype), b_BD.to(dtype), dim=-1)
+
+
+def _exact(a_BD: Tensor, b_BD: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(a_BD.dtype, b_BD.dtype), torch.float32)
+
+
+def _require_one_shape(new_BD: Tensor, old_BD: Tensor) -> None:
+    if new_BD.shape != old_BD.shape:
+        raise XcompatError(
+            f"embeddings that are aligned must have one shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; of expanded "
+            "features give the old dimensions only"
+        )

@@ -1,0 +1,300 @@
+"""Classification losses: softmax with and without margins, against frozen old weights, and batch-hard triplets.
+
+The logits of B samples over C classes are made for a few samples at a time, and once more in the backward pass, so that no more
+than three blocks of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32, however large the batch), and 100,000 classes
+fit beside a backbone. The result is that of the whole matrix, because every sample has a softmax of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from xcompat.distributed import mean_over_ranks
+from xcompat.errors import XcompatError, nearest
+
+HeadKind = Literal["softmax", "normalized_softmax", "arcface", "cosface", "triplet"]
+
+LOGITS_AT_ONCE = 2**23
+"""Most logits in one block, unless there are more classes than that."""
+
+_LEFT_OUT = -100  # the label that torch's cross-entropy takes for none
+_ABSENT = -1e30  # logit of a class without a row: its softmax is exactly 0; infinity would make NaN of a row of absent classes
+_USUAL: dict[str, tuple[float | None, float | None]] = {
+    "softmax": (None, None),
+    "normalized_softmax": (20.0, None),
+    "arcface": (64.0, 0.5),
+    "cosface": (64.0, 0.35),
+    "triplet": (None, 0.3),
+}
+"""Scale and margin of each kind of head; None where it has none."""
+
+
+def softmax_loss(
+    features_BD: Tensor,
+    weight_CD: Tensor,
+    labels_B: Tensor,
+    scale: float | None = None,
+    *,
+    angular_margin: float = 0.0,
+    cosine_margin: float = 0.0,
+) -> Tensor:
+    """Softmax cross-entropy without bias, plain or over cosines with a margin.
+
+    The logits are x·w, or, with a scale s, s·cos θ, of which the own class's is s·(cos(θ + m1) − m2): normalised softmax (Wang
+    et al. 2017; Zhai and Wu 2019) without margins, ArcFace with m1 (Deng et al. 2019, Eqn. 3), CosFace with m2 (Wang et al.
+    2018, Eqn. 4). Beyond θ = π − m1, where cos(θ + m1) would rise again, it is cos θ − m1·sin m1, as in ArcFace's public code.
+
+    Args:
+        features_BD: features, of any length; raw for plain softmax.
+        weight_CD: one row per class.
+        labels_B: (B,) int64 in [0, C).
+        scale: s; None for plain dot products, of features and weights as they are.
+        angular_margin: m1, radians.
+        cosine_margin: m2.
+
+    Returns:
+        Scalar, in nats: the mean over the samples.
+
+    Raises:
+        XcompatError: features and weights have different dimensions, or there is a margin without a scale.
+
+    Example:
+        >>> softmax_loss(torch.eye(2), torch.eye(2), torch.tensor([0, 1]), 64.0).item()
+        0.0
+    """
+    if scale is None and (angular_margin or cosine_margin):
+        raise XcompatError("a margin is one of cosines, and without a scale logits are dot products; give a scale, such as 64")
+    margin = functools.partial(_with_margin, angle=angular_margin, cosine=cosine_margin)
+    return _losses(features_BD, weight_CD, labels_B, scale, margin=margin if angular_margin or cosine_margin else None).mean()
+
+
+def cross_entropy_to(
+    weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, scale: float | None = None, rows_C: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of new embeddings against frozen old prototypes or an old classifier (Shen et al. 2020, influence loss).
+
+    Samples of classes that have no row contribute nothing: rows of NaN, labels beyond the last row, and -1 in ``rows_C``. A
+    class without a row is no negative either; an old class that the new data lack is one.
+
+    Args:
+        weights_Cd: frozen rows; a row of NaN stands for a class the old model knows nothing of.
+        embeds_Bd: new embeddings in the old dimension: the first d of expanded ones.
+        labels_B: (B,) int64, at least 0.
+        scale: factor on cosines; None for dot products as in the paper, whose size is that of both lengths: fit for raw features
+            and an old classifier of raw features, not for unit embeddings, whose prototypes are shorter than 1.
+        rows_C: (labels,) int64 row of ``weights_Cd`` of each label, -1 for none; None when labels are rows.
+
+    Returns:
+        Scalar, in nats: the mean over the samples of all ranks that have a row, 0 when none has (with a gradient of 0). Its mean
+        over the ranks is that of one process with the whole batch.
+
+    Raises:
+        XcompatError: embeddings and weights have different dimensions.
+
+    Example:
+        >>> old = torch.tensor([[1.0, 0.0], [torch.nan, torch.nan]])
+        >>> cross_entropy_to(old, torch.ones(3, 2), torch.tensor([0, 1, 2])).item()  # one known class: nothing to confuse
+        0.0
+    """
+    row_B, known_B = rows_of_labels(weights_Cd, labels_B, rows_C)
+    absent_C = weights_Cd[:, 0].isnan()
+    bias_C = torch.zeros_like(weights_Cd[:, 0]).masked_fill(absent_C, _ABSENT)
+    targets_B = row_B.masked_fill(~known_B, _LEFT_OUT)
+    return mean_of_known(_losses(embeds_Bd, weights_Cd.nan_to_num(nan=0.0), targets_B, scale, bias_C=bias_C), known_B)
+
+
+def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = 0.3) -> Tensor:
+    """Hinge on the farthest sample of the own class and the nearest of another (Hermans et al. 2017, Eqn. 5, batch hard).
+
+    Distances are Euclidean, not squared. They are between normalised features, as galleries are compared by cosine; the paper
+    takes raw ones. Samples that are alone in their class, or whose batch has one class only, are anchors of nothing.
+
+    Args:
+        features_BD: features of this rank, which mines its own samples only.
+        labels_B: (B,) int64.
+        margin: m, a distance; unit vectors are at most 2 apart.
+
+    Returns:
+        Scalar: the mean over the anchors (all of them, also those that already keep the margin).
+
+    Raises:
+        XcompatError: the batch has no anchor.
+
+    Example:
+        >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+        >>> batch_hard_triplet_loss(features, torch.tensor([0, 0, 1])).item()
+        0.0
+    """
+    same_BB = labels_B[:, None] == labels_B
+    positive_BB = same_BB & ~torch.eye(len(labels_B), dtype=torch.bool, device=labels_B.device)
+    anchor_B = positive_BB.any(dim=1) & ~same_BB.all(dim=1)
+    if not anchor_B.any():
+        raise XcompatError(
+            "the batch has fewer than two samples of every class, or samples of one class only, and makes no triplet; "
+            "draw several samples of each of several classes into every batch"
+        )
+    embeds_BD = F.normalize(features_BD.to(torch.promote_types(features_BD.dtype, torch.float32)), dim=-1)
+    # by matrix product, small distances would be lost in rounding
+    distance_BB = torch.cdist(embeds_BD, embeds_BD, compute_mode="donot_use_mm_for_euclid_dist")
+    farthest_B = distance_BB.masked_fill(~positive_BB, -torch.inf).amax(dim=1)
+    nearest_B = distance_BB.masked_fill(same_BB, torch.inf).amin(dim=1)
+    return mean_of_known(F.relu(farthest_B - nearest_B + margin), anchor_B)
+
+
+class ClassificationHead(nn.Module):
+    """A trainable classifier and the loss of classifying by it.
+
+    Args:
+        dim: D, dimension of the features.
+        num_classes: C.
+        kind: ``softmax`` on raw features, ``normalized_softmax``, ``arcface``, ``cosface`` (see :func:`softmax_loss`), or
+            ``triplet``, which has no weights (:func:`batch_hard_triplet_loss`).
+        scale: s, the factor on cosines; None for the usual one: 20, and 64 with a margin.
+        margin: None for the usual one: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
+
+    Raises:
+        XcompatError: there is no such kind, or it has no scale or no margin and one is given.
+
+    Example:
+        >>> ClassificationHead(8, 100, "arcface")
+        ClassificationHead(arcface, scale=64.0, margin=0.5)
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, dim: int, num_classes: int, kind: HeadKind = "softmax", scale: float | None = None, margin: float | None = None
+    ) -> None:
+        super().__init__()
+        if kind not in _USUAL:
+            raise XcompatError(f"there is no classification head {kind!r}; {nearest(kind, _USUAL)}")
+        self.kind = kind
+        self.scale, self.margin = _choose(kind, "scale", scale, 0), _choose(kind, "margin", margin, 1)
+        self.register_parameter("weight", None if kind == "triplet" else nn.Parameter(torch.empty(num_classes, dim)))
+        if self.weight is not None:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as torch's own linear layers start
+
+    def forward(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
+        """Classify and compare.
+
+        Args:
+            features_BD: features before normalisation.
+            labels_B: (B,) int64 in [0, C).
+
+        Returns:
+            Scalar loss: the mean over the batch.
+        """
+        if self.weight is None:
+            assert self.margin is not None
+            return batch_hard_triplet_loss(features_BD, labels_B, self.margin)
+        margin = self.margin or 0.0
+        angular, cosine = (margin, 0.0) if self.kind == "arcface" else (0.0, margin)
+        return softmax_loss(features_BD, self.weight, labels_B, self.scale, angular_margin=angular, cosine_margin=cosine)
+
+    def extra_repr(self) -> str:
+        """Say what kind it is, for ``print(model)``."""
+        given = [f"{name}={value}" for name, value in (("scale", self.scale), ("margin", self.margin)) if value is not None]
+        return ", ".join([self.kind, *given])
+
+
+def rows_of_labels(weights_Cd: Tensor, labels_B: Tensor, rows_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Find the row of each sample's class.
+
+    Args:
+        weights_Cd: rows, NaN for classes that have none.
+        labels_B: (B,) int64, at least 0.
+        rows_C: row of each label, -1 for none; None when labels are rows.
+
+    Returns:
+        (B,) int64 rows, 0 where there is none, and (B,) bool: whether there is one.
+    """
+    row_B = labels_B if rows_C is None else rows_C[labels_B]
+    exists_B = (row_B >= 0) & (row_B < len(weights_Cd))
+    row_B = row_B.where(exists_B, torch.zeros_like(row_B))
+    return row_B, exists_B & ~weights_Cd[row_B, 0].isnan()
+
+
+def mean_of_known(losses_B: Tensor, known_B: Tensor) -> Tensor:
+    """Average the losses of some samples so that ranks with few of them do not weigh more than their share.
+
+    Args:
+        losses_B: finite losses of this rank's samples.
+        known_B: (B,) bool, the samples that count.
+
+    Returns:
+        Scalar, 0 when no rank has any: their sum over this rank divided by their mean number per rank. Data-parallel training
+        averages gradients over the ranks, and so arrives at the mean over all samples.
+    """
+    known = known_B.to(losses_B.dtype)
+    count = mean_over_ranks(known.sum())
+    return (losses_B * known).sum() / (count + (count == 0))
+
+
+def _losses(
+    embeds_BD: Tensor,
+    weight_CD: Tensor,
+    labels_B: Tensor,
+    scale: float | None,
+    *,
+    bias_C: Tensor | None = None,
+    margin: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return each sample's cross-entropy (B,), block by block of samples; 0 where the label is ``_LEFT_OUT``."""
+    if embeds_BD.shape[1] != weight_CD.shape[1]:
+        raise XcompatError(
+            f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; of "
+            "expanded features give the old dimensions only"
+        )
+    dtype = functools.reduce(torch.promote_types, (embeds_BD.dtype, weight_CD.dtype, torch.float32))
+    embeds_BD, weight_CD = embeds_BD.to(dtype), weight_CD.to(dtype)
+    if scale is not None:
+        embeds_BD, weight_CD = F.normalize(embeds_BD, dim=-1), F.normalize(weight_CD, dim=-1)
+    block = functools.partial(_block_losses, scale=scale, bias_C=bias_C, margin=margin)
+    rows = max(1, LOGITS_AT_ONCE // len(weight_CD))
+    if len(embeds_BD) <= rows:
+        return block(embeds_BD, weight_CD, labels_B)
+    pairs = zip(embeds_BD.split(rows), labels_B.split(rows), strict=True)
+    return torch.cat(
+        [checkpoint(block, x_BD, weight_CD, y_B, use_reentrant=False, preserve_rng_state=False) for x_BD, y_B in pairs]
+    )
+
+
+def _block_losses(
+    embeds_BD: Tensor,
+    weight_CD: Tensor,
+    labels_B: Tensor,
+    *,
+    scale: float | None,
+    bias_C: Tensor | None,
+    margin: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    with torch.autocast(embeds_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/4 at scale 64
+        logits_BC = F.linear(embeds_BD, weight_CD, bias_C)
+        if margin is not None:
+            own = torch.arange(len(labels_B), device=labels_B.device), labels_B
+            logits_BC[own] = margin(logits_BC[own])
+        if scale is not None:
+            logits_BC.mul_(scale)
+        return F.cross_entropy(logits_BC, labels_B, ignore_index=_LEFT_OUT, reduction="none")
+
+
+def _with_margin(cosines: Tensor, *, angle: float, cosine: float) -> Tensor:
+    """Return cos(θ + angle) − cosine, falling over the whole of [0, π]."""
+    sines = (1 - cosines.square()).clamp(min=torch.finfo(cosines.dtype).eps).sqrt()  # its slope at 0 is infinite
+    turned = cosines * math.cos(angle) - sines * math.sin(angle)
+    return torch.where(cosines >= -math.cos(angle), turned, cosines - angle * math.sin(angle)) - cosine
+
+
+def _choose(kind: str, name: str, given: float | None, place: int) -> float | None:
+    usual = _USUAL[kind][place]
+    if given is not None and usual is None:
+        raise XcompatError(f"a {kind} head has no {name}, and {given} was given; leave it out, or take another kind")
+    return usual if given is None else given
