@@ -24,6 +24,7 @@ settings.load_profile("repeatable")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
+IMAGE_ARCHITECTURES = ("clip_vision_model", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
 
 
@@ -47,6 +48,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return a saved tiny encoder per architecture, D = 16."""
     base = tmp_path_factory.mktemp("encoders")
     return {name: save_stand_in(base / name, name, 16, seed=1) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def image_folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return a saved tiny encoder per architecture without a text tower, D = 16."""
+    base = tmp_path_factory.mktemp("image_encoders")
+    return {name: save_stand_in(base / name, name, 16, seed=1) for name in IMAGE_ARCHITECTURES}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The only code that knows transformers towers and open_clip: load one, build one, preprocess for one."""
+"""The only code that knows transformers, timm and open_clip: load an encoder, build one, preprocess for one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class EncoderSource(BaseModel):
     """Where an encoder comes from.
 
     Args:
-        name: folder, Hub name, or ``hf-hub:`` and a Hub name for open_clip's format.
+        name: folder, Hub name (``timm/...`` among them), or ``hf-hub:`` and a Hub name for open_clip's format.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code from the repository may run; off unless said so here.
-        model_type: the architecture it is expected to have (transformers' name, or ``open_clip``): checked on loading, and
-            what a dry run builds a stand-in of.
+        model_type: the architecture it is expected to have (transformers' name, which is ``timm_wrapper`` for timm, or
+            ``open_clip``): checked on loading, and what a dry run builds a stand-in of.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,6 +66,10 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
         XcompatError: when the library is unknown.
     """
     library = description["library"]
+    if library == "transformers-image":
+        from xcompat.encoders.image_encoder import build_image_encoder
+
+        return build_image_encoder(description)
     if library == "transformers":
         from xcompat.encoders.transformers_encoder import build_transformers_encoder
 
@@ -74,11 +78,13 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
         from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 
         return build_open_clip_encoder(description)
-    raise XcompatError(f"unknown encoder library {library!r}; {nearest(library, ['transformers', 'open_clip'])}")
+    raise XcompatError(
+        f"unknown encoder library {library!r}; {nearest(library, ['transformers', 'transformers-image', 'open_clip'])}"
+    )
 
 
 def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
-    """Load an image-text encoder and its preprocessing.
+    """Load an image-text or image encoder and its preprocessing.
 
     Args:
         source: a name or folder, or an :class:`EncoderSource` with revision.
@@ -87,7 +93,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         The encoder (float32, evaluation mode) and its processor.
 
     Raises:
-        XcompatError: when it does not exist, is not safetensors, or has no two towers.
+        XcompatError: when it does not exist, is not safetensors, or embeds no images.
 
     Example:
         >>> import tempfile
@@ -100,14 +106,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
     try:
-        if source.library == "open_clip":
-            from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
-
-            encoder: Encoder = load_open_clip_encoder(source.name, source.revision)
-        else:
-            from xcompat.encoders.transformers_encoder import load_transformers_encoder
-
-            encoder = load_transformers_encoder(source.name, source.revision, source.trust_remote_code)
+        encoder = _load(source)
         found = encoder.description["config"].get("model_type", "open_clip")
         if source.model_type not in (None, found):
             raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
@@ -119,6 +118,23 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         raise XcompatError(f"cannot load {source.name}: {reason}") from error
     except SafetensorError as error:
         raise XcompatError(f"cannot load {source.name}: its weights are damaged ({error}); fetch or train it again") from error
+
+
+def _load(source: EncoderSource) -> Encoder:
+    if source.library == "open_clip":
+        from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
+
+        return load_open_clip_encoder(source.name, source.revision)
+    from transformers import AutoConfig
+
+    where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
+    if hasattr(AutoConfig.from_pretrained(source.name, **where), "text_config"):
+        from xcompat.encoders.transformers_encoder import load_transformers_encoder
+
+        return load_transformers_encoder(source.name, source.revision, source.trust_remote_code)
+    from xcompat.encoders.image_encoder import load_image_encoder
+
+    return load_image_encoder(source.name, source.revision, source.trust_remote_code)
 
 
 def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:
@@ -136,6 +152,10 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
         from xcompat.encoders.open_clip_encoder import load_open_clip_processor, open_clip_folder
 
         return load_open_clip_processor(open_clip_folder(source.name, source.revision), description)
+    if description["library"] == "transformers-image":
+        from xcompat.encoders.image_encoder import load_image_processor
+
+        return load_image_processor(source.name, source.revision, source.trust_remote_code, description)
     from xcompat.encoders.transformers_encoder import load_transformers_processor
 
     return load_transformers_processor(source.name, source.revision, source.trust_remote_code, description)

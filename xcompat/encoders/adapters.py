@@ -13,7 +13,7 @@ from xcompat.errors import XcompatError
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adaptation of both towers (Hu et al. 2021); the defaults are XBT's.
+    """Low-rank adaptation of the towers (Hu et al. 2021); the defaults are XBT's.
 
     Args:
         rank: r of the two factors.
@@ -21,7 +21,7 @@ class LoraSettings(BaseModel):
         dropout: on the input of the first factor.
         targets: names of linear layers (their last component, such as ``q_proj``); None takes every linear layer of the
             towers' repeated blocks.
-        towers: which towers get it.
+        towers: which towers get it; None for all that the encoder has.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -29,7 +29,7 @@ class LoraSettings(BaseModel):
     alpha: float = 16.0
     dropout: float = Field(0.1, ge=0, lt=1)
     targets: list[str] | None = None
-    towers: list[str] = ["image", "text"]
+    towers: list[str] | None = None
 
 
 class AdapterConfig(BaseModel):
@@ -86,7 +86,7 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
     """Replace linear layers of the towers by LoRA layers, in place.
 
     Args:
-        towers: ``image`` and ``text`` towers.
+        towers: ``image`` and, where there is one, ``text`` tower.
         settings: rank, scale, dropout, targets.
 
     Raises:
@@ -94,10 +94,14 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    for tower_name in settings.towers:
+    for tower_name in settings.towers or towers:
         if tower_name not in towers:
             raise XcompatError(f"lora.towers: no tower {tower_name!r}; known: {', '.join(towers)}")
         linears = _block_linears(towers[tower_name])
+        if not linears:
+            raise XcompatError(
+                f"the {tower_name} tower has no linear layers in its blocks, only convolutions; leave adapters.lora out"
+            )
         if settings.targets is None:
             chosen = list(linears)
         else:

@@ -1,4 +1,4 @@
-"""The one small interface behind which every image-text library hides."""
+"""The one small interface behind which every library of encoders hides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ DEFAULT_LOGIT_SCALE = 1 / 0.07
 
 
 class Encoder(nn.Module, ABC):
-    """An image and a text tower that end in one space.
+    """An image tower and, unless ``has_text`` is False, a text tower that ends in the same space.
 
     Args:
         model: the library's own module.
@@ -32,6 +32,7 @@ class Encoder(nn.Module, ABC):
     """
 
     library: ClassVar[str]
+    has_text: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
     """Parts of parameter names that embeddings do not depend on: training them would leave gradients undefined."""
     model: Any  # what the library's own module offers is known to its subclass only
@@ -43,6 +44,16 @@ class Encoder(nn.Module, ABC):
         self.embedding_dim = embedding_dim
         self.description = description
         self.prompts = None
+        self._keeps_statistics = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, but leave batch norms beside LoRA as they are: moved statistics could not be switched off."""
+        super().train(mode)
+        if self._keeps_statistics:
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        return self
 
     @abstractmethod
     def image_features(self, pixel_values: Tensor) -> Tensor:
@@ -55,7 +66,7 @@ class Encoder(nn.Module, ABC):
     @property
     @abstractmethod
     def towers(self) -> dict[str, nn.Module]:
-        """Return the ``image`` and ``text`` towers, for adapters."""
+        """Return the ``image`` tower and the ``text`` tower if there is one, for adapters."""
 
     @property
     def layer_classes(self) -> set[str]:
@@ -140,6 +151,8 @@ class Encoder(nn.Module, ABC):
         """
         if config.lora is not None:
             inject_lora(self.towers, config.lora)
+            self._keeps_statistics = True
+            self.train(self.training)
         if config.prompts:
             layer = self.image_embedding_layer
             if layer is None:
@@ -154,6 +167,20 @@ class Encoder(nn.Module, ABC):
         """Return the parameters of LoRA and prompts."""
         return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
 
+    def image_parameters(self) -> list[nn.Parameter]:
+        """Return the model's own parameters that embeddings of images depend on."""
+        beside = (
+            "text",
+            "token_embedding",
+            "positional_embedding",
+            "ln_final",
+        )  # as transformers and open_clip begin their names
+        return [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if not name.startswith(beside) and not any(word in name for word in self.unused)
+        ]
+
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
         """Compute with the original weights alone, bit for bit, inside the block."""
@@ -163,6 +190,7 @@ class Encoder(nn.Module, ABC):
     def merge_adapters(self) -> None:
         """Fold LoRA into the weights and drop it; prompts stay, as they are part of the input."""
         merge_lora(self)
+        self._keeps_statistics = False
 
 
 _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path"}

@@ -3,51 +3,149 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from transformers import AutoConfig
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 
 class ScratchSource(BaseModel):
-    """An encoder to be trained from random weights, its tokenizer learned from the training texts.
+    """An encoder to be trained from random weights; the tokenizer of an image-text one is learned from the training texts.
 
     Args:
-        model: a transformers configuration: ``model_type``, ``text_config``, ``vision_config``, ``projection_dim``; the
-            tokens' count and special ids are filled in.
+        model: a transformers configuration with its ``model_type``. Of an image-text model: ``text_config``,
+            ``vision_config``, ``projection_dim``; the tokens' count and special ids are filled in. Of an image model: what its
+            configuration class has, such as ``depths`` of a ``resnet``; a model of timm is a ``timm_wrapper`` with its
+            ``architecture`` and ``model_args``.
         vocab_size: most tokens the byte-level BPE tokenizer may have.
+        image_size: side of the square images of an image model, in pixels; None for what its configuration says, or 224.
+        stem: ``small`` for a ResNet on images of 32 or 64 pixels: a 3x3 convolution of stride 1 and no pooling.
         mean: grey value in [0, 1] taken off the pixels.
         std: what the pixels are divided by after that.
+
+    Example:
+        >>> source = ScratchSource(model={"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16]}, image_size=32)
+        >>> encoder, processor = encoder_from_scratch(source)
+        >>> encoder.embedding_dim, processor.image_size
+        (16, (32, 32))
     """
 
     model_config = ConfigDict(extra="forbid")
     model: dict[str, Any]
     vocab_size: int = 2048
+    image_size: int | None = Field(None, ge=1)
+    stem: Literal["small"] | None = None
     mean: float = 0.5
     std: float = 0.5
 
+    @model_validator(mode="after")
+    def _known_architecture(self) -> Self:
+        model_type = str(self.model.get("model_type"))
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(f"unknown model_type {model_type!r} of a model from scratch; use transformers' name of it")
+        if not self.image_only:
+            for option in ("image_size", "stem"):
+                if getattr(self, option) is not None:
+                    raise ValueError(f"{option} is for image models; set up the image tower of {model_type} in its vision_config")
+            return self
+        known = {field.name for field in fields(CONFIG_MAPPING[model_type])} | {"model_type"}
+        if unknown := sorted(self.model.keys() - known):
+            own = known - _EVERY_CONFIGURATION
+            raise ValueError(f"{model_type} has no option {unknown[0]!r}; {nearest(unknown[0], own)}")
+        return self
 
-def encoder_from_scratch(source: ScratchSource, texts: Iterable[str], seed: int = 0) -> tuple[Encoder, Processor]:
-    """Build an encoder with random weights and a tokenizer learned from texts.
+    @property
+    def image_only(self) -> bool:
+        """Return whether the architecture has no text tower, and so needs no texts."""
+        return "text_config" not in CONFIG_MAPPING[self.model["model_type"]].sub_configs
+
+
+_EVERY_CONFIGURATION = {field.name for field in fields(PreTrainedConfig)}
+
+
+def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed: int = 0) -> tuple[Encoder, Processor]:
+    """Build an encoder with random weights and, for an image-text one, a tokenizer learned from texts.
 
     Args:
         source: the architecture.
-        texts: what the tokenizer learns from.
+        texts: what the tokenizer learns from; not looked at for an image model.
         seed: of the weights.
 
     Returns:
         The encoder and its processor.
+
+    Raises:
+        XcompatError: when the architecture cannot be built, or takes no such images.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _image_encoder(source) if source.image_only else _image_text_encoder(source, texts)
+
+
+def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
+    from xcompat.encoders.image_encoder import ImageEncoder, image_only_processor, load_image_processor, measured
+
+    config, model = _image_model(source)
+    pooler = getattr(model, "pooler", None)
+    description = {
+        "library": ImageEncoder.library,
+        "name": "from scratch",
+        "revision": None,
+        "config": config.to_dict(),
+        # A pooler with a linear layer only stands between the class token and what reads it.
+        "pooler": pooler is None or not any(isinstance(module, torch.nn.Linear) for module in pooler.modules()),
+    }
+    if config.model_type == "timm_wrapper":
+        processor = load_image_processor("", None, False, description)
+    else:
+        processor = image_only_processor(_square_images(_edge(source, config), source))
+    return measured(model, description, processor), processor
+
+
+def _image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    from xcompat.encoders.image_encoder import build_image_model, use_torch_momentum
+
+    try:
+        config: Any = AutoConfig.for_model(**source.model, **({"stem": source.stem} if source.stem else {}))
+        edge = _edge(source, config)
+        if hasattr(config, "image_size"):
+            config.image_size = edge
+        if config.model_type == "timm_wrapper":  # which keeps the preprocessing here
+            resizing = {"input_size": [3, edge, edge], "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic"}
+            config.pretrained_cfg = resizing | {"mean": [source.mean] * 3, "std": [source.std] * 3}
+        model = build_image_model(config)
+    except XcompatError:
+        raise
+    except (StrictDataclassError, ImportError, RuntimeError, TypeError, ValueError) as error:  # ImportError: timm lacks the name
+        reason = " ".join(str(error).split())
+        raise XcompatError(f"cannot build {source.model['model_type']} from scratch: {reason}") from error
+    use_torch_momentum(model, 0.1)
+    return config, model
+
+
+def _edge(source: ScratchSource, config: PreTrainedConfig) -> int:
+    return source.image_size or int(getattr(config, "image_size", 224))
+
+
+def _square_images(edge: int, source: ScratchSource) -> BaseImageProcessor:
+    """Return an image processor that resizes to a square, aspect ratio not kept, and normalises."""
     from transformers import CLIPImageProcessorPil
 
+    size = {"height": edge, "width": edge}
+    return CLIPImageProcessorPil(size=size, do_center_crop=False, image_mean=[source.mean] * 3, image_std=[source.std] * 3)
+
+
+def _image_text_encoder(source: ScratchSource, texts: Iterable[str]) -> tuple[Encoder, Processor]:
     from xcompat.encoders.transformers_encoder import build_transformers_encoder, image_edge, make_processor
 
     text_config = source.model.get("text_config", {})
@@ -56,15 +154,9 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str], seed: int 
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     filled = source.model | {"text_config": text_config | ids | {"vocab_size": len(tokenizer)}}
     config = AutoConfig.for_model(**filled)
-    edge = image_edge(config)
-    image_processor = CLIPImageProcessorPil(
-        size={"height": edge, "width": edge}, do_center_crop=False, image_mean=[source.mean] * 3, image_std=[source.std] * 3
-    )
     description = {"library": "transformers", "name": "from scratch", "revision": None, "config": config.to_dict()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = build_transformers_encoder(description)
-    return encoder, make_processor(image_processor, tokenizer, config)
+    encoder = build_transformers_encoder(description)
+    return encoder, make_processor(_square_images(image_edge(config), source), tokenizer, config)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: int = 32) -> PreTrainedTokenizerFast:

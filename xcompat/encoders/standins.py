@@ -41,11 +41,23 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
+    wide = {"initializer_range": 0.5}  # .02 would shrink every difference, layer after layer, below what float32 keeps
+    return {
+        "resnet": {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
+        "mobilenet_v1": {"depth_multiplier": dim / 1024, "min_depth": dim, **wide},
+        "mobilenet_v2": {"depth_multiplier": dim / 1280, "depth_divisible_by": dim, "finegrained_output": False, **wide},
+        "vit": _VISION | {"hidden_size": dim},
+        "timm_wrapper": {"architecture": "resnet18", "model_args": {"channels": [8, 8, 8, dim], "layers": [1, 1, 1, 1]}},
+        "clip_vision_model": _VISION | {"projection_dim": dim, "architectures": ["CLIPVisionModelWithProjection"]},
+    }
+
+
 def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[Encoder, Processor]:
     """Build a tiny encoder of an architecture.
 
     Args:
-        model_type: transformers' name of the architecture, or ``open_clip``.
+        model_type: transformers' name of the architecture (``timm_wrapper`` for a model of timm), or ``open_clip``.
         dim: D, a multiple of 2.
         seed: of the weights.
 
@@ -62,10 +74,13 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     """
     if model_type == "open_clip":
         return _open_clip(dim, seed)
-    configurations = _configurations(dim)
+    image_models = _image_configurations(dim)
+    configurations = _configurations(dim) | image_models
     if model_type not in configurations:
         raise XcompatError(f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip'])}")
-    source = ScratchSource(model={"model_type": model_type, **configurations[model_type]}, vocab_size=300)
+    image_size = 32 if model_type in image_models else None
+    model = {"model_type": model_type, **configurations[model_type]}
+    source = ScratchSource(model=model, vocab_size=300, image_size=image_size)
     encoder, processor = encoder_from_scratch(source, _TEXTS, seed)
     return encoder.eval(), processor
 

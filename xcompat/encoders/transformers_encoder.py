@@ -58,14 +58,13 @@ class TransformersProcessor(Processor):
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Processor.describe`."""
-        pixels = {k: v for k, v in self.image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         state = json.loads(backend.to_str()) if backend is not None else {"vocab": self.tokenizer.get_vocab()}
         # Truncation and padding are this call's settings, left over in the tokenizer by whoever used it last.
         state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}
         return {
             "backend": IMAGE_BACKEND,
-            "pixels": pixels,
+            "pixels": describe_pixels(self.image_processor),
             "tokens": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest(),
             "max_length": self.max_length,
             "pad_to_max_length": self.pad_to_max_length,
@@ -238,18 +237,10 @@ def make_processor(
     Returns:
         The processor.
     """
-    size = (
-        getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
-    ) or image_processor.size
-    edge = dict(size).get("shortest_edge")
     text_type = config.text_config.model_type
     longest = getattr(config.text_config, "max_position_embeddings", tokenizer.model_max_length)
-    normalise = getattr(image_processor, "do_normalize", True)
     return TransformersProcessor(
-        image_size=(edge, edge) if edge else (size["height"], size["width"]),
-        mean=tuple(image_processor.image_mean) if normalise else (0.0, 0.0, 0.0),
-        std=tuple(image_processor.image_std) if normalise else (1.0, 1.0, 1.0),
-        interpolation=Resampling(image_processor.resample).name.lower(),
+        **pixel_settings(image_processor),
         max_length=min(longest, tokenizer.model_max_length),
         pad_to_max_length=text_type.startswith("siglip"),  # pools its last position, whatever stands there
         masks_padding=not text_type.startswith(("siglip", "clip")),
@@ -257,6 +248,33 @@ def make_processor(
         image_processor=image_processor,
         tokenizer=tokenizer,
     )
+
+
+def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as in make_processor
+    """Return the fields of a :class:`Processor` that concern pixels.
+
+    Args:
+        image_processor: with ``size`` or ``crop_size`` and normalisation.
+
+    Returns:
+        ``image_size``, ``mean``, ``std`` and ``interpolation``.
+    """
+    size = (
+        getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
+    ) or image_processor.size
+    edge = dict(size).get("shortest_edge")
+    normalise = getattr(image_processor, "do_normalize", True)
+    return {
+        "image_size": (edge, edge) if edge else (size["height"], size["width"]),
+        "mean": tuple(image_processor.image_mean) if normalise else (0.0, 0.0, 0.0),
+        "std": tuple(image_processor.image_std) if normalise else (1.0, 1.0, 1.0),
+        "interpolation": Resampling(image_processor.resample).name.lower(),
+    }
+
+
+def describe_pixels(image_processor: BaseImageProcessor) -> dict[str, Any]:
+    """Return an image processor's settings but for its name, which changes no pixel."""
+    return {k: v for k, v in image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
 
 
 def image_edge(config: PreTrainedConfig) -> int:

@@ -1,0 +1,294 @@
+"""Image encoders without a text tower: those of transformers, and timm's through its wrapper there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from PIL.Image import Image, new
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImageProcessor, PreTrainedConfig, PreTrainedModel
+
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings
+from xcompat.errors import XcompatError
+
+_LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
+"""What a configuration says about a classifier that is not part of the encoder."""
+NO_TEXT: dict[str, Any] = {"max_length": 0, "pad_to_max_length": False, "masks_padding": False, "pad_token_id": 0}
+"""The fields of a :class:`Processor` when there is nothing to tokenise."""
+
+
+@dataclass
+class ImageOnlyProcessor(Processor):
+    """An image processor of the transformers library."""
+
+    image_processor: BaseImageProcessor = field(kw_only=True)
+
+    def images(self, images: Sequence[Image]) -> Tensor:
+        """See :meth:`Processor.images`."""
+        return self.image_processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Refuse texts."""
+        raise XcompatError("an image encoder has no tokenizer; to embed texts, use an image-text model such as CLIP or SigLIP")
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Processor.save_pretrained`."""
+        self.image_processor.save_pretrained(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Processor.describe`."""
+        return {"backend": IMAGE_BACKEND, "pixels": describe_pixels(self.image_processor)}
+
+
+class TimmProcessor(ImageOnlyProcessor):
+    """timm's own image transform, made from the ``pretrained_cfg`` of the encoder's description."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write nothing: timm keeps the preprocessing in the model's configuration."""
+
+
+class ImageEncoder(Encoder):
+    """An image tower alone; D is the width of its pooled features.
+
+    Features are what the library itself pools: ``image_embeds`` where there is a projection, else ``pooler_output``. A ViT
+    comes with a linear "pooler" that most checkpoints hold no weights for: there it is left out, and the features are the
+    class token, or the mean over tokens or positions where there is none.
+    """
+
+    library: ClassVar[str] = "transformers-image"
+    has_text: ClassVar[bool] = False
+    unused: ClassVar[tuple[str, ...]] = ("mask_token",)
+
+    def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:
+        super().__init__(model, embedding_dim, description)
+        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
+        self._has_class_token = bool(names & {"cls_token", "class_embedding"})
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`Encoder.image_features`."""
+        output = self.model(pixel_values=pixel_values)
+        for name in ("image_embeds", "pooler_output"):
+            if (features := getattr(output, name, None)) is not None:
+                return features.flatten(1)
+        states = output.last_hidden_state  # (B, N, D) tokens, or (B, D, H, W)
+        if states.ndim == 4:
+            return states.mean(dim=(2, 3))
+        return states[:, 0] if self._has_class_token else states.mean(dim=1)
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Refuse texts."""
+        raise XcompatError(f"{self.name} has no text tower; to embed texts, use an image-text model such as CLIP or SigLIP")
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        """See :attr:`Encoder.towers`."""
+        return {"image": self.model}
+
+    @property
+    def image_embedding_layer(self) -> nn.Module | None:
+        """See :attr:`Encoder.image_embedding_layer`: asked of the layer itself, as some make a grid of their tokens."""
+        parameter = next(self.model.parameters())
+        blank = torch.zeros(1, 3, *self.description["image_size"], dtype=parameter.dtype, device=parameter.device)
+        for name, module in self.model.named_modules():
+            if name.rsplit(".", 1)[-1] == "embeddings":
+                with torch.no_grad():
+                    tokens = module(blank)
+                return module if isinstance(tokens, Tensor) and tokens.ndim == 3 else None
+        return None
+
+    @property
+    def image_width(self) -> int:
+        """See :attr:`Encoder.image_width`."""
+        return self.model.config.hidden_size
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Encoder.save_pretrained`."""
+        self.model.save_pretrained(folder)
+
+
+def build_image_encoder(description: dict[str, Any]) -> ImageEncoder:
+    """Build the architecture without loading weights.
+
+    Args:
+        description: what :attr:`Encoder.description` holds.
+
+    Returns:
+        The encoder with freshly initialised weights.
+    """
+    return _wrap(build_image_model(AutoConfig.for_model(**description["config"])), description)
+
+
+def build_image_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the library's own model, with the small stem or the projection that the configuration says.
+
+    Args:
+        config: of an image model.
+
+    Returns:
+        The model with freshly initialised weights.
+
+    Raises:
+        XcompatError: when it is no image model, or has no small stem.
+    """
+    return _model_class(config)._from_config(config)
+
+
+def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool) -> ImageEncoder:
+    """Load architecture and weights from a folder or the Hub, safetensors only.
+
+    Args:
+        name: folder or Hub name.
+        revision: branch, tag or commit; None for the default branch.
+        trust_remote_code: whether code from the repository may run.
+
+    Returns:
+        The encoder in float32, in evaluation mode.
+
+    Raises:
+        XcompatError: when it is no image encoder, or lacks weights.
+    """
+    where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **where)
+    if getattr(config, "model_args", None):
+        config.model_args.pop("num_classes", None)  # timm's own saving writes it there, and the wrapper gives it too
+    loader = AutoModel if trust_remote_code and hasattr(config, "auto_map") else _model_class(config)
+    loaded: Any = loader.from_pretrained(
+        name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where
+    )
+    model, info = loaded
+    absent = {key for key in info["missing_keys"] if not key.startswith("pooler.")}
+    if absent:
+        raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
+    has_pooler = not info["missing_keys"]
+    description = {"library": ImageEncoder.library, "name": name, "revision": revision, "config": config.to_dict()}
+    processor = load_image_processor(name, revision, trust_remote_code, description)
+    return measured(model, description | {"pooler": has_pooler}, processor)
+
+
+def measured(model: PreTrainedModel, description: dict[str, Any], processor: Processor) -> ImageEncoder:
+    """Make an encoder of a model, its dimension found by embedding one picture.
+
+    Args:
+        model: its weights loaded or drawn.
+        description: ``library``, ``name``, ``revision``, ``config``, and ``pooler``: whether the weights of a pooler are there.
+        processor: the model's preprocessing.
+
+    Returns:
+        The encoder in evaluation mode.
+
+    Raises:
+        XcompatError: when the model and the preprocessing do not fit each other, or training would see other pixels.
+    """
+    height, width = processor.image_size
+    picture = new("RGB", (width, height), (255, 128, 0))
+    pixels = processor.images([picture])
+    expected = torch.tensor([255, 128, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, height, width)
+    name = description["name"]
+    if pixels.shape != expected.shape or not torch.allclose(pixels, processor.to_pixels(expected), atol=0.01):
+        raise XcompatError(
+            f"the image processor of {name} does more than resize and normalise RGB, which training could not repeat; "
+            "mend its preprocessor_config.json"
+        )
+    encoder = _wrap(model, description | {"image_size": [height, width], "embedding_dim": 0}).eval()
+    try:
+        with torch.no_grad():
+            dim = encoder.image_features(pixels).shape[1]
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:  # each library has its own
+        reason = " ".join(str(error).split())
+        raise XcompatError(f"{name} cannot embed RGB images of {height}x{width} pixels: {reason}") from error
+    encoder.embedding_dim = encoder.description["embedding_dim"] = dim
+    return encoder
+
+
+def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> ImageEncoder:
+    if not description["pooler"]:
+        model.pooler = None  # type: ignore[assignment]
+    use_torch_momentum(model, 0.003)
+    config = {key: value for key, value in description["config"].items() if key not in _LABELS}
+    plain = json.loads(json.dumps(description | {"config": config}, default=str))
+    return ImageEncoder(model, description["embedding_dim"], plain)
+
+
+def use_torch_momentum(model: nn.Module, least: float) -> None:
+    """Mend batch norms that were given TensorFlow's momentum, which is 1 - PyTorch's.
+
+    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) are: one training step would overwrite their statistics. V1's .0003,
+    made for millions of steps, would leave them behind in a short training.
+
+    Args:
+        model: changed in place.
+        least: what a mended momentum is at least: .003 to fine-tune, .1 (PyTorch's default) from scratch.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None and module.momentum > 0.5:
+            module.momentum = max(1 - module.momentum, least)
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that computes features: with the small stem, or with a projection, where the checkpoint has one."""
+    if getattr(config, "stem", None) == "small":
+        from xcompat.encoders.image_models import small_stem_class
+
+        return small_stem_class(config)
+    if config.model_type == "timm_wrapper":
+        from xcompat.encoders.image_models import TimmModel
+
+        return TimmModel
+    saved_as = (config.architectures or [""])[0]
+    if saved_as.endswith("VisionModelWithProjection"):
+        return getattr(transformers, saved_as)
+    found = transformers.MODEL_MAPPING.get(type(config), None)
+    if not isinstance(found, type) or found.main_input_name != "pixel_values":
+        raise XcompatError(f"{config.model_type} models embed no images; use an image or image-text model")
+    return found
+
+
+def load_image_processor(
+    name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]
+) -> ImageOnlyProcessor:
+    """Load an image encoder's preprocessing.
+
+    Args:
+        name: folder or Hub name that holds ``preprocessor_config.json``; not looked at for models of timm.
+        revision: branch, tag or commit; None for the default branch.
+        trust_remote_code: whether code from the repository may run.
+        description: the encoder's description, which holds timm's preprocessing.
+
+    Returns:
+        The processor.
+    """
+    config = description["config"]
+    if config["model_type"] == "timm_wrapper":
+        image_processor = transformers.TimmWrapperImageProcessor(config.get("pretrained_cfg") or {}, config["architecture"])
+        settings = image_processor.data_config
+        return TimmProcessor(
+            image_size=tuple(settings["input_size"][-2:]),
+            mean=tuple(settings["mean"]),
+            std=tuple(settings["std"]),
+            interpolation=settings["interpolation"],
+            image_processor=image_processor,
+            **NO_TEXT,
+        )
+    where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
+    return image_only_processor(image_processor)
+
+
+def image_only_processor(image_processor: BaseImageProcessor) -> ImageOnlyProcessor:
+    """Return the preprocessing that an image processor does, its tokenizer absent.
+
+    Args:
+        image_processor: with ``size`` or ``crop_size`` and normalisation.
+
+    Returns:
+        The processor.
+    """
+    return ImageOnlyProcessor(image_processor=image_processor, **pixel_settings(image_processor), **NO_TEXT)

@@ -1,0 +1,69 @@
+"""What the image models of transformers lack: a stem for small images, and timm's own initial weights."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig, ResNetModel, TimmWrapperConfig, TimmWrapperModel
+
+from xcompat.errors import XcompatError
+
+
+class TimmModel(TimmWrapperModel):
+    """A model of timm that starts from the weights timm gives it; transformers would draw every layer from N(0, 0.02²)."""
+
+    def post_init(self) -> None:
+        """Finish construction, on the meta device as transformers does: there it restores buffers that are not saved."""
+        if not any(parameter.is_meta for parameter in self.timm_model.parameters()):
+            for module in self.timm_model.modules():
+                module._is_hf_initialized = True
+        super().post_init()
+
+
+class SmallStemTimm(TimmModel):
+    """A ResNet of timm (plain, wide, ResNeXt, with squeeze and excitation) with the small stem."""
+
+    def __init__(self, config: TimmWrapperConfig) -> None:
+        super().__init__(config)
+        resnet = self.timm_model
+        stem = getattr(resnet, "conv1", None)
+        if not isinstance(stem, nn.Conv2d) or not hasattr(resnet, "maxpool"):
+            raise XcompatError(f"stem: small is for ResNets whose stem is one convolution, not for timm's {config.architecture}")
+        resnet.conv1 = _small(stem)
+        resnet.maxpool = nn.Identity()
+
+
+class SmallStemResNet(ResNetModel):
+    """A ResNet of transformers with the small stem."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__(config)
+        self.embedder.embedder.convolution = _small(self.embedder.embedder.convolution)
+        self.embedder.pooler = nn.Identity()  # type: ignore[assignment]
+
+
+def small_stem_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that builds an architecture with ``stem: small``.
+
+    The ImageNet stem, a 7x7 convolution and a max-pool of stride 2 each, leaves 8x8 of 32x32 pixels. The small one, a 3x3
+    convolution of stride 1 without pooling, is what ResNets for CIFAR have (He et al. 2016, §4.2). Its weights have another
+    shape, so that a model without it refuses them.
+
+    Args:
+        config: of a ResNet, transformers' own or timm's.
+
+    Returns:
+        The class, whose models save ``stem`` in their ``config.json``.
+
+    Raises:
+        XcompatError: when the architecture has no such stem.
+    """
+    classes: dict[str, type[PreTrainedModel]] = {"resnet": SmallStemResNet, "timm_wrapper": SmallStemTimm}
+    if config.model_type not in classes:
+        raise XcompatError(f"stem: small is for ResNets (model_type resnet, or a ResNet of timm), not for {config.model_type}")
+    return classes[config.model_type]
+
+
+def _small(stem: nn.Conv2d) -> nn.Conv2d:
+    convolution = nn.Conv2d(stem.in_channels, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")  # as both libraries draw the stem
+    return convolution
