@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -14,13 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
+from xcompat.data import Subset, load_labelled, select
 from xcompat.data.glyphs import (
+    CLASS_FACES,
     REGULAR_FACES,
     Glyphs,
+    choose_characters,
     render_glyphs,
     split_characters,
     to_dataset,
     unicode_corpus,
+    write_glyph_classes,
 )
 from xcompat.encoders.scratch import train_tokenizer
 from xcompat.errors import XcompatError
@@ -148,6 +153,69 @@ def test_dataset_holds_the_pixels_and_shares_ids(glyphs: Glyphs) -> None:
     assert np.array_equal(np.stack([np.asarray(row["image"]) for row in dataset]), selected.images_NHW)
     for row, code, face in zip(dataset, selected.character_N.tolist(), selected.face_N.tolist(), strict=True):
         assert (row["id"], row["caption"], row["face"]) == (f"U+{code:04X}", selected.names[code], selected.faces[face])
+
+
+@pytest.fixture(scope="module")
+def glyph_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("glyphs") / "classes"
+    write_glyph_classes(folder, n_classes=120)
+    return folder
+
+
+def test_chosen_characters_can_be_told_apart(glyphs: Glyphs) -> None:
+    chosen = choose_characters(glyphs, 1000)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 1000
+    selected = glyphs.select(chosen)
+    pictures = {image_HW.tobytes() for image_HW in selected.images_NHW}
+    assert len(pictures) == len(selected.images_NHW)  # so no test image is a training image, and none is of two classes
+    faces = np.bincount(selected.character_N, minlength=max(chosen) + 1)[chosen]
+    assert faces.min() >= 12
+    assert (faces == 16).sum() > 500
+    assert {ord("A"), 0x391, 0x410} & set(chosen) == {ord("A")}
+    assert set(choose_characters(glyphs, 100)) < set(chosen)
+    for n_classes in (1, 10_000):
+        with pytest.raises(XcompatError, match=f"n_classes={n_classes} is not possible; 2 to"):
+            choose_characters(glyphs, n_classes)
+
+
+def test_glyph_faces_are_split_and_mixed(glyphs: Glyphs) -> None:
+    train, query, gallery = (set(CLASS_FACES[name]) for name in ("train", "query", "gallery"))
+    assert train | query | gallery == set(glyphs.faces)
+    assert len(train) + len(query) + len(gallery) == len(glyphs.faces)
+    assert set(CLASS_FACES["validation"]) < train
+    for part in (train, query, gallery):
+        families = {"Mono" if "Mono" in face else "Serif" if "Serif" in face else face[:4] for face in part}
+        assert families == {"Deja", "Mono", "Serif", "STIX"}
+
+
+def test_glyph_classes_are_labelled_images(glyphs: Glyphs, glyph_classes: Path) -> None:
+    parts = {name: load_labelled(str(glyph_classes / name)) for name in ("train", "fit", "validation", "query", "gallery")}
+    codes = choose_characters(glyphs, 120)
+    assert all(part.classes == [glyphs.names[code] for code in codes] == part.kept() for part in parts.values())
+    ids = {name: set(part.dataset["id"]) for name, part in parts.items()}
+    assert ids["fit"] | ids["validation"] == ids["train"]
+    assert not ids["fit"] & ids["validation"]
+    assert not (ids["train"] | ids["query"]) & ids["gallery"]
+    assert not ids["train"] & ids["query"]
+    whole = glyphs.select(codes)
+    assert sum(len(parts[name]) for name in ("train", "query", "gallery")) == len(whole.images_NHW)
+    image_of = {
+        f"U+{code:04X} {glyphs.faces[face]}": (image_HW.tobytes(), glyphs.names[code])
+        for image_HW, code, face in zip(whole.images_NHW, whole.character_N.tolist(), whole.face_N.tolist(), strict=True)
+    }
+    for name, part in parts.items():
+        rows = list(part.dataset.cast_column("image", datasets.Image()))
+        faces = [row["id"].split(" ")[1] for row in rows]
+        assert list(dict.fromkeys(faces)) == [face for face in CLASS_FACES.get(name, CLASS_FACES["train"]) if face in faces]
+        for row, label in zip(rows, part.class_names(), strict=True):
+            assert image_of[row["id"]] == (np.asarray(row["image"]).tobytes(), label)
+
+
+def test_the_old_half_of_the_glyph_classes(glyph_classes: Path) -> None:
+    half = Subset(scenario="extended-class", fraction=0.5, side="old")
+    old = select(load_labelled(str(glyph_classes / "train")), half).reindexed()
+    assert old.classes == load_labelled(str(glyph_classes / "gallery")).classes[:60]
 
 
 @given(text=st.text(max_size=60))

@@ -3,29 +3,40 @@
 from xcompat.data.classes import load_classes
 from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
 from xcompat.data.corpora import CorpusSource, load_texts
+from xcompat.data.credible import credible_mask
 from xcompat.data.images import UnusableSampleError, open_image, to_rgb
+from xcompat.data.labelled import ClassBalancedSampler, LabelledImages, LabelledSource, load_labelled
 from xcompat.data.loading import load_pairs
 from xcompat.data.pairs import BadSamples, PairDataset, flatten_captions, iterate_images, stream_pairs
+from xcompat.data.scenarios import Subset, old_and_new_rows, select
 from xcompat.data.sources import PairSource
 from xcompat.data.transforms import Augmentation, build_transform
 
 __all__ = [
     "Augmentation",
     "BadSamples",
+    "ClassBalancedSampler",
     "CorpusSource",
     "EmbeddingPairDataset",
+    "LabelledImages",
+    "LabelledSource",
     "PairCollator",
     "PairDataset",
     "PairSource",
+    "Subset",
     "UnusableSampleError",
     "build_transform",
     "collate_embeddings",
+    "credible_mask",
     "flatten_captions",
     "iterate_images",
     "load_classes",
+    "load_labelled",
     "load_pairs",
     "load_texts",
+    "old_and_new_rows",
     "open_image",
+    "select",
     "stream_pairs",
     "to_rgb",
 ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title")
+LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
 
 
 def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], what: str, where: str) -> str:
@@ -60,20 +61,31 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     where, columns = str(file), [str(column) for column in table.columns]
     image = pick_column(source.image_column, IMAGE_COLUMNS, columns, "image_column", where)
     caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
-    others = [pick_column(name, (), columns, "", where) for name in (source.id_column, source.label_column) if name]
-    grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in [*([caption] if caption else []), *others]}
+    label = pick_column(source.label_column, LABEL_COLUMNS, columns, "label_column", where) if source.with_labels else None
+    sample_id = pick_column(source.id_column, (), columns, "id_column", where) if source.id_column else None
+    grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id) if name}
     names = [str(name) for name in table[image].drop_duplicates()]
     _require_images(file, names)
     for name in names:
         row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((file.parent / name).resolve())}}
-        row[ID] = str(grouped[source.id_column][name][0]) if source.id_column else name
+        row[ID] = str(grouped[sample_id][name][0]) if sample_id else name
         if caption:
             row[CAPTION] = [text for value in grouped[caption][name] for text in captions_of(value)]
             if not row[CAPTION]:
                 raise XcompatError(f"{file}: {name} has no caption; add one, delete the row, or set captions: false")
-        if source.label_column:
-            row[LABEL] = str(grouped[source.label_column][name][0])
+        if label:
+            row[LABEL] = _one_label(grouped[label][name], f"{file}: {name}")
         yield row
+
+
+def _one_label(values: list[Any], where: str) -> str:
+    """Return the label that the rows of one image agree on, as it is written."""
+    found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN is not itself
+    if not found:
+        raise XcompatError(f"{where} has no label; add one or delete the row")
+    if len(found) > 1:
+        raise XcompatError(f"{where} has the labels {' and '.join(map(repr, sorted(found)))}; an image has one class")
+    return found.pop()
 
 
 def _read_table(file: Path) -> pd.DataFrame:

@@ -1,12 +1,18 @@
-"""Lists of class names for zero-shot classification."""
+"""Lists of class names, in the order of their labels."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xcompat.data.captions import pick_column
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, nearest
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+LISTED = 20  # classes that a message may list
 NAME_COLUMNS = ("words", "name", "names", "class", "class_name", "label")
 
 
@@ -16,7 +22,8 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     Args:
         path: a text file with one name a line (line 1 is label 0), or a ``.tsv`` or ``.csv`` table with a header; its column
             ``index``, if there is one, gives the labels.
-        column: the table's column with the names; found by its name when not given.
+        column: the table's column with the names. When not given it is found by its name; failing that, the first columns
+            after ``index`` that tell the classes apart are joined (``alphabet, character`` is "Balinese character01").
 
     Returns:
         The names; ``names[label]`` is the name of a label.
@@ -44,10 +51,33 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
             if sorted(order) != list(range(len(table))):
                 raise XcompatError(f"{path}: the column index must hold 0 to {len(table) - 1}, each once")
             table = table.iloc[order.argsort()]
-        name = pick_column(column, NAME_COLUMNS, list(table.columns), "column", str(path))
-        names = [text.strip() for text in table[name]]
+        names = [text.strip() for text in _name_column(table, column, str(path))]
     if not names:
         raise XcompatError(f"{path} holds no class names; write one a line")
     if not all(names):
         raise XcompatError(f"{path}: class {names.index('')} has a blank name; name it or delete the line")
     return names
+
+
+def _name_column(table: pd.DataFrame, column: str | None, where: str) -> pd.Series:
+    columns = [name for name in table.columns if name != "index"]
+    if column is None and "index" in table and not set(NAME_COLUMNS) & set(columns):
+        for count in range(1, len(columns) + 1):
+            joined = table[columns[:count]].agg(" ".join, axis=1)
+            if joined.is_unique:
+                return joined
+    return table[pick_column(column, NAME_COLUMNS, list(table.columns), "column", where)]
+
+
+def nearest_class(name: str, classes: Collection[str]) -> str:
+    """Say which class is meant by an unknown name, for the end of an error message.
+
+    Args:
+        name: what was asked for.
+        classes: the names there are; of thousands not all are listed.
+
+    Returns:
+        Such as ``"did you mean 'cat'?"``.
+    """
+    meant = nearest(name, classes)
+    return meant if meant.startswith("did you") or len(classes) <= LISTED else f"known are {len(classes)}, first {min(classes)!r}"

@@ -90,6 +90,7 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         new_ND: embeddings of the new model, one row for each sample; float16 memory maps are the usual case.
         old_Nd: embeddings of the old model, in the same order.
         rows_N: only these rows; all when None.
+        extra: more columns, one row for each sample.
 
     Raises:
         XcompatError: they are not of the same samples.
@@ -100,13 +101,19 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         {'new_embeds': ((2, 3), torch.float32), 'old_embeds': ((2, 2), torch.float32)}
     """
 
-    def __init__(self, new_ND: RowArray, old_Nd: RowArray, rows_N: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        new_ND: RowArray,
+        old_Nd: RowArray,
+        rows_N: NDArray[np.int64] | None = None,
+        extra: Mapping[str, RowArray] | None = None,
+    ) -> None:
         if len(new_ND) != len(old_Nd):
             raise XcompatError(f"{len(new_ND)} new embeddings but {len(old_Nd)} old ones; embed the same data with both models")
         self.rows_N = rows_N
         if not len(new_ND if rows_N is None else rows_N):
             raise XcompatError("no embeddings to train on; embed a corpus that is not empty")
-        self.arrays = {NEW_EMBEDS: new_ND, OLD_EMBEDS: old_Nd}
+        self.arrays = {NEW_EMBEDS: new_ND, OLD_EMBEDS: old_Nd, **(extra or {})}
 
     def __len__(self) -> int:
         """Return the number of samples."""

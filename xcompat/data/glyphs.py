@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageFont
 
-from xcompat.errors import XcompatError
+from xcompat.data.schema import ID, IMAGE, LABEL
+from xcompat.errors import XcompatError, nearest
+from xcompat.files import atomic_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,6 +24,24 @@ if TYPE_CHECKING:
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
 """The upright regular faces, one per design: what the quickstart's old model knows and its galleries hold."""
+
+CLASS_FACES = {
+    "train": (
+        "DejaVuSans",
+        "STIXGeneralItalic",
+        "DejaVuSerif-Bold",
+        "DejaVuSansMono",
+        "DejaVuSans-BoldOblique",
+        "STIXGeneralBolIta",
+        "DejaVuSansMono-Bold",
+        "DejaVuSerif-Italic",
+    ),
+    "query": ("STIXGeneral", "DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-BoldItalic"),
+    "gallery": ("DejaVuSerif", "DejaVuSans-Oblique", "STIXGeneralBol", "DejaVuSansMono-BoldOblique"),
+    "validation": ("DejaVuSansMono", "DejaVuSerif-Italic"),
+}
+"""Faces of the glyph classes: every family is trained on, searched for and searched, in styles that differ; no face is in two of
+these but those of ``validation``, which are in ``train``."""
 
 _PATTERNS = ("DejaVu*.ttf", "STIXGeneral*.ttf")
 _EM = 26 / 32  # font size over image size: DejaVu's tallest accents and deepest descenders just fit
@@ -216,6 +236,111 @@ def to_dataset(glyphs: Glyphs) -> Dataset:
         "face": [glyphs.faces[face] for face in glyphs.face_N.tolist()],
     }
     return Dataset.from_dict(columns, features=features)
+
+
+def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 32) -> None:
+    """Write a classification data set: a class is a character, an instance is a face, and no test face is ever trained on.
+
+    ``train`` holds eight faces, ``query`` and ``gallery`` four others each. Choose hyper-parameters on ``validation``, two faces
+    of ``train``, with models trained on ``fit``, the other six: ``validation`` as queries and gallery has one positive for each
+    query. Classes are in the order of their code points, so the first half of them, what an old model is trained on, is
+    ``Subset(scenario="extended-class", fraction=0.5, side="old")``. Images are in the order of `CLASS_FACES`, classes in
+    order within a face.
+
+    Args:
+        folder: where the five folders go, each as ``datasets.save_to_disk`` writes it, with the columns ``image`` (grey PNG),
+            ``id`` (such as ``"U+03B1 DejaVuSans"``) and ``label`` (a ClassLabel of the lower-cased Unicode names).
+        n_classes: how many characters, see :func:`choose_characters`.
+        size: height and width of the images in pixels.
+
+    Raises:
+        XcompatError: there are fewer characters.
+    """
+    glyphs = render_glyphs(size)
+    chosen = glyphs.select(choose_characters(glyphs, n_classes))
+    fit = tuple(face for face in CLASS_FACES["train"] if face not in CLASS_FACES["validation"])
+    with atomic_path(folder) as temporary:
+        for name, faces in {**CLASS_FACES, "fit": fit}.items():
+            _class_dataset(chosen, faces).save_to_disk(temporary / name)
+
+
+def glyph_classes(part: str) -> Path:
+    """Return the folder of one part of the glyph classes, rendered on first use and kept with the other cached data sets.
+
+    Args:
+        part: ``train``, ``fit``, ``validation``, ``query`` or ``gallery``.
+
+    Returns:
+        What ``glyphs:PART`` means as a path in a recipe.
+
+    Raises:
+        XcompatError: there is no such part.
+    """
+    import datasets
+    import matplotlib
+
+    parts = [*CLASS_FACES, "fit"]
+    if part not in parts:
+        raise XcompatError(f"there are no glyphs {part!r}; {nearest(part, parts)}")
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat" / f"glyph-classes-matplotlib-{matplotlib.__version__}"
+    if not folder.exists():
+        write_glyph_classes(folder)
+    return folder / part
+
+
+def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
+    """Choose characters that can be told apart and that have as many faces as possible.
+
+    All twelve DejaVu faces have them; those that more STIX faces have come first. Left out are characters that two faces draw
+    alike to the pixel, as most arrows are (a test image would be a training image), and of characters that share a picture,
+    such as Latin A, Greek Alpha and Cyrillic A, all but one: nobody could tell which is meant.
+
+    Args:
+        glyphs: the renderings, of all faces.
+        n_classes: how many characters.
+
+    Returns:
+        Code points, ascending.
+
+    Raises:
+        XcompatError: there are fewer.
+    """
+    images: dict[int, list[bytes]] = {code: [] for code in glyphs.names}
+    dejavu = dict.fromkeys(glyphs.names, 0)
+    for image_HW, code, face in zip(glyphs.images_NHW, glyphs.character_N.tolist(), glyphs.face_N.tolist(), strict=True):
+        images[code].append(image_HW.tobytes())
+        dejavu[code] += glyphs.faces[face].startswith("DejaVu")
+    everywhere = sum(face.startswith("DejaVu") for face in glyphs.faces)
+    seen: set[bytes] = set()
+    chosen = []
+    for code in sorted(images, key=lambda code: (-len(images[code]), code)):
+        pictures = set(images[code])
+        if dejavu[code] == everywhere and len(pictures) == len(images[code]) and seen.isdisjoint(pictures):
+            chosen.append(code)
+            seen |= pictures
+    if not 1 < n_classes <= len(chosen):
+        raise XcompatError(f"n_classes={n_classes} is not possible; 2 to {len(chosen)} characters can be told apart")
+    return sorted(chosen[:n_classes])
+
+
+def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
+    """Turn renderings in some faces into labelled images, in the order of these faces and of the code points."""
+    from datasets import ClassLabel, Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    codes = sorted(glyphs.names)
+    place = {glyphs.faces.index(face): number for number, face in enumerate(faces)}
+    rows = [row for row, face in enumerate(glyphs.face_N.tolist()) if face in place]
+    rows.sort(key=lambda row: (place[int(glyphs.face_N[row])], glyphs.character_N[row]))
+    label_of = {code: label for label, code in enumerate(codes)}
+    kept = [(int(glyphs.character_N[row]), glyphs.faces[glyphs.face_N[row]]) for row in rows]
+    names = ClassLabel(names=[glyphs.names[code] for code in codes])
+    columns = {
+        IMAGE: [{"bytes": _png(glyphs.images_NHW[row]), "path": None} for row in rows],
+        ID: [f"U+{code:04X} {face}" for code, face in kept],
+        LABEL: [label_of[code] for code, _ in kept],
+    }
+    return Dataset.from_dict(columns, features=Features({IMAGE: ImageFeature(), ID: Value("string"), LABEL: names}))
 
 
 def _png(image_HW: NDArray[np.uint8]) -> bytes:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.captions import CAPTION_COLUMNS, IMAGE_COLUMNS, pick_column, read_captions
+from xcompat.data.captions import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS, pick_column, read_captions
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
-from xcompat.data.shards import Problems, ShardColumns, read_rows
+from xcompat.data.shards import CLASS_MEMBER, Problems, ShardColumns, read_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
     PairSource,
@@ -44,7 +44,8 @@ def load_pairs(source: PairSource | str) -> AnyDataset:
     Returns:
         A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
         ``{"bytes", "path"}``), ``caption`` (a string or a list of strings; not with ``captions=False``), ``id`` (a string;
-        a stream of Parquet, a saved or a Hub data set has it only if it holds one) and, with ``label_column``, ``label``.
+        a stream of Parquet, a saved or a Hub data set has it only if it holds one) and, with ``labels`` or ``label_column``,
+        ``label``.
 
     Raises:
         XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
@@ -81,7 +82,7 @@ def _features(source: PairSource, label_type: str) -> datasets.Features:
     columns: dict[str, Any] = {IMAGE: datasets.Image(decode=False), ID: datasets.Value("string")}
     if source.captions:
         columns[CAPTION] = datasets.List(datasets.Value("string"))
-    if source.label_column:
+    if source.with_labels:
         columns[LABEL] = datasets.Value(label_type)
     return datasets.Features(columns)
 
@@ -89,10 +90,10 @@ def _features(source: PairSource, label_type: str) -> datasets.Features:
 def _load_shards(source: PairSource, shards: list[Path]) -> AnyDataset:
     import datasets
 
-    columns = ShardColumns(
-        source.image_column, source.caption_column, source.id_column, source.label_column, with_caption=source.captions
-    )
-    features = _features(source, "int64" if source.label_column == "cls" else "string")
+    label = source.label_column or (CLASS_MEMBER if source.labels else None)
+    columns = ShardColumns(source.image_column, source.caption_column, source.id_column, label, with_caption=source.captions)
+    columns = replace(columns, index_label=_labels_are_indices(shards, columns))
+    features = _features(source, "int64" if columns.index_label else "string")
     if source.streaming:
         arguments = {"shards": [str(shard) for shard in shards], "columns": columns, "total": len(shards)}
         return datasets.IterableDataset.from_generator(
@@ -117,6 +118,15 @@ def _load_shards(source: PairSource, shards: list[Path]) -> AnyDataset:
     return dataset
 
 
+def _labels_are_indices(shards: list[Path], columns: ShardColumns) -> bool:
+    """Say whether ``.cls`` holds indices, as it should, or names: the first label decides for all."""
+    if columns.label != CLASS_MEMBER:
+        return False
+    only_label = replace(columns, with_image=False, with_caption=False)
+    first = next(read_rows(shards, only_label, Problems(max_bad_share=1, total_shards=len(shards))), None)
+    return first is None or first[LABEL].removeprefix("-").isdecimal()
+
+
 def _stream_rows(shards: list[str], columns: ShardColumns, total: int, max_bad_share: float) -> Iterator[dict[str, Any]]:
     """Read the shards of one worker; ``datasets`` splits the list, so ``total`` carries how many there are in all."""
     problems = Problems(max_bad_share, total)
@@ -128,7 +138,8 @@ def _stream_rows(shards: list[str], columns: ShardColumns, total: int, max_bad_s
 def _load_files(source: PairSource, paths: list[Path], form: str) -> AnyDataset:
     files = captions_files(paths) if form == "captions" else []
     if form == "captions" and not files:
-        raise XcompatError(f"{paths[0]}: no captions.csv, captions.tsv or captions.jsonl there; check the path or the format")
+        name = "captions" if source.captions else "labels"
+        raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")
     if form == "images" and source.captions:
         raise XcompatError(f"{paths[0]}: images without captions; add captions.csv (image, caption) or set captions: false")
     listed = image_files(paths) if form == "images" else []
@@ -136,7 +147,7 @@ def _load_files(source: PairSource, paths: list[Path], form: str) -> AnyDataset:
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         captioned = (row for file in files for row in read_captions(file, source))
-        rows = captioned if form == "captions" else _image_rows(listed, source)
+        rows = captioned if form == "captions" else _image_rows(listed, source, paths)
         yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema, batch_size=4096)
 
     # a change of the images themselves needs no rebuild: only their paths are kept
@@ -160,11 +171,13 @@ def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterato
         yield row
 
 
-def _image_rows(listed: list[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
+def _image_rows(listed: list[tuple[Path, str]], source: PairSource, paths: list[Path]) -> Iterator[dict[str, Any]]:
     if source.label_column not in (None, "folder"):
         raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
     for file, name in listed:
-        label = {LABEL: file.parent.name} if source.label_column else {}
+        if source.with_labels and paths == [file.parent]:
+            raise XcompatError(f"{file} has no label; move it into a folder called after its class")
+        label = {LABEL: file.parent.name} if source.with_labels else {}
         yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
 
 
@@ -243,8 +256,10 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     picked = {IMAGE: pick_column(source.image_column, (*typed, *EXTRA_IMAGE_COLUMNS), columns, "image_column", where)}
     if source.captions:
         picked[CAPTION] = pick_column(source.caption_column, EXTRA_CAPTION_COLUMNS, columns, "caption_column", where)
-    if source.label_column:
-        picked[LABEL] = pick_column(source.label_column, (), columns, "label_column", where)
+    if source.with_labels:
+        classes = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.ClassLabel)]
+        known = (*LABEL_COLUMNS, *(classes if len(classes) == 1 else ()))  # of several, such as coarse and fine, none is meant
+        picked[LABEL] = pick_column(source.label_column, known, columns, "label_column", where)
     if source.id_column or ID in columns:
         picked[ID] = pick_column(source.id_column, (ID,), columns, "id_column", where)
     dataset = dataset.select_columns(list(picked.values()))
@@ -253,5 +268,7 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     if ID in picked:
         return dataset.cast_column(ID, datasets.Value("string"))
     if isinstance(dataset, datasets.Dataset):
-        return dataset.add_column(ID, [str(row) for row in range(len(dataset))])
+        # labelled queries leave out the gallery's image of their own id, which row 7 of another split is not
+        whose = "/".join([where, *filter(None, (source.name, source.split)), ""]) if source.labels else ""
+        return dataset.add_column(ID, [f"{whose}{row}" for row in range(len(dataset))])
     return dataset

@@ -19,6 +19,7 @@ LABELS = "labels"
 OLD_EMBEDS = "old_embeds"
 OLD_TEXT_EMBEDS = "old_text_embeds"
 NEW_EMBEDS = "new_embeds"
+CREDIBLE = "credible"
 
 
 def captions_of(value: str | Iterable[Any] | None) -> list[str]:

@@ -14,6 +14,7 @@ from xcompat.errors import XcompatError, nearest
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
+CLASS_MEMBER = "cls"
 NAMED = 3  # problems named in full, the rest counted
 MIN_SAMPLES = 100  # a share of fewer samples says little while a shard is still being read
 
@@ -35,6 +36,7 @@ class ShardColumns:
         caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` when None.
         id: the same for the id; ``__key__`` when None.
         label: the same for the class; no label column when None.
+        index_label: whether the label is an index, not a name.
         with_image: whether an image is needed.
         with_caption: whether a caption is needed.
     """
@@ -43,6 +45,7 @@ class ShardColumns:
     caption: str | None = None
     id: str | None = None
     label: str | None = None
+    index_label: bool = False
     with_image: bool = True
     with_caption: bool = True
 
@@ -58,9 +61,17 @@ class ShardColumns:
         if self.with_caption:
             row[CAPTION] = self._captions(sample)
         if self.label:
-            label = _member(sample, self.label)
-            row[LABEL] = int(label) if self.label == "cls" else str(label)
+            row[LABEL] = self._label(sample, self.label)
         return row
+
+    def _label(self, sample: dict[str, Any], name: str) -> int | str:
+        value = _member(sample, name)
+        if value is None or value == "":
+            raise _SampleError(f"empty {name}")
+        try:
+            return int(value) if self.index_label else str(value)
+        except ValueError:
+            raise _SampleError(f"{name} is {value!r}, no index") from None
 
     def _captions(self, sample: dict[str, Any]) -> list[str]:
         name = self.caption or next((m for m in CAPTION_MEMBERS if _has(sample, m)), "caption (txt)")
@@ -127,8 +138,8 @@ class Problems:
             named = self.samples if self.n_good else self.samples[:1]  # all fail for one reason when none is good
             raise XcompatError(
                 f"{self.n_bad} of {total} samples cannot be used, more than max_bad_share={self.max_bad_share:g}: "
-                f"{_some(named, self.n_bad)}; their members are {', '.join(sorted(self.members))}; set image_column or "
-                "caption_column, or raise max_bad_share"
+                f"{_some(named, self.n_bad)}; their members are {', '.join(sorted(self.members))}; set image_column, "
+                "caption_column or label_column, or raise max_bad_share"
             )
 
     def lines(self) -> list[str]:

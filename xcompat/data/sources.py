@@ -10,40 +10,36 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from xcompat.data.glyphs import glyph_classes
 from xcompat.errors import XcompatError
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
-CAPTION_STEMS = ("captions", "metadata")
+CAPTION_STEMS = ("captions", "metadata", "labels")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+EMBEDDED = "glyphs:"
+"""Begins the paths of the data that every installation has: ``glyphs:train`` and so on."""
 
 PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images"]
 
 
-class PairSource(BaseModel):
-    """Where images and their captions come from.
+class ImageSource(BaseModel):
+    """Where images come from.
 
     Args:
-        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or
-            the name of a data set on the Hub.
+        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, the
+            name of a data set on the Hub, or ``glyphs:train`` and the like for the embedded classes.
         format: how to read it; ``auto`` looks at the files.
         image_column: the column (webdataset: the member) with the image; found by name or type when not given.
-        caption_column: the column with one caption or a list of them; ``json.name`` reads a key of a webdataset's JSON member
-            or of a nested column.
         id_column: the column with the sample's id; the file name, ``__key__`` or row number when not given.
         label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
-        captions: whether captions are needed.
         split: the split of a Hub data set or of a saved ``DatasetDict``.
         name: the configuration of a Hub data set.
         revision: the revision of a Hub data set.
-        streaming: read on the fly, without random access and without a cache.
         limit: use the first so many samples.
         max_bad_share: stop when more than this share of shards, or of samples, cannot be used.
-
-    Example:
-        >>> PairSource(path="shards/*.tar", caption_column="json.title").format
-        'auto'
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,16 +47,39 @@ class PairSource(BaseModel):
     path: str | list[str]
     format: PairFormat = "auto"
     image_column: str | None = None
-    caption_column: str | None = None
     id_column: str | None = None
     label_column: str | None = None
-    captions: bool = True
     split: str | None = None
     name: str | None = None
     revision: str | None = None
-    streaming: bool = False
     limit: int | None = Field(default=None, ge=1)
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
+
+
+class PairSource(ImageSource):
+    """Where images and their captions come from: the fields of :class:`ImageSource` and these.
+
+    Args:
+        caption_column: the column with one caption or a list of them; ``json.name`` reads a key of a webdataset's JSON member
+            or of a nested column.
+        captions: whether captions are needed.
+        labels: whether labels are needed; their column is found by name or type when ``label_column`` is not given.
+        streaming: read on the fly, without random access and without a cache.
+
+    Example:
+        >>> PairSource(path="shards/*.tar", caption_column="json.title").format
+        'auto'
+    """
+
+    caption_column: str | None = None
+    captions: bool = True
+    labels: bool = False
+    streaming: bool = False
+
+    @property
+    def with_labels(self) -> bool:
+        """Whether samples get a ``label``."""
+        return self.labels or self.label_column is not None
 
 
 def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
@@ -85,6 +104,9 @@ def local_files(path: str | list[str]) -> list[Path] | None:
     found: list[Path] = []
     for pattern in [path] if isinstance(path, str) else path:
         for text in _expand(pattern):
+            if text.startswith(EMBEDDED):
+                found.append(glyph_classes(text.removeprefix(EMBEDDED)))
+                continue
             matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) and not Path(text).exists() else [text]
             missing = [match for match in matches if not Path(match).exists()]
             if missing or not matches:
@@ -171,7 +193,7 @@ def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def captions_files(paths: list[Path]) -> list[Path]:
-    """List the captions files: given ones by their suffix, in folders ``captions.*`` or ``metadata.*``."""
+    """List the captions files: given ones by their suffix, in folders ``captions.*``, ``metadata.*`` or ``labels.*``."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -1,0 +1,410 @@
+"""Labelled images come out the same from every format, in a stated class order, and bad labels are named in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import BatchSampler
+
+from xcompat.data import (
+    ClassBalancedSampler,
+    LabelledImages,
+    LabelledSource,
+    PairDataset,
+    PairSource,
+    load_classes,
+    load_labelled,
+    load_pairs,
+    open_image,
+)
+from xcompat.data.labelled import MAX_INDEX
+from xcompat.errors import XcompatError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")
+
+NAMES = ["cat", "dog", "eel"]
+LABELS = [2, 0, 1, 2, 0, 0]  # in the order of NAMES
+
+
+def png(value: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(value).integers(0, 255, (4, 5, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for key, members in samples.items():
+            for suffix, content in members.items():
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_images(folder: Path) -> list[str]:
+    folder.mkdir()
+    for number in range(len(LABELS)):
+        (folder / f"{number}.png").write_bytes(png(number))
+    return [f"{number}.png" for number in range(len(LABELS))]
+
+
+def hf_dataset(labels: list[object], feature: object, **columns: list[object]) -> datasets.Dataset:
+    data = {"image": [{"bytes": png(n), "path": None} for n in range(len(labels))], "label": labels, **columns}
+    features = {"image": datasets.Image(), "label": feature, **{name: datasets.Value("string") for name in columns}}
+    return datasets.Dataset.from_dict(data, features=datasets.Features(features))
+
+
+def shards_of_indices(folder: Path) -> LabelledSource:
+    folder.mkdir()
+    members = {f"k{n}": {"png": png(n), "cls": str(label).encode()} for n, label in enumerate(LABELS)}
+    write_shard(folder / "a.tar", members)
+    (folder / "classes.tsv").write_text("index\tword\n" + "".join(f"{n}\t{name}\n" for n, name in enumerate(NAMES)))
+    return LabelledSource(path=str(folder))
+
+
+def shards_of_names(folder: Path) -> LabelledSource:
+    folder.mkdir()
+    members = {f"k{n}": {"png": png(n), "cls": NAMES[label].encode()} for n, label in enumerate(LABELS)}
+    return LabelledSource(path=str(write_shard(folder / "a.tar", members)))
+
+
+def shards_of_json(folder: Path) -> LabelledSource:
+    folder.mkdir()
+    members = {f"k{n}": {"png": png(n), "json": json.dumps({"kind": NAMES[label]}).encode()} for n, label in enumerate(LABELS)}
+    return LabelledSource(path=str(write_shard(folder / "a.tar", members)), label_column="json.kind")
+
+
+def saved_class_label(folder: Path) -> LabelledSource:
+    hf_dataset(LABELS, datasets.ClassLabel(names=NAMES)).rename_column("label", "species").save_to_disk(folder)
+    return LabelledSource(path=str(folder))
+
+
+def saved_names(folder: Path) -> LabelledSource:
+    hf_dataset([NAMES[label] for label in LABELS], datasets.Value("string")).save_to_disk(folder)
+    return LabelledSource(path=str(folder))
+
+
+def image_folder(folder: Path) -> LabelledSource:
+    for number, label in enumerate(LABELS):
+        (folder / NAMES[label]).mkdir(parents=True, exist_ok=True)
+        (folder / NAMES[label] / f"{number}.png").write_bytes(png(number))
+    return LabelledSource(path=str(folder))
+
+
+def table(name: str) -> Callable[[Path], LabelledSource]:
+    def write(folder: Path) -> LabelledSource:
+        rows = pd.DataFrame({"image": write_images(folder), "class": [NAMES[label] for label in LABELS]})
+        if name.endswith("jsonl"):
+            rows.to_json(folder / name, orient="records", lines=True)
+        else:
+            rows.to_csv(folder / name, sep="\t" if "tsv" in name else ",", index=False)
+        return LabelledSource(path=str(folder))
+
+    return write
+
+
+def parquet(folder: Path) -> LabelledSource:
+    rows = pd.DataFrame({"image": write_images(folder), "category": [NAMES[label] for label in LABELS]})
+    rows.to_parquet(folder / "table.parquet")
+    return LabelledSource(path=str(folder / "table.parquet"))
+
+
+FORMATS = [
+    shards_of_indices,
+    shards_of_names,
+    shards_of_json,
+    saved_class_label,
+    saved_names,
+    image_folder,
+    table("labels.csv"),
+    table("metadata.tsv"),
+    table("captions.jsonl"),
+    parquet,
+]
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_the_same_labels(tmp_path: Path, write: Callable[[Path], LabelledSource]) -> None:
+    images = load_labelled(write(tmp_path / "set"))
+    assert images.classes == NAMES
+    label_of = {bytes(open_image(png(n)).tobytes()): label for n, label in enumerate(LABELS)}
+    assert [label_of[open_image(row["image"]).tobytes()] for row in images.dataset] == images.labels().tolist()
+    assert sorted(images.labels().tolist()) == sorted(LABELS)
+    assert images.class_names() == [NAMES[label] for label in images.labels()]
+    assert len(set(images.dataset["id"])) == len(images) == len(LABELS)
+    assert images.dataset.features["label"] == datasets.Value("int64")
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_the_order_can_be_given(tmp_path: Path, write: Callable[[Path], LabelledSource]) -> None:
+    source = write(tmp_path / "set")
+    order = ["eel", "cat", "dog"]
+    images = load_labelled(source, order)
+    assert images.classes == order
+    if write is shards_of_indices:  # an index is an index into the given list, whatever the file beside it says
+        assert images.labels().tolist() == LABELS
+        return
+    assert images.class_names() == load_labelled(source).class_names()
+    (tmp_path / "order.txt").write_text("\n".join(order))
+    in_a_file = load_labelled(source.model_copy(update={"classes": str(tmp_path / "order.txt")}))
+    assert in_a_file.labels().tolist() == images.labels().tolist()
+
+
+def test_numbers_are_ordered_by_value_not_by_letters(tmp_path: Path) -> None:
+    for number in (0, 1, 2, 10, 11):
+        (tmp_path / "set" / str(number)).mkdir(parents=True)
+        (tmp_path / "set" / str(number) / "a.png").write_bytes(png(number))
+    images = load_labelled(str(tmp_path / "set"))
+    assert images.classes == ["0", "1", "2", "10", "11"]
+    assert dict(zip(images.dataset["id"][:], images.labels().tolist(), strict=True))["10/a.png"] == 3
+    named = load_labelled(LabelledSource(path=str(tmp_path / "set"), classes=[0, 10, 1, 11, 2]))  # YAML reads numbers
+    assert named.classes == ["0", "10", "1", "11", "2"]
+    assert named.class_names() == images.class_names()
+
+
+def test_indices_stay_indices_where_classes_are_missing(tmp_path: Path) -> None:
+    hf_dataset([3, 0, 3], datasets.Value("int64")).save_to_disk(tmp_path / "set")
+    images = load_labelled(str(tmp_path / "set"))
+    assert (images.classes, images.labels().tolist()) == (["0", "1", "2", "3"], [3, 0, 3])
+    assert images.kept() == ["0", "3"]
+    assert images.reindexed().classes == ["0", "3"]
+    assert images.reindexed().labels().tolist() == [1, 0, 1]
+    assert images.reindexed().class_names() == images.class_names()
+
+
+def test_relabelling_a_selection_copies_no_image(tmp_path: Path) -> None:
+    hf_dataset([4, 0, 1, 4, 2], datasets.Value("int64")).save_to_disk(tmp_path / "set")
+    images = load_labelled(str(tmp_path / "set"))
+    some = LabelledImages(images.dataset.select([3, 1, 0]), images.classes)
+    relabelled = some.reindexed()
+    assert relabelled.labels().tolist() == [1, 0, 1]
+    assert relabelled.dataset["id"][:] == some.dataset["id"][:]
+    assert [row["image"] for row in relabelled.dataset] == [row["image"] for row in some.dataset]
+    assert len(relabelled.dataset.data) == 5  # the whole table, seen through the same rows
+    assert relabelled.dataset._fingerprint == some.reindexed().dataset._fingerprint
+
+
+def test_invented_ids_tell_splits_apart(tmp_path: Path) -> None:
+    data = hf_dataset([0, 1], datasets.Value("int64"))
+    datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "set")
+    ids = [load_labelled(LabelledSource(path=str(tmp_path / "set"), split=split)).dataset["id"][:] for split in ("train", "test")]
+    assert not set(ids[0]) & set(ids[1])
+    assert ids[1][1].endswith("test/1")
+
+
+def test_a_data_loader_reads_them(tmp_path: Path) -> None:
+    images = load_labelled(image_folder(tmp_path / "set"))
+    items = PairDataset(images.dataset).__getitems__(list(range(len(images))))
+    assert [item["label"] for item in items] == images.labels().tolist()
+
+
+def test_pairs_can_have_labels_too(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    pd.DataFrame({"image": write_images(folder), "caption": ["a"] * 6, "class": ["b"] * 6}).to_csv(folder / "captions.csv")
+    assert load_pairs(PairSource(path=str(folder), labels=True))["label"][:] == ["b"] * 6
+    assert "label" not in load_pairs(str(folder)).column_names
+
+
+def test_class_names_may_take_several_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("index\talphabet\tcharacter\tsamples\n1\tGreek\tone\t2\n0\tLatin\tone\t2\n2\tGreek\ttwo\t2\n")
+    assert load_classes(tmp_path / "a.tsv") == ["Latin one", "Greek one", "Greek two"]
+    assert load_classes(tmp_path / "a.tsv", "character") == ["one", "one", "two"]
+    (tmp_path / "b.tsv").write_text("index\tkind\tcount\n0\tshoe\t7\n1\that\t7\n")
+    assert load_classes(tmp_path / "b.tsv") == ["shoe", "hat"]
+
+
+def saved(folder: Path, labels: list[object], feature: object = datasets.Value("string"), **columns: list[object]) -> str:
+    hf_dataset(labels, feature, **columns).save_to_disk(folder / "set")
+    return str(folder / "set")
+
+
+@pytest.mark.parametrize(
+    ("labels", "feature", "classes", "message"),
+    [
+        (["cat", "dgo"], datasets.Value("string"), ["cat", "dog"], "image '.*set/1' is of class 'dgo'.*did you mean 'dog'"),
+        (["cat", "cat"], datasets.Value("string"), ["cat", "dog"], "class 'dog' has no image"),
+        (["a", "b"], datasets.Value("string"), ["a", "b", "c", "d"], "class 'c' and 1 more of 4 has no image"),
+        (["cat", "cat"], datasets.Value("string"), ["cat", "cat"], "class 'cat' is listed twice"),
+        ([0, 2], datasets.Value("int64"), ["cat", "dog"], "label index 2, but the 2 classes go from 0 to 1"),
+        ([0, -2], datasets.Value("int64"), None, "label index -2"),
+        (["1", "9"], datasets.Value("string"), ["cat", "dog"], "label index 9"),
+        ([0, -1], datasets.ClassLabel(names=["a", "b"]), None, "image '.*set/1' has no label"),
+        (["cat", None], datasets.Value("string"), None, "has no label"),
+        (["", ""], datasets.Value("string"), None, r"\(and 1 more\) has no label"),
+        ([0.5, 1.0], datasets.Value("float32"), None, "labels are floats such as 0.5"),
+        ([MAX_INDEX, 1], datasets.Value("int64"), None, "store them as text"),
+    ],
+)
+def test_bad_labels(tmp_path: Path, labels: list[object], feature: object, classes: list[str] | None, message: str) -> None:
+    with pytest.raises(XcompatError, match=message) as caught:
+        load_labelled(saved(tmp_path, labels, feature), classes)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_without_distinct_ids(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="two images have the id 'x'.*id_column"):
+        load_labelled(saved(tmp_path, ["a", "b", "a"], id=["x", "y", "x"]))
+
+
+def test_unlabelled_files(tmp_path: Path) -> None:
+    write_images(tmp_path / "flat")
+    with pytest.raises(XcompatError, match="0.png has no label; move it into a folder"):
+        load_labelled(str(tmp_path / "flat"))
+    for number, (rows, message) in enumerate(
+        {
+            "image,label\n0.png,\n": "0.png has no label",
+            "image,label\n0.png,a\n0.png,b\n": "0.png has the labels 'a' and 'b'",
+            "image,kind\n0.png,a\n": "no column named label or class .*set label_column",
+        }.items()
+    ):
+        (tmp_path / "flat" / f"table-{number}.csv").write_text(rows)
+        with pytest.raises(XcompatError, match=message):
+            load_labelled(str(tmp_path / "flat" / f"table-{number}.csv"))
+    (tmp_path / "flat" / "labels.jsonl").write_text('{"image": "0.png", "label": null}\n{"image": "1.png", "label": 3}\n')
+    with pytest.raises(XcompatError, match="0.png has no label"):
+        load_labelled(str(tmp_path / "flat"))
+
+
+def test_several_class_labels_are_not_guessed(tmp_path: Path) -> None:
+    data = hf_dataset([0, 1], datasets.ClassLabel(names=["a", "b"])).rename_column("label", "fine_label")
+    data = data.add_column("coarse_label", [0, 0], feature=datasets.ClassLabel(names=["c"]))
+    data.save_to_disk(tmp_path / "set")
+    with pytest.raises(XcompatError, match="set label_column"):
+        load_labelled(str(tmp_path / "set"))
+    assert load_labelled(LabelledSource(path=str(tmp_path / "set"), label_column="fine_label")).classes == ["a", "b"]
+
+
+def test_samples_of_shards_without_usable_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = {f"k{n}": {"png": png(n), "cls": b"0" if n % 2 else b"1"} for n in range(8)}
+    del members["k3"]["cls"]
+    members["k4"]["cls"] = b"dog"
+    members["k5"]["cls"] = b""
+    path = str(write_shard(tmp_path / "a.tar", members))
+    with pytest.raises(
+        XcompatError, match="3 of 8 samples cannot be used.*k3: no cls; k4: cls is 'dog', no index; k5: empty cls"
+    ):
+        load_labelled(path)
+    assert load_labelled(LabelledSource(path=path, max_bad_share=0.5)).labels().tolist() == [1, 0, 1, 1, 0]
+    assert "skipped 3 of 8 samples" in " ".join(capsys.readouterr().out.split())
+
+
+def test_class_files_beside_other_labels_are_left_alone(tmp_path: Path) -> None:
+    source = shards_of_json(tmp_path / "set")
+    (tmp_path / "set" / "classes.txt").write_text("one\ntwo\n")
+    assert load_labelled(source).classes == NAMES
+    (tmp_path / "set" / "classes.txt").write_text("eel\ndog\ncat\nfox\n")  # fox is without images in this split
+    assert load_labelled(source).classes == ["eel", "dog", "cat", "fox"]
+    (tmp_path / "set" / "classes.txt").write_text("eel\ndog\n")
+    with pytest.raises(XcompatError, match="class 'cat', not in the class list"):
+        load_labelled(source)
+
+
+def test_a_limit_may_leave_given_classes_without_images(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "set").model_copy(update={"classes": NAMES, "limit": 2})
+    assert load_labelled(source).kept() == ["cat"]
+
+
+def batches_of(sampler: ClassBalancedSampler) -> list[list[int]]:
+    return list(BatchSampler(sampler, sampler.classes_per_batch * sampler.samples_per_class, drop_last=False))
+
+
+@given(
+    counts=st.lists(st.integers(2, 9), min_size=4, max_size=9),
+    per_batch=st.integers(1, 4),
+    per_class=st.integers(2, 4),
+    seed=st.integers(0, 99),
+)
+def test_balanced_batches(counts: list[int], per_batch: int, per_class: int, seed: int) -> None:
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)) * 3, counts))  # any integers are classes
+    sampler = ClassBalancedSampler(labels, per_batch, per_class, seed=seed)
+    batches = batches_of(sampler)
+    assert sum(map(len, batches)) == len(sampler)
+    for batch in batches:
+        drawn = {label: [row for row in batch if labels[row] == label] for label in set(labels[batch].tolist())}
+        assert len(drawn) == per_batch
+        for label, rows in drawn.items():
+            assert len(rows) == per_class
+            assert len(set(rows)) == min(per_class, counts[label // 3])
+    assert batches_of(sampler) == batches
+
+
+@given(n_classes=st.integers(6, 12), replicas=st.integers(1, 3), epoch=st.integers(0, 3))
+def test_processes_share_the_batches(n_classes: int, replicas: int, epoch: int) -> None:
+    labels = np.repeat(np.arange(n_classes), 6)
+
+    def sampler(**part: int) -> ClassBalancedSampler:
+        made = ClassBalancedSampler(labels, 2, 3, **part)
+        made.set_epoch(epoch)
+        return made
+
+    parts = [batches_of(sampler(num_replicas=replicas, rank=rank)) for rank in range(replicas)]
+    dealt = [batch for step in zip(*parts, strict=True) for batch in step]
+    whole = batches_of(sampler())
+    assert dealt == whole[: len(dealt)]
+    assert len(whole) - len(dealt) < replicas
+    drawn = [row for batch in dealt for row in batch]
+    assert len(set(drawn)) == len(drawn)  # no sample twice, on one process or on two
+    for rank, part in enumerate(parts):  # accelerate deals the batches of one sampler the same way
+        shard = BatchSamplerShard(BatchSampler(sampler(), 6, drop_last=True), replicas, rank, even_batches=False)
+        assert list(shard)[: len(part)] == part
+
+
+def test_balanced_classes_are_drawn_without_repetition_and_anew_each_epoch() -> None:
+    labels = np.repeat(np.arange(10), 8)
+    parts = [ClassBalancedSampler(labels, 5, 4, num_replicas=2, rank=rank) for rank in range(2)]
+    assert sorted([*parts[0], *parts[1]]) == list(range(80))
+    first = list(parts[0])
+    parts[0].set_epoch(1)
+    assert list(parts[0]) != first
+    parts[0].set_epoch(0)
+    assert list(parts[0]) == first
+    assert list(ClassBalancedSampler(labels, 5, 4, seed=1)) != list(ClassBalancedSampler(labels, 5, 4))
+
+
+def test_what_a_triplet_cannot_be_made_of(tmp_path: Path) -> None:
+    images = load_labelled(image_folder(tmp_path / "set"))
+    with pytest.raises(XcompatError, match="fewer than two samples of class 'dog'; add"):
+        images.require_pairs()
+    with pytest.raises(XcompatError, match="fewer than two samples of class '0' and of 1 more"):
+        ClassBalancedSampler(np.array([0, 1, 2, 2]), 2, 2)
+    pairs = np.array([0, 0, 1, 1])
+    for arguments, message in (((3, 2), "3 classes do not fit"), ((2, 1), "1 sample of each class")):
+        with pytest.raises(XcompatError, match=message):
+            ClassBalancedSampler(pairs, *arguments)
+    with pytest.raises(XcompatError, match="1 batches are too few for 2 processes"):
+        ClassBalancedSampler(pairs, 2, 2, num_replicas=2)
+
+
+@needs_shared
+def test_real_tiny_imagenet() -> None:
+    images = load_labelled(str(SHARED / "tiny-imagenet" / "val-0000.tar.gz"))
+    assert np.bincount(images.labels()).tolist() == [50] * 200
+    assert images.classes[0] == "goldfish, Carassius auratus"
+    words = load_pairs(PairSource(path=str(SHARED / "tiny-imagenet" / "val-0000.tar.gz"), limit=20))["caption"][:]
+    assert images.class_names()[:20] == [text for (text,) in words]
+
+
+@needs_shared
+def test_real_omniglot() -> None:
+    images = load_labelled(str(SHARED / "omniglot"))
+    assert np.bincount(images.labels()).tolist() == [20] * 242
+    assert images.classes[:2] == ["Balinese character01", "Balinese character02"]
+    alphabets = load_labelled(LabelledSource(path=str(SHARED / "omniglot"), label_column="json.alphabet"))
+    assert len(alphabets.classes) == 8
+    assert [name.split(" ")[0] for name in images.class_names()[::97]] == [
+        name.split(" ")[0] for name in alphabets.class_names()[::97]
+    ]

@@ -1,0 +1,318 @@
+"""Images with one class each, labelled by their place in a stated class order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+from torch.utils.data import Sampler
+
+from xcompat.data.classes import load_classes, nearest_class
+from xcompat.data.loading import load_pairs
+from xcompat.data.schema import ID, LABEL
+from xcompat.data.sources import ImageSource, PairSource, local_files
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    import datasets
+
+CLASS_FILES = ("classes.tsv", "classes.csv", "classes.txt")
+MAX_INDEX = 1_000_000  # an index as large as this is a number of something else
+
+
+class LabelledSource(ImageSource):
+    """Where labelled images come from: the fields of :class:`ImageSource`, ``label_column`` found when not given, and these.
+
+    Args:
+        classes: the class order: names, or a file as `xcompat.data.load_classes` reads it.
+        class_column: the column of that file, or of the ``classes.tsv`` beside the data, that holds the names.
+
+    Example:
+        >>> LabelledSource(path="photos/train", classes=["cat", "dog"]).classes
+        ['cat', 'dog']
+    """
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # YAML reads class 7 as a number
+
+    classes: list[str] | str | None = None
+    class_column: str | None = None
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images with classes.
+
+    Args:
+        dataset: columns ``image`` (undecoded), ``id`` (a string, unique) and ``label`` (int64, index into ``classes``).
+        classes: names of all classes in order; store them with what is trained on the labels.
+        max_bad_share: the share of images that may turn out unreadable.
+    """
+
+    dataset: datasets.Dataset
+    classes: list[str]
+    max_bad_share: float = 0.01
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.dataset)
+
+    def labels(self) -> NDArray[np.int64]:
+        """Return the class index of each image."""
+        return np.array(self.dataset[LABEL][:], dtype=np.int64)
+
+    def class_names(self) -> list[str]:
+        """Return the class name of each image, which means the same in data sets of another class order."""
+        return [self.classes[label] for label in self.labels().tolist()]
+
+    def kept(self) -> list[str]:
+        """Return the names of the classes that have images, in class order."""
+        return [self.classes[index] for index in np.unique(self.labels()).tolist()]
+
+    def reindexed(self) -> LabelledImages:
+        """Return the same images with labels 0 to c - 1 among the c kept classes, as a classifier of these alone needs them."""
+        _, labels_N = np.unique(self.labels(), return_inverse=True)
+        return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.kept())
+
+    def require_pairs(self) -> None:
+        """Refuse a class whose images cannot be each other's positives.
+
+        Raises:
+            XcompatError: a class has fewer than two images.
+        """
+        _require_pairs(self.labels(), self.classes)
+
+
+def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = None) -> LabelledImages:
+    """Load images with classes, from every format of `xcompat.data.load_pairs`.
+
+    A label is the class's name, or its index: an integer, the ``.cls`` of a webdataset, or digits that are no class's name.
+    The class order is the first of these that there is: ``classes``; the source's ``classes``; that of a ``ClassLabel``; the
+    file ``classes.tsv``, ``.csv`` or ``.txt`` beside the data, if it knows any of the labels; 0 to the largest index; the
+    names, sorted (by their value if all are numbers). So the first 50 classes of CIFAR-100 are those of label index below 50,
+    even in folders called ``0`` to ``99``: sorted by letters 10 would stand before 2, and the first 50 would be other classes.
+
+    Args:
+        source: what to load; a string is its ``path``.
+        classes: names of the classes in order, over whatever the source says.
+
+    Returns:
+        The images. A class may be without images unless the order was given by ``classes`` and the source has no ``limit``.
+
+    Raises:
+        XcompatError: an image has no label or an unknown one, an index is out of range, a given class has no image, or two
+            images have one id.
+    """
+    import datasets
+
+    source = LabelledSource(path=source) if isinstance(source, str) else source
+    described = source.model_dump(exclude={"classes", "class_column"})
+    dataset = load_pairs(PairSource(**described, captions=False, labels=True))
+    assert isinstance(dataset, datasets.Dataset)
+    _require_distinct_ids(dataset, source)
+    given = list(classes) if classes is not None else _given_classes(source)
+    values = _require_labels(dataset, source)
+    order = _distinct(given, source) if given is not None else _own_order(dataset, values, source)
+    labels_N = _indices(dataset, values, order, source)
+    missing = np.setdiff1d(np.arange(len(order)), labels_N)
+    if given is not None and missing.size and not source.limit:
+        more = f" and {missing.size - 1} more of {len(order)}" if missing.size > 1 else ""
+        raise XcompatError(f"{source.path}: class {order[missing[0]]!r}{more} has no image; take it out of the class list")
+    return LabelledImages(_with_labels(dataset, labels_N), order, source.max_bad_share)
+
+
+def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> None:
+    ids = dataset[ID][:]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, count in Counter(ids).items() if count > 1)
+        raise XcompatError(
+            f"{source.path}: two images have the id {twice!r}, so a query could not be told from the gallery; "
+            "name a column that tells them apart under id_column"
+        )
+
+
+def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[int] | list[str]:
+    """Return the labels as the data set has them, none of them missing; -1 is how test sets without labels say so."""
+    values = dataset[LABEL][:]
+    bad = [row for row, value in enumerate(values) if value is None or value == "" or value == -1]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add it or leave the image out")
+    if not isinstance(values[0], int | str):
+        raise XcompatError(
+            f"{source.path}: labels are {type(values[0]).__name__}s such as {values[0]!r}; name a column with one index or "
+            "name for each image under label_column"
+        )
+    return values
+
+
+def _given_classes(source: LabelledSource) -> list[str] | None:
+    return load_classes(source.classes, source.class_column) if isinstance(source.classes, str) else source.classes
+
+
+def _own_order(dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource) -> list[str]:
+    """Return the class order that the data themselves state, or else the sorted names."""
+    import datasets
+
+    feature = dataset.features[LABEL]
+    if isinstance(feature, datasets.ClassLabel):
+        return list(feature.names)
+    names = {str(value) for value in values}
+    beside = _classes_beside(source)
+    if beside is not None and (_are_numbers(names) or names & set(beside)):
+        return _distinct(beside, source)
+    if isinstance(values[0], int):
+        largest = max(map(int, values))
+        if largest >= MAX_INDEX:
+            raise XcompatError(
+                f"{source.path}: label {largest} is no class index; if labels are ids of things, store them as text"
+            )
+        return [str(index) for index in range(largest + 1)]
+    return sorted(names, key=(lambda name: (int(name), name)) if _are_numbers(names) else None)
+
+
+def _classes_beside(source: LabelledSource) -> list[str] | None:
+    """Read the class file that lies in the data's folder."""
+    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in local_files(source.path) or [])
+    found: Iterator[Path] = (folder / name for folder in folders for name in CLASS_FILES if (folder / name).is_file())
+    file = next(found, None)
+    return load_classes(file, source.class_column) if file is not None else None
+
+
+def _are_numbers(names: Iterable[str]) -> bool:
+    return all(name.isdecimal() for name in names)
+
+
+def _distinct(classes: list[str], source: LabelledSource) -> list[str]:
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice:
+        raise XcompatError(
+            f"{source.path}: class {twice[0]!r} is listed twice; name a column that tells classes apart under class_column"
+        )
+    return classes
+
+
+def _indices(
+    dataset: datasets.Dataset, values: list[int] | list[str], order: list[str], source: LabelledSource
+) -> NDArray[np.int64]:
+    """Return the place of each image's class in the order."""
+    import datasets
+
+    feature, place = dataset.features[LABEL], {name: index for index, name in enumerate(order)}
+    distinct: dict[Any, Any] = dict.fromkeys(values)
+    if isinstance(feature, datasets.ClassLabel):
+        wanted = {value: feature.names[value] for value in distinct}
+    elif isinstance(values[0], int) or (_are_numbers(distinct) and place.keys().isdisjoint(distinct)):
+        wanted = {value: int(value) for value in distinct}
+    else:
+        wanted = {value: value for value in distinct}
+    for value, label in wanted.items():
+        index = place.get(label, -1) if isinstance(label, str) else label
+        if not 0 <= index < len(order):
+            image = f"{source.path}: image {dataset[values.index(value)][ID]!r}"
+            if isinstance(label, str):
+                raise XcompatError(f"{image} is of class {label!r}, not in the class list; {nearest_class(label, order)}")
+            raise XcompatError(f"{image} has label index {label}, but the {len(order)} classes go from 0 to {len(order) - 1}")
+        distinct[value] = index
+    return np.fromiter((distinct[value] for value in values), np.int64, len(values))
+
+
+def _with_labels(dataset: datasets.Dataset, labels_N: NDArray[np.int64]) -> datasets.Dataset:
+    """Replace the labels without copying the images, as adding a column to a selection of rows would."""
+    import datasets
+
+    rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+    whole = datasets.Dataset(dataset.data, info=dataset.info, split=dataset.split, fingerprint=dataset._fingerprint)
+    column = np.full(len(whole), -1, dtype=np.int64)
+    column[slice(None) if rows is None else rows] = labels_N
+    whole = whole.remove_columns(LABEL).add_column(LABEL, column)
+    return whole if rows is None else whole.select(rows)
+
+
+def _require_pairs(labels_N: NDArray[np.int64], classes: Sequence[str] | None) -> None:
+    present, counts = np.unique(labels_N, return_counts=True)
+    lonely = [classes[index] if classes else str(index) for index in present[counts < 2].tolist()]
+    if lonely:
+        more = f" and of {len(lonely) - 1} more" if len(lonely) > 1 else ""
+        raise XcompatError(f"fewer than two samples of class {lonely[0]!r}{more}; add samples or leave the class out")
+
+
+class ClassBalancedSampler(Sampler[int]):
+    """Batches of P classes with K samples each, for batch-hard triplet loss (Hermans et al. 2017).
+
+    An epoch goes over the classes as often as it takes to draw as many samples as there are. In each pass every class comes at
+    most once, in random order (what does not fill a batch is left to other passes), and its samples come without repetition
+    until all were drawn. The draws depend on seed and epoch alone. Give a data loader the batch size P·K. ``accelerate`` deals
+    whole batches to the processes itself, so keep one replica there; the parts are those of ``num_replicas`` and ``rank``.
+
+    Args:
+        labels_N: class of each sample, any integers.
+        classes_per_batch: P.
+        samples_per_class: K; a class with fewer samples repeats them.
+        classes: names for messages.
+        seed: of the draws.
+        num_replicas: how many processes share the batches.
+        rank: which of them this is; it gets every ``num_replicas``-th batch.
+
+    Raises:
+        XcompatError: a class has a single sample, or there are fewer classes than a batch needs.
+
+    Example:
+        >>> sampler = ClassBalancedSampler(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), 2, 2)
+        >>> len(sampler), len(list(sampler))
+        (8, 8)
+    """
+
+    def __init__(
+        self,
+        labels_N: NDArray[np.int64],
+        classes_per_batch: int,
+        samples_per_class: int,
+        *,
+        classes: Sequence[str] | None = None,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        _require_pairs(labels_N, classes)
+        self.labels_N = np.asarray(labels_N)
+        _, self._counts_C = np.unique(self.labels_N, return_counts=True)
+        per_pass = len(self._counts_C) // classes_per_batch
+        if not per_pass:
+            raise XcompatError(f"{classes_per_batch} classes do not fit: there are {len(self._counts_C)}; take fewer per batch")
+        if samples_per_class < 2:
+            raise XcompatError(f"{samples_per_class} sample of each class has no positive in its batch; take at least 2")
+        self.classes_per_batch, self.samples_per_class = classes_per_batch, samples_per_class
+        self._passes = max(1, round(len(self.labels_N) / (len(self._counts_C) * samples_per_class)))
+        self._batches = self._passes * per_pass // num_replicas
+        if not self._batches:
+            raise XcompatError(f"{self._passes * per_pass} batches are too few for {num_replicas} processes; make them smaller")
+        self.seed, self.num_replicas, self.rank, self.epoch = seed, num_replicas, rank, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches are drawn next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of samples that this process draws in an epoch."""
+        return self._batches * self.classes_per_batch * self.samples_per_class
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield row numbers, each P·K of them a batch."""
+        draw = np.random.default_rng((self.seed, self.epoch))
+        shuffled_N = draw.permutation(len(self.labels_N))
+        rows_N = shuffled_N[np.argsort(self.labels_N[shuffled_N], kind="stable")]  # by class, shuffled within
+        starts_C = np.cumsum(self._counts_C) - self._counts_C
+        whole = len(starts_C) // self.classes_per_batch * self.classes_per_batch
+        passes = []
+        for number in range(self._passes):
+            chosen = draw.permutation(len(starts_C))[:whole, None]
+            places = (number * self.samples_per_class + np.arange(self.samples_per_class)) % self._counts_C[chosen]
+            passes.append(rows_N[starts_C[chosen] + places].reshape(-1, self.classes_per_batch * self.samples_per_class))
+        batches = np.concatenate(passes)[: self._batches * self.num_replicas]
+        yield from batches[self.rank :: self.num_replicas].ravel().tolist()
