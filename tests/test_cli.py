@@ -25,7 +25,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.trainer import last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("train", "embed", "evaluate", "report", "quickstart")
+VERBS = ("train", "compare", "embed", "evaluate", "report", "quickstart")
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 Run = Callable[..., tuple[int, str, str]]
@@ -514,7 +514,7 @@ def test_ctrl_c_before_training(recipe: Callable[..., Path], run: Run, monkeypat
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xcompat.training.run.load_texts", interrupted)
+    monkeypatch.setattr("xcompat.training.stage.load_texts", interrupted)
     assert refused(run("train", recipe())) == "interrupted; start again to continue"
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import EmbeddedPairs, ZeroShot, evaluate_cases
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, evaluate_cases, evaluate_labelled_cases
 from xcompat.fingerprint import Fingerprint
 from xcompat.report import (
     Example,
@@ -27,7 +28,9 @@ from xcompat.report import (
     render_report,
     write_report,
 )
-from xcompat.report.wording import percent, verdicts
+from xcompat.report.plots import draw_plots
+from xcompat.report.storage import save_report
+from xcompat.report.wording import metric_meanings, metric_name, percent, verdicts
 
 N_ITEMS = 40
 
@@ -226,3 +229,102 @@ def test_a_failed_drawing_leaves_the_old_report(folder: Path, monkeypatch: pytes
         render_report(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     kept.unlink()
+
+
+# ------------------------------------------------------------------------------------------------------ labelled images
+
+
+def labelled(name: str, dim: int, noise: float, basis_seed: int) -> EmbeddedImages:
+    labels = np.append(np.arange(N_ITEMS - 1) % 8, 99)  # the last query is alone in its class
+    truth = np.random.default_rng(0).normal(size=(100, 8))[labels] @ np.random.default_rng(basis_seed).normal(size=(8, dim))
+    embeds = truth + noise * np.random.default_rng(dim).normal(size=truth.shape)
+    ids = np.arange(N_ITEMS)
+    return EmbeddedImages(name, Fingerprint.from_string(name), embeds, embeds, ids, ids, labels, labels)
+
+
+def labelled_content(upgraded: bool = False) -> ReportContent:
+    old, view = labelled("old", 8, 3.0, 1), labelled("new", 8, 1.0, 1)
+    new, independent = labelled("new", 12, 1.0, 2), labelled("plain", 12, 1.0, 3)
+    if upgraded:
+        mapped = labelled("old, mapped", 12, 2.0, 2)
+        evaluation = evaluate_labelled_cases(old, new, new, independent, upgraded=mapped, n_resamples=30)
+        return ReportContent(evaluation, old, new, new, independent, "fct", tsne_pairs=12)
+    evaluation = evaluate_labelled_cases(old, view, new, independent, {"ridge": view}, n_resamples=30)
+    row = ExampleRow("old query", [Hit(Image.new("L", (8, 8), 7), "class 3", True)])
+    return ReportContent(evaluation, old, view, new, independent, "bct", examples=[Example("class 3", [row])], tsne_pairs=12)
+
+
+@pytest.fixture(scope="module")
+def labelled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(tmp_path_factory.mktemp("labelled"), labelled_content()).parent
+
+
+def test_a_labelled_report_keeps_what_each_query_scored(labelled_folder: Path) -> None:
+    content, report = labelled_content(), load_report(labelled_folder)
+    assert report.average_precision.keys() == content.evaluation.average_precision.keys()
+    for (query, gallery, _, metric), values_Q in report.average_precision.items():
+        np.testing.assert_array_equal(values_Q, content.evaluation.average_precision[query, gallery, "image-to-image", metric])
+        assert values_Q.dtype == np.float32 and np.isnan(values_Q).tolist() == [False] * (N_ITEMS - 1) + [True]
+        (case,) = [case for case in report.cases if case.label == f"{query}/{gallery}"]
+        assert np.nanmean(values_Q.astype(np.float64)) == pytest.approx(case.metrics[metric], abs=1e-6)
+    assert {metric for *_, metric in report.average_precision} == {"map@1.0", "map@R"}
+
+
+def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: ReportContent) -> None:
+    about = {"text-to-image": np.repeat(np.arange(N_ITEMS // 2), 2)}
+    report = replace(load_report(write_report(tmp_path, content).parent), clusters=about)
+    save_report(tmp_path, report)
+    assert load_report(tmp_path).clusters["text-to-image"].tolist() == about["text-to-image"].tolist()
+    older = tmp_path / "report_data.safetensors"  # as written before queries had precisions and clusters
+    layout = json.dumps({"ranks": [list(key) for key in report.ranks], "panels": [], "examples": []})
+    save_file({name: tensor for name, tensor in load_file(older).items() if name.startswith("ranks")}, older, {"layout": layout})
+    found = load_report(tmp_path)
+    assert found.ranks.keys() == report.ranks.keys()
+    assert found.average_precision == {} == found.clusters
+
+
+def test_a_labelled_page_says_every_number_in_its_own_words(labelled_folder: Path) -> None:
+    page, report = (labelled_folder / "report.html").read_text(), load_report(labelled_folder)
+    for case in report.cases:
+        assert all(percent(value) in page for value in case.metrics.values())
+    for name in ("CMC@1", "CMC@5", "mAP@1.0", "mAP@R", "NFR@1"):
+        assert f"<th>{name}</th>" in page
+    assert "CMC at every depth" in page and "The same image" in page and "1 queries have no image of their class" in page
+    assert "R@k" not in page and "Recall at every depth" not in page and "triangle" not in page
+    text = printed(report)
+    assert "mAP@1.0" in text and "CMC@5: new/old - old/old" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_labelled_plots_are_pictures(labelled_folder: Path) -> None:
+    names = ["cases-image-to-image.png", "cmc-image-to-image.png", "tsne-0.png", "tsne-1.png"]
+    assert sorted(path.name for path in (labelled_folder / "plots").iterdir()) == names
+    assert all(np.asarray(Image.open(labelled_folder / "plots" / name).convert("L")).std() > 5 for name in names)
+
+
+def test_bars_and_curves_are_the_metrics(labelled_folder: Path) -> None:
+    report = load_report(labelled_folder)
+    figures = draw_plots(report)
+    (bars,) = figures["cases-image-to-image.png"].axes
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["CMC@1", "CMC@5", "mAP@1.0", "mAP@R"]
+    heights = sorted(bar.get_height() / 100 for bar in bars.patches)
+    shown = [value for case in report.cases for name, value in case.metrics.items() if not name.startswith("negative")]
+    assert heights == pytest.approx(sorted(shown))
+    (curves,) = figures["cmc-image-to-image.png"].axes
+    lines = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in curves.lines}
+    for case in report.cases:
+        for k in (1, 5):
+            assert lines[case.label][k] == pytest.approx(case.metrics[f"cmc@{k}"] * 100)
+
+
+def test_a_mapped_gallery_has_no_map_of_the_old_space(tmp_path: Path) -> None:
+    page = write_report(tmp_path, labelled_content(upgraded=True)).read_text()
+    assert "mapped towards the new model" in page
+    assert [panel.title for panel in load_report(tmp_path).panels] == ["Independent model, own space"]
+
+
+def test_metrics_have_names_and_meanings() -> None:
+    names = ["recall@5", "cmc@1", "map@1.0", "map@R", "negative_flip_rate@1", "zero_shot@1"]
+    told = ["R@5", "CMC@1", "mAP@1.0", "mAP@R", "NFR@1", "Zero-shot top-1"]
+    assert [metric_name(name) for name in names] == told
+    assert [name for name, _ in metric_meanings(names)] == ["R@k", "CMC@k", *told[2:]]

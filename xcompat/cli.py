@@ -90,6 +90,15 @@ def evaluate(
 
 
 @app.command()
+def compare(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Run a recipe with each of its seeds and put all its methods into one table, with plots."""
+    from xcompat.training.compare import compare_recipe
+    from xcompat.training.recipe import load_recipe
+
+    compare_recipe(load_recipe(recipe, overrides or []))
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder that holds report.json.")]) -> None:
     """Render report.html and the plots of a finished run again, and print its table."""
     from xcompat.progress import console

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from xcompat.evaluation import Case, Criterion, EmbeddedPairs, Evaluation
-from xcompat.evaluation.protocol import RankKey
+from xcompat.evaluation import Case, Contestant, Criterion, Evaluation
+from xcompat.evaluation.cases import FLIP_METRIC, RankKey, ValueKey
+from xcompat.evaluation.labelled_protocol import IMAGE_TO_IMAGE
+from xcompat.evaluation.protocol import ZERO_SHOT_METRIC
 
 
 class Hit(NamedTuple):
@@ -65,15 +68,15 @@ class ReportContent:
         seconds: stage -> seconds.
         run: versions, machine, command: any JSON.
         examples: example searches in the old gallery.
-        tsne_pairs: image-text pairs per model in the t-SNE maps; 0 leaves the maps out.
+        tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 leaves the maps out.
         seed: of the choice of pairs and of t-SNE.
     """
 
     evaluation: Evaluation
-    old: EmbeddedPairs
-    new_view: EmbeddedPairs
-    new: EmbeddedPairs | None
-    independent: EmbeddedPairs | None
+    old: Contestant
+    new_view: Contestant
+    new: Contestant | None
+    independent: Contestant | None
     method: str
     seconds: dict[str, float] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class Series(NamedTuple):
 
     Args:
         label: such as ``old images``.
-        points_N2: float32 ``(N, 2)``; row i of every series of a panel belongs to the same pair.
+        points_N2: float32 ``(N, 2)``; row i of every series of a panel belongs to the same pair, or is the same image.
     """
 
     label: str
@@ -136,6 +139,8 @@ class Report:
         ranks: (query, gallery, direction) -> int32 ``(Q,)``, -1 for queries left out.
         panels: t-SNE maps.
         examples: example searches.
+        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; of labelled images.
+        clusters: direction -> int32 ``(Q,)``, equal for queries about one item; each by itself in directions not in it.
     """
 
     old: ModelInfo
@@ -148,11 +153,18 @@ class Report:
     ranks: dict[RankKey, np.ndarray] = field(default_factory=dict, repr=False)
     panels: list[Panel] = field(default_factory=list, repr=False)
     examples: list[Example] = field(default_factory=list, repr=False)
+    average_precision: dict[ValueKey, np.ndarray] = field(default_factory=dict, repr=False)
+    clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def directions(self) -> list[str]:
         """The directions measured, in order of appearance."""
         return list(dict.fromkeys(case.direction for case in self.cases))
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether images were searched by images of their class, not by captions."""
+        return self.directions == [IMAGE_TO_IMAGE]
 
     @property
     def notes(self) -> list[str]:
@@ -167,8 +179,24 @@ class Report:
         """
         groups: dict[tuple[str, bool], list[Case]] = {}
         for case in self.cases:
-            groups.setdefault((case.direction, any(name.startswith("recall") for name in case.metrics)), []).append(case)
+            groups.setdefault((case.direction, ZERO_SHOT_METRIC in case.metrics), []).append(case)
         return [
             (direction, list(dict.fromkeys(name for case in cases for name in case.metrics)), cases)
             for (direction, _), cases in groups.items()
         ]
+
+
+def retrieval_metrics(metrics: Iterable[str]) -> list[str]:
+    """Keep the metrics of searches of which more is better: not flips, and not zero-shot classification.
+
+    Args:
+        metrics: names.
+
+    Returns:
+        Those kept, in order.
+
+    Example:
+        >>> retrieval_metrics(["cmc@1", "map@R", "negative_flip_rate@1"])
+        ['cmc@1', 'map@R']
+    """
+    return [name for name in metrics if name not in (FLIP_METRIC, ZERO_SHOT_METRIC)]

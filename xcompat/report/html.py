@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
-from xcompat.report.wording import case_meaning, interval, metric_name, percent, verdicts
+from xcompat.report.wording import case_meaning, gain, interval, metric_meanings, metric_name, percent, spread, verdicts
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
@@ -24,28 +26,54 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
     Returns:
         The HTML.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    groups = {
+        prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
+        for prefix in ("cases", "recall", "cmc", "tsne")
+    }
+    meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
+    return page_template("template.html.j2").render(
+        report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report), meanings=meanings
+    )
 
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+
+def page_template(name: str) -> Template:
+    """Return a template of this package with the filters that its pages share.
+
+    Args:
+        name: the file's path in this package.
+
+    Returns:
+        The template; what is filled into ``.html`` is escaped.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=select_autoescape(["html.j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters |= {
         "percent": percent,
         "interval": interval,
+        "spread": spread,
+        "gain": gain,
         "metric_name": metric_name,
         "case_meaning": case_meaning,
-        "picture": _picture_uri,
+        "picture": lambda image: png_uri(encode_png(image)),
     }
-    environment.trim_blocks = environment.lstrip_blocks = True
-    groups = {
-        prefix: {name: _png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
-        for prefix in ("cases", "recall", "tsne")
-    }
-    template = environment.get_template("template.html.j2")
-    return template.render(report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report))
+    return environment.get_template(name)
 
 
-def _png_uri(png: bytes) -> str:
+def png_uri(png: bytes) -> str:
+    """Return a picture as an address that holds it.
+
+    Args:
+        png: the bytes of the file.
+
+    Returns:
+        A ``data:`` address.
+    """
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _picture_uri(image: Image.Image) -> str:
-    return _png_uri(encode_png(image))

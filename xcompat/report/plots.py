@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xcompat.evaluation import Case
-from xcompat.report.content import Panel, Report
+from xcompat.report.content import Panel, Report, retrieval_metrics
+from xcompat.report.wording import metric_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,16 +35,17 @@ def draw_plots(report: Report) -> dict[str, Figure]:
         report: the report.
 
     Returns:
-        file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png``, ``tsne-N.png``.
+        file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png`` or ``cmc-DIRECTION.png``, ``tsne-N.png``.
     """
     figures = {}
     colours = case_colours(report)
-    retrieval = [table for table in report.tables() if any(name.startswith("recall") for name in table[1])]
-    for direction, metrics, _ in retrieval:
-        recalls = [name for name in metrics if name.startswith("recall")]
-        figures[f"cases-{direction}.png"] = _draw_cases(report, direction, recalls, colours)
-    for direction in dict.fromkeys(key[2] for key in report.ranks):
-        figures[f"recall-{direction}.png"] = _draw_recall(report, direction, colours)
+    for direction, metrics, cases in report.tables():
+        drawn = retrieval_metrics(metrics)
+        if drawn:
+            figures[f"cases-{direction}.png"] = _draw_cases(direction, drawn, cases, colours)
+            if any(key[2] == direction for key in report.ranks):
+                kind = "cmc" if report.is_labelled else "recall"
+                figures[f"{kind}-{direction}.png"] = _draw_depths(report, kind, direction, cases, colours)
     for number, panel in enumerate(report.panels):
         figures[f"tsne-{number}.png"] = _draw_map(panel)
     return figures
@@ -61,8 +64,29 @@ def case_colours(report: Report) -> dict[str, str]:
     return _COLOURS | {label: _EXTRA_COLOURS[i % len(_EXTRA_COLOURS)] for i, label in enumerate(extras)}
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure in the report's style; no global matplotlib state is touched."""
+def figure_png(figure: Figure) -> bytes:
+    """Return a figure as a PNG that is the same in every run.
+
+    Args:
+        figure: the figure.
+
+    Returns:
+        The bytes of the file.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    """Return an empty figure in the report's style; no global matplotlib state is touched.
+
+    Args:
+        height: in inches; the width is that of a page's column.
+
+    Returns:
+        The figure and its only axes.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, height), dpi=150, layout="constrained")
@@ -75,14 +99,19 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _title(axes: Axes, text: str) -> None:
+def set_title(axes: Axes, text: str) -> None:
+    """Write what a figure is about over its axes.
+
+    Args:
+        axes: of :func:`new_figure`.
+        text: the title.
+    """
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color="#1f2937")
 
 
-def _draw_cases(report: Report, direction: str, metrics: list[str], colours: dict[str, str]) -> Figure:
+def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: dict[str, str]) -> Figure:
     """Draw grouped bars with 95 % intervals."""
-    figure, axes = _figure(4.0)
-    cases = _recall_cases(report, direction)
+    figure, axes = new_figure(4.0)
     width = 0.84 / len(cases)
     for place, case in enumerate(cases):
         heights = np.array([case.metrics[name] for name in metrics]) * 100
@@ -92,59 +121,55 @@ def _draw_cases(report: Report, direction: str, metrics: list[str], colours: dic
         at = np.arange(len(metrics)) + (place - (len(cases) - 1) / 2) * width
         style = {"ecolor": "#374151", "elinewidth": 0.9, "capsize": 2}
         axes.bar(at, heights, width * 0.92, yerr=errors, color=colours[case.label], label=case.label, error_kw=style)
-    axes.set_xticks(range(len(metrics)), metrics)
-    axes.set_ylabel("queries that find a match, %", fontsize=9, color="#4a5563")
+    axes.set_xticks(range(len(metrics)), [metric_name(name) for name in metrics])
+    axes.set_ylabel("%", fontsize=9, color="#4a5563")
     axes.set_ylim(bottom=0)
-    _title(axes, direction.replace("-", " "))
+    set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     return figure
 
 
-def _recall_cases(report: Report, direction: str) -> list[Case]:
-    cases = [case for case in report.cases if case.direction == direction]
-    return [case for case in cases if any(name.startswith("recall") for name in case.metrics)]
-
-
-def _draw_recall(report: Report, direction: str, colours: dict[str, str]) -> Figure:
-    """Draw recall@k against k for every case."""
+def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], colours: dict[str, str]) -> Figure:
+    """Draw the share of queries that have found a match among the first k, against k, for every case."""
     from matplotlib.ticker import StrMethodFormatter
 
-    figure, axes = _figure(4.0)
-    sizes = {case.label: case.n_gallery for case in _recall_cases(report, direction)}
+    figure, axes = new_figure(4.0)
+    sizes = {case.label: case.n_gallery for case in cases}
     for (query, gallery, found_direction), ranks_Q in report.ranks.items():
         if found_direction != direction:
             continue
         label = f"{query}/{gallery}"
         found_Q = np.sort(ranks_Q[ranks_Q >= 0])
         ks = np.unique(np.geomspace(1, sizes[label], 120).round().astype(np.int64))
-        recall = np.searchsorted(found_Q, ks, side="left") / len(found_Q) * 100
+        share = np.searchsorted(found_Q, ks, side="left") / len(found_Q) * 100
         strong = label == "new/old"
-        (line,) = axes.plot(ks, recall, color=colours[label], label=label, linewidth=2.6 if strong else 1.6)
+        (line,) = axes.plot(ks, share, color=colours[label], label=label, linewidth=2.6 if strong else 1.6)
         line.set_zorder(3 if strong else 2)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("k, items looked at", fontsize=9, color="#4a5563")
-    axes.set_ylabel("recall@k, %", fontsize=9, color="#4a5563")
+    axes.set_ylabel(f"{metric_name(f'{kind}@k')}, %", fontsize=9, color="#4a5563")
     axes.set_ylim(0, 101)
-    _title(axes, direction.replace("-", " "))
+    set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     return figure
 
 
 def _draw_map(panel: Panel) -> Figure:
-    """Draw one t-SNE map; some pairs are joined by a line."""
-    figure, axes = _figure(4.8)
-    for number, (label, points_N2) in enumerate(panel.series):
-        colour = _CLOUD_COLOURS[number % len(_CLOUD_COLOURS)]
+    """Draw one t-SNE map; some pairs of image and text, or of one image's embeddings by two models, are joined by a line."""
+    figure, axes = new_figure(4.8)
+    with_texts = any(label.startswith("texts") for label, _ in panel.series)
+    colours = _CLOUD_COLOURS if with_texts else _CLOUD_COLOURS[::2]  # one colour per model, or per model and kind
+    for colour, (label, points_N2) in zip(colours, panel.series, strict=False):
         marker = "o" if label.startswith("images") else "^"
         axes.scatter(points_N2[:, 0], points_N2[:, 1], s=9, marker=marker, color=colour, alpha=0.65, linewidths=0, label=label)
-    for images, texts in zip(panel.series[::2], panel.series[1::2], strict=True):
-        for start, end in zip(images.points_N2[:_MARKED_PAIRS], texts.points_N2[:_MARKED_PAIRS], strict=True):
+    for one, other in zip(panel.series[::2], panel.series[1::2], strict=False):  # the images of one model alone have no partner
+        for start, end in zip(one.points_N2[:_MARKED_PAIRS], other.points_N2[:_MARKED_PAIRS], strict=True):
             axes.plot([start[0], end[0]], [start[1], end[1]], color="#111827", linewidth=0.7, marker=".", markersize=4)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
-    _title(axes, panel.title)
+    set_title(axes, panel.title)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5, markerscale=2)
     return figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xcompat.evaluation import EmbeddedPairs
+from xcompat.evaluation import Contestant, EmbeddedPairs
 from xcompat.evaluation.scores import as_ids, as_rows
 from xcompat.report.content import Panel, ReportContent, Series
 
@@ -24,37 +24,42 @@ def project(content: ReportContent) -> list[Panel]:
     Returns:
         A panel per space; none if there are fewer than five pairs.
     """
-    images_P, texts_P = _sample_pairs(content.old, content.tsne_pairs, content.seed)
-    if len(images_P) < _FEWEST_PAIRS:
+    rows = _sample(content.old, content.tsne_pairs, content.seed)
+    if min(map(len, rows.values())) < _FEWEST_PAIRS:
         return []
-    spaces: list[tuple[str, list[tuple[str, EmbeddedPairs]]]] = [
-        ("Old space", [("old", content.old), ("new, seen from the old space", content.new_view)])
-    ]
+    spaces: list[tuple[str, list[tuple[str, Contestant]]]] = []
+    if content.new_view.dim == content.old.dim:
+        spaces.append(("Old space", [("old", content.old), ("new, seen from the old space", content.new_view)]))
     if content.independent is not None:
         spaces.append(("Independent model, own space", [("independent", content.independent)]))
     panels = []
     for title, models in spaces:
         labels, clouds = [], []
         for label, model in models:
-            labels += [f"images, {label}", f"texts, {label}"]
-            clouds += [as_rows(model.image_embeds_ND, label)[images_P], as_rows(model.text_embeds_MD, label)[texts_P]]
+            matrices = model.matrices()
+            labels += [f"{kind}, {label}" for kind in rows]
+            clouds += [as_rows(matrices[kind], label)[rows_P] for kind, rows_P in rows.items()]
         points = np.split(_tsne(np.concatenate(clouds), content.seed), len(clouds))
         panels.append(Panel(title, [Series(label, points_P2) for label, points_P2 in zip(labels, points, strict=True)]))
     return panels
 
 
-def _sample_pairs(pairs: EmbeddedPairs, n_pairs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw texts with distinct ids, and for each one image that it describes; returns their rows."""
+def _sample(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
+    """Draw rows to show, by what they are: pairs of image and text, or images alone."""
     generator = np.random.default_rng(seed)
-    image_ids = as_ids(pairs.image_ids, len(pairs.image_ids), "images")
-    text_ids = as_ids(pairs.text_ids, len(pairs.text_ids), "texts")
+    if not isinstance(model, EmbeddedPairs):
+        total = len(model.matrices()["images"])
+        return {"images": generator.permutation(total)[:count]}
+    image_ids = as_ids(model.image_ids, len(model.image_ids), "images")
+    text_ids = as_ids(model.text_ids, len(model.text_ids), "texts")
+    # texts with distinct ids, and for each one image that it describes
     image_of = {image_ids[row]: row for row in generator.permutation(len(image_ids)).tolist()}
     text_of = {text_ids[row]: row for row in generator.permutation(len(text_ids)).tolist() if text_ids[row] in image_of}
-    chosen = list(text_of)[:n_pairs]
-    return (
-        np.array([image_of[item] for item in chosen], dtype=np.int64),
-        np.array([text_of[item] for item in chosen], dtype=np.int64),
-    )
+    chosen = list(text_of)[:count]
+    return {
+        "images": np.array([image_of[item] for item in chosen], dtype=np.int64),
+        "texts": np.array([text_of[item] for item in chosen], dtype=np.int64),
+    }
 
 
 def _tsne(rows_ND: np.ndarray, seed: int) -> np.ndarray:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from xcompat.evaluation import EmbeddedPairs
+from xcompat.evaluation import Contestant
 from xcompat.files import atomic_path
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.html import render_html
-from xcompat.report.plots import draw_plots
+from xcompat.report.plots import draw_plots, figure_png
 from xcompat.report.projection import project
 from xcompat.report.storage import load_report, save_report
 
@@ -27,8 +26,21 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
     Returns:
         The path of ``report.html``.
     """
+    save_report(directory, gather(content))
+    return render_report(directory)
+
+
+def gather(content: ReportContent) -> Report:
+    """Turn what an evaluation found into a report, with its t-SNE maps.
+
+    Args:
+        content: what to report.
+
+    Returns:
+        The report as :func:`xcompat.report.load_report` gives it back.
+    """
     evaluation = content.evaluation
-    report = Report(
+    return Report(
         old=_model_info(content.old),
         new=_model_info(content.new or content.new_view),
         method=content.method,
@@ -39,9 +51,9 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
         ranks=evaluation.ranks,
         panels=project(content) if content.tsne_pairs else [],
         examples=content.examples,
+        average_precision=evaluation.average_precision,
+        clusters=evaluation.clusters,
     )
-    save_report(directory, report)
-    return render_report(directory)
 
 
 def render_report(directory: str | Path) -> Path:
@@ -58,11 +70,7 @@ def render_report(directory: str | Path) -> Path:
     """
     directory = Path(directory)
     report = load_report(directory)
-    plots = {}
-    for name, figure in draw_plots(report).items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-        plots[name] = buffer.getvalue()
+    plots = {name: figure_png(figure) for name, figure in draw_plots(report).items()}
     page = render_html(report, plots)  # before anything is replaced, so that a failure leaves the report as it was
     with atomic_path(directory / PLOTS_NAME) as folder:
         folder.mkdir()
@@ -73,5 +81,5 @@ def render_report(directory: str | Path) -> Path:
     return directory / HTML_NAME
 
 
-def _model_info(model: EmbeddedPairs) -> ModelInfo:
+def _model_info(model: Contestant) -> ModelInfo:
     return ModelInfo(model.name, model.fingerprint.digest, model.dim)

@@ -92,10 +92,12 @@ def _criterion(document: dict[str, Any]) -> Criterion:
 
 
 def _save_data(path: Path, report: Report) -> None:
-    """Put ranks, maps and thumbnails into one safetensors file whose metadata says what is what."""
+    """Put what is known of each query, maps and thumbnails into one safetensors file whose metadata says what is what."""
     from safetensors.numpy import save
 
     tensors = {f"ranks.{i}": ranks_Q.astype(np.int32) for i, ranks_Q in enumerate(report.ranks.values())}
+    tensors |= {f"precision.{i}": values_Q.astype(np.float32) for i, values_Q in enumerate(report.average_precision.values())}
+    tensors |= {f"clusters.{i}": clusters_Q.astype(np.int32) for i, clusters_Q in enumerate(report.clusters.values())}
     panels: list[dict[str, Any]] = []
     for panel in report.panels:
         first = sum(len(each["series"]) for each in panels)
@@ -114,13 +116,19 @@ def _save_data(path: Path, report: Report) -> None:
                 described.append({"image": name, "caption": caption, "is_hit": bool(is_hit)})
             rows.append({"label": label, "hits": described})
         examples.append({"query_text": example.query_text, "rows": rows})
-    layout = {"ranks": [list(key) for key in report.ranks], "panels": panels, "examples": examples}
+    layout = {
+        "ranks": [list(key) for key in report.ranks],
+        "precision": [list(key) for key in report.average_precision],
+        "clusters": list(report.clusters),
+        "panels": panels,
+        "examples": examples,
+    }
     with atomic_path(path) as temporary:
         temporary.write_bytes(save(tensors, metadata={"layout": json.dumps(layout)}))
 
 
 def _load_data(path: Path) -> dict[str, Any]:
-    """Return ``ranks``, ``panels`` and ``examples`` of a data file; nothing if there is none."""
+    """Return the fields of a report that a data file holds; nothing if there is none."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -134,6 +142,8 @@ def _load_data(path: Path) -> dict[str, Any]:
     clouds = iter([tensors[f"points.{i}"] for i in range(sum(len(panel["series"]) for panel in layout["panels"]))])
     return {
         "ranks": {tuple(key): tensors[f"ranks.{i}"] for i, key in enumerate(layout["ranks"])},
+        "average_precision": {tuple(key): tensors[f"precision.{i}"] for i, key in enumerate(layout.get("precision", []))},
+        "clusters": {direction: tensors[f"clusters.{i}"] for i, direction in enumerate(layout.get("clusters", []))},
         "panels": [
             Panel(panel["title"], [Series(label, next(clouds)) for label in panel["series"]]) for panel in layout["panels"]
         ],

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from xcompat.report.content import Report
-from xcompat.report.wording import interval, metric_name, verdicts
+from xcompat.report.wording import gain, interval, metric_name, verdicts
 
 _STYLES = {"yes": "bold green", "no": "bold red", "not measured": "yellow"}
 
@@ -42,8 +42,8 @@ def print_report(report: Report, console: Console) -> None:
     for line in report.criterion.failed:
         console.print(f"  [red]✗[/] {escape(line)}")
     for each in report.criterion.differences:
-        gain = f"{each.mean * 100:+.1f} points ({interval(each.ci95)})"
-        console.print(f"  [dim]{each.direction} {metric_name(each.metric)}: new/old - old/old = {gain}[/]")
+        found = f"{gain(each.mean)} points ({interval(each.ci95)})"
+        console.print(f"  [dim]{each.direction} {metric_name(each.metric)}: new/old - old/old = {found}[/]")
 
 
 def _print_examples(report: Report, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from xcompat.report.content import Report
@@ -15,6 +16,31 @@ _MEANINGS = {
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
     "new/new": "new queries, new gallery: after everything is embedded again",
     "independent/independent": "a plain new model on its own gallery: the ceiling",
+}
+_METRICS = {
+    "recall@": (
+        "R@k",
+        "share of queries with a match among the first k. A match that ties with a wrong item counts as behind it.",
+    ),
+    "cmc@": (
+        "CMC@k",
+        "share of queries with an image of their class among the first k, the query itself left out. An image of the class that "
+        "ties with a wrong one counts as behind it.",
+    ),
+    "map@1.0": (
+        "mAP@1.0",
+        "average precision over the whole ranking, mean over queries: 100 % when all images of the class come before all others.",
+    ),
+    "map@R": (
+        "mAP@R",
+        "the same over the first R items alone, where R is how many images of the query's class there are.",
+    ),
+    "negative_flip_rate@1": (
+        "NFR@1",
+        "the negative flip rate, share of queries that were right at the first place with the old model and are wrong now; "
+        "lower is better. It is shown, not judged.",
+    ),
+    "zero_shot@1": ("Zero-shot top-1", "share of images whose class has the nearest prompt."),
 }
 
 
@@ -64,6 +90,39 @@ def interval(ci95: tuple[float, float]) -> str:
     return f"{ci95[0] * 100:.1f} to {ci95[1] * 100:.1f}"
 
 
+def spread(mean: float, std: float | None) -> str:
+    """Return a mean over seeds and its standard deviation in percent.
+
+    Args:
+        mean: of fractions.
+        std: None where there is one seed alone.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> spread(0.123, 0.0104), spread(0.5, None)
+        ('12.3 ± 1.0', '50.0')
+    """
+    return f"{mean * 100:.1f}" + (f" ± {std * 100:.1f}" if std is not None else "")
+
+
+def gain(mean: float) -> str:
+    """Return a difference of fractions in percentage points, with its sign.
+
+    Args:
+        mean: the difference.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> gain(0.0312)
+        '+3.1'
+    """
+    return f"{mean * 100:+.1f}"
+
+
 def metric_name(metric: str) -> str:
     """Return a metric as people write it.
 
@@ -74,12 +133,29 @@ def metric_name(metric: str) -> str:
         The text.
 
     Example:
-        >>> metric_name("recall@10"), metric_name("negative_flip_rate@1")
-        ('R@10', 'NFR@1')
+        >>> metric_name("recall@10"), metric_name("map@1.0"), metric_name("negative_flip_rate@1")
+        ('R@10', 'mAP@1.0', 'NFR@1')
     """
     name, _, k = metric.partition("@")
-    known = {"recall": "R", "negative_flip_rate": "NFR", "zero_shot": "Zero-shot top-"}
+    known = {"recall": "R", "cmc": "CMC", "map": "mAP", "negative_flip_rate": "NFR", "zero_shot": "Zero-shot top-"}
     return f"{known[name]}{'' if name == 'zero_shot' else '@'}{k}" if name in known else metric
+
+
+def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
+    """Say what the metrics of a report measure.
+
+    Args:
+        metrics: as in ``report.json``.
+
+    Returns:
+        (name, meaning) of each kind among them.
+
+    Example:
+        >>> [name for name, _ in metric_meanings(["cmc@1", "cmc@5", "map@R"])]
+        ['CMC@k', 'mAP@R']
+    """
+    names = tuple(metrics)
+    return [told for kind, told in _METRICS.items() if any(name.startswith(kind) for name in names)]
 
 
 def case_meaning(label: str) -> str:

@@ -1,0 +1,445 @@
+"""A comparison says what the reports say, seed by seed and query by query, and refuses reports of different protocols."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+
+from xcompat import cli
+from xcompat.errors import XcompatError
+from xcompat.evaluation import (
+    Difference,
+    EmbeddedImages,
+    EmbeddedPairs,
+    Evaluation,
+    evaluate_cases,
+    evaluate_labelled_cases,
+    paired_bootstrap,
+)
+from xcompat.fingerprint import Fingerprint
+from xcompat.models import METHODS
+from xcompat.report import Report, ReportContent, load_report
+from xcompat.report.comparison import Comparison, Contender, Spread, compare, print_comparison, write_comparison
+from xcompat.report.comparison.plots import draw_comparison
+from xcompat.report.comparison.study import values_per_query
+from xcompat.report.comparison.tables import summary, tables
+from xcompat.report.report import gather
+from xcompat.report.storage import save_report
+from xcompat.training.compare import compare_recipe, outside_parameters
+from xcompat.training.recipe import parse_recipe
+
+N_ITEMS, N_CLASSES = 61, 12
+RESAMPLES = 100
+SEEDS = (0, 1, 2)
+NOISE = {"good": 0.2, "fair": 2.0, "bad": 8.0}
+MAP = ("image-to-image", "map@1.0")
+
+
+def labelled(name: str, dim: int, noise: float, seed: int, basis: int = 1) -> EmbeddedImages:
+    generator = np.random.default_rng([seed, dim, int(noise * 10)])
+    classes = np.random.default_rng(0).normal(size=(N_CLASSES, 6)) @ np.random.default_rng(basis).normal(size=(6, dim))
+    labels = np.append(np.arange(N_ITEMS - 1) % N_CLASSES, N_CLASSES)  # the last query is alone in its class
+    truth = np.vstack([classes, np.ones(dim)])[labels]
+    embeds = truth + noise * generator.normal(size=truth.shape)
+    ids = np.arange(N_ITEMS)
+    return EmbeddedImages(name, Fingerprint.from_string(f"{name} {seed}"), embeds, embeds, ids, ids, labels, labels)
+
+
+def paired(name: str, dim: int, noise: float, seed: int, basis: int = 1) -> EmbeddedPairs:
+    generator = np.random.default_rng([seed, dim, int(noise * 10)])
+    truth = np.random.default_rng(0).normal(size=(N_ITEMS, 6)) @ np.random.default_rng(basis).normal(size=(6, dim))
+    text_ids = np.repeat(np.arange(N_ITEMS), 2)  # two captions of every image
+    images, texts = (rows + noise * generator.normal(size=rows.shape) for rows in (truth, truth[text_ids]))
+    return EmbeddedPairs(name, Fingerprint.from_string(f"{name} {seed}"), images, texts, np.arange(N_ITEMS), text_ids)
+
+
+def judged(
+    make: type[EmbeddedImages] | type[EmbeddedPairs], noise: float, seed: int, ks: Sequence[int] = (1, 5)
+) -> ReportContent:
+    build = labelled if make is EmbeddedImages else paired
+    old, view = build("old", 8, 2.5, seed), build("new", 8, noise, seed)
+    new, plain = build("new", 12, noise, seed, 2), build("plain", 12, 0.9, seed, 3)
+    evaluate = evaluate_labelled_cases if make is EmbeddedImages else evaluate_cases
+    evaluation: Evaluation = evaluate(old, view, new, plain, ks=ks, n_resamples=RESAMPLES)  # type: ignore[operator]
+    if make is EmbeddedPairs:
+        captions = np.repeat(np.arange(N_ITEMS), 2)
+        evaluation = replace(evaluation, clusters={"text-to-image": captions, "image-to-text": np.arange(N_ITEMS)})
+    return ReportContent(evaluation, old, view, new, plain, "bct", tsne_pairs=0)
+
+
+def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[Contender]:
+    for name, noise in NOISE.items():
+        for seed in seeds:
+            save_report(folder / f"seed-{seed}" / name, gather(judged(make, noise, seed)))
+    reports = {name: {seed: load_report(folder / f"seed-{seed}" / name) for seed in seeds} for name in NOISE}
+    seconds = [2.0, 4.0, 6.0][: len(seeds)]
+    return [Contender(name, "bct", reports[name], 10 * place, name == "fair", seconds) for place, name in enumerate(NOISE)]
+
+
+@pytest.fixture(scope="module")
+def contenders(tmp_path_factory: pytest.TempPathFactory) -> list[Contender]:
+    return make_contenders(tmp_path_factory.mktemp("labelled"), EmbeddedImages)
+
+
+@pytest.fixture(scope="module")
+def pair_contenders(tmp_path_factory: pytest.TempPathFactory) -> list[Contender]:
+    return make_contenders(tmp_path_factory.mktemp("pairs"), EmbeddedPairs)
+
+
+@pytest.fixture(scope="module")
+def comparison(contenders: list[Contender]) -> Comparison:
+    return compare("study", contenders, RESAMPLES)
+
+
+def metric_of(report: Report, label: str, key: tuple[str, str]) -> float:
+    (case,) = [case for case in report.cases if case.label == label and case.direction == key[0]]
+    return case.metrics[key[1]]
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: list[Contender]) -> None:
+    assert [row.name for row in comparison.rows] == ["old", "independent", *NOISE]
+    assert comparison.independent is not None
+    sides = [(comparison.old.old_gallery, contenders[0], "old/old")]
+    sides += [(comparison.independent.old_gallery, contenders[0], "independent/old")]
+    sides += [(comparison.independent.own_gallery, contenders[0], "independent/independent")]
+    for row, contender in zip(comparison.methods, contenders, strict=True):
+        sides += [(row.old_gallery, contender, "new/old"), (row.own_gallery, contender, "new/new")]
+    for found, contender, label in sides:
+        assert {"cmc@1", "cmc@5", "map@1.0", "map@R"} <= {metric for _, metric in found}
+        for key, spread in found.items():
+            values = [metric_of(report, label, key) for report in contender.reports.values()]
+            mean = sum(values) / len(values)
+            deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+            assert spread == pytest.approx(Spread(mean, deviation), abs=1e-12)
+    assert comparison.old.own_gallery == {}
+    assert comparison.sizes == {"image-to-image": (N_ITEMS - 1, N_ITEMS)}
+
+
+def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender]) -> None:
+    for row, contender in zip(comparison.methods, contenders, strict=True):
+        criteria = [report.criterion for report in contender.reports.values()]
+        assert row.compatible == sum(each.backward_compatible for each in criteria)
+        assert row.not_hurt == sum(bool(each.new_model_not_hurt) for each in criteria)
+        assert (row.extra_dims, row.seconds) == (4, 4.0)
+    assert comparison.methods[0].compatible > 0 == comparison.methods[2].compatible
+    assert [row.parameters for row in comparison.methods] == [0, 10, 20]
+    assert comparison.best == "good"
+
+
+def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:
+    for contender in (*contenders, *pair_contenders):
+        for report in contender.reports.values():
+            for case in report.cases:
+                if case.gallery != "old":
+                    continue
+                for metric, value in case.metrics.items():
+                    values_Q = values_per_query(report, case.query, case.direction, metric)
+                    if metric.startswith("negative"):
+                        assert values_Q is None
+                    else:
+                        assert values_Q is not None
+                        assert np.nanmean(values_Q) == pytest.approx(value, abs=1e-6)
+                        assert np.isfinite(values_Q).sum() == case.n_queries
+
+
+def test_gains_are_of_values_averaged_over_seeds(comparison: Comparison, contenders: list[Contender]) -> None:
+    values = {}
+    for contender in contenders:
+        for query in ("old", "new"):
+            per_seed = [report.average_precision[query, "old", *MAP] for report in contender.reports.values()]
+            values[contender.name, query] = np.array([np.mean(of_query) for of_query in zip(*per_seed, strict=True)])[:-1]
+    for row in comparison.methods:
+        mine = values[row.name, "new"]
+        expected = paired_bootstrap(mine, values["good", "old"], RESAMPLES)
+        assert vars(row.gains[MAP]) == pytest.approx(vars(expected), abs=1e-6)
+        assert row.gains[MAP].mean == pytest.approx(row.old_gallery[MAP].mean - comparison.old.old_gallery[MAP].mean, abs=1e-6)
+        if row.name == "good":
+            assert row.behind_best == {}
+        else:
+            expected = paired_bootstrap(mine, values["good", "new"], RESAMPLES)
+            assert vars(row.behind_best[MAP]) == pytest.approx(vars(expected), abs=1e-6)
+            assert row.behind_best[MAP].mean < 0
+    assert comparison.methods[0].gains[MAP].low > 0 > comparison.methods[2].gains[MAP].high
+
+
+@pytest.mark.parametrize("make", [EmbeddedImages, EmbeddedPairs])
+def test_one_seed_gains_what_its_report_says(make: type, tmp_path: Path) -> None:
+    contenders = make_contenders(tmp_path, make, seeds=[7])
+    found = compare("study", contenders, RESAMPLES)
+    for row, contender in zip(found.methods, contenders, strict=True):
+        told = contender.reports[7].criterion.differences
+        differences = [Difference(*key, each.mean, (each.low, each.high)) for key, each in row.gains.items()]
+        assert [(each.direction, each.metric) for each in differences] == [(each.direction, each.metric) for each in told]
+        for mine, other in zip(differences, told, strict=True):
+            assert (mine.mean, *mine.ci95) == pytest.approx((other.mean, *other.ci95), abs=1e-6)
+        assert all(spread.std is None for spread in (row.old_gallery | row.own_gallery).values())
+
+
+def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Contender]) -> None:
+    alone = [
+        replace(each, reports={seed: replace(report, clusters={}) for seed, report in each.reports.items()})
+        for each in pair_contenders
+    ]
+    together, apart = compare("study", pair_contenders, RESAMPLES), compare("study", alone, RESAMPLES)
+    key, same = ("text-to-image", "recall@1"), ("image-to-text", "recall@1")
+    assert together.methods[1].gains[same] == apart.methods[1].gains[same], "every image asks once"
+    assert together.methods[1].gains[key].mean == apart.methods[1].gains[key].mean
+    assert together.methods[1].gains[key] != apart.methods[1].gains[key]
+    assert list(together.sizes) == ["image-to-text", "text-to-image"]
+
+
+def test_reports_without_values_per_query_have_no_differences(contenders: list[Contender]) -> None:
+    bare = replace(
+        contenders[1], reports={s: replace(r, ranks={}, average_precision={}) for s, r in contenders[1].reports.items()}
+    )
+    ranks_only = replace(contenders[2], reports={s: replace(r, average_precision={}) for s, r in contenders[2].reports.items()})
+    found = compare("study", [contenders[0], bare, ranks_only], RESAMPLES)
+    assert [list(row.gains) == [] for row in found.methods] == [False, True, False]
+    assert {metric for _, metric in found.methods[2].gains} == {"cmc@1", "cmc@5"}
+    assert any("No differences for fair" in note for note in found.notes)
+    assert found.methods[1].old_gallery == compare("study", contenders, RESAMPLES).methods[1].old_gallery
+
+
+def test_without_independent_there_is_no_ceiling(contenders: list[Contender]) -> None:
+    def alone(report: Report) -> Report:
+        cases = [case for case in report.cases if "independent" not in case.label]
+        return replace(report, cases=cases, criterion=replace(report.criterion, new_model_not_hurt=None))
+
+    plain = [replace(each, reports={s: alone(r) for s, r in each.reports.items()}) for each in contenders]
+    found = compare("study", plain, RESAMPLES)
+    assert found.independent is None
+    assert [row.not_hurt for row in found.methods] == [None] * 3
+    assert "not measured" in tables(found)[-1].rows[0].cells
+    assert len(draw_comparison(found)) == 2
+    partly = compare("study", [plain[0], *contenders[1:]], RESAMPLES)
+    assert partly.independent == compare("study", contenders, RESAMPLES).independent
+
+
+# -------------------------------------------------------------------------------------------------------- one protocol
+
+
+def changed(contender: Contender, seed: int, **changes: object) -> Contender:
+    return replace(contender, reports={**contender.reports, seed: replace(contender.reports[seed], **changes)})
+
+
+def test_different_protocols_are_refused(contenders: list[Contender]) -> None:
+    first, second, third = contenders
+    report = second.reports[1]
+    other_old = Fingerprint.from_string("another")
+    shorter = [replace(case, metrics={"cmc@1": 0.5}) for case in report.cases]
+    smaller = [replace(case, n_gallery=5) for case in report.cases]
+    easier = [replace(case, metrics=dict.fromkeys(case.metrics, 1.0)) for case in report.cases if case.label == "old/old"]
+    rest = [case for case in report.cases if case.label != "old/old"]
+    left_out = {key: np.roll(ranks_Q, 1) for key, ranks_Q in report.ranks.items()}
+    cases = {
+        "no report of seed 2": replace(second, reports={seed: second.reports[seed] for seed in (0, 1)}),
+        "new/new image-to-image cmc@5 is in one alone": changed(second, 1, cases=shorter),
+        "new/new image-to-image cmc@1 is in one alone, or of another size": changed(second, 1, cases=smaller),
+        "old/old image-to-image .* is .* and 1.0000": changed(second, 1, cases=easier + rest),
+        "they left out other queries": changed(second, 1, ranks=left_out),
+        "their old models are old and old": changed(second, 1, old=replace(report.old, fingerprint=other_old.digest)),
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(XcompatError, match=message) as refusal:
+            compare("study", [first, wrong, third], RESAMPLES)
+        assert "\n" not in str(refusal.value) and "fair" in str(refusal.value)
+    with pytest.raises(XcompatError, match="nothing to compare"):
+        compare("study", [], RESAMPLES)
+    with pytest.raises(XcompatError, match="no report of any seed"):
+        compare("study", [replace(first, reports={})], RESAMPLES)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module", params=["labelled", "pairs"])
+def written(
+    request: pytest.FixtureRequest,
+    contenders: list[Contender],
+    pair_contenders: list[Contender],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Comparison, Path]:
+    found = compare("a | <study>", contenders if request.param == "labelled" else pair_contenders, RESAMPLES)
+    folder = tmp_path_factory.mktemp("written")
+    assert write_comparison(folder, found) == folder / "compare.html"
+    return found, folder
+
+
+def test_csv_has_a_row_per_model_and_json_the_same_numbers(written: tuple[Comparison, Path]) -> None:
+    found, folder = written
+    table = pd.read_csv(folder / "compare.csv").set_index("name")
+    document = json.loads((folder / "compare.json").read_text())
+    assert list(table.index) == [row["name"] for row in document["rows"]] == [row.name for row in found.rows]
+    assert document["seeds"] == list(SEEDS) and document["best"] == "good"
+    for row, told in zip(found.rows, document["rows"], strict=True):
+        for side in ("old_gallery", "own_gallery"):
+            for (direction, metric), spread in getattr(row, side).items():
+                assert table.loc[row.name, f"{side}/{direction}/{metric}/mean"] == pytest.approx(spread.mean)
+                assert told[side][direction][metric] == {"mean": spread.mean, "std": spread.std}
+    for row in found.methods:
+        for (direction, metric), difference in row.gains.items():
+            assert table.loc[row.name, f"gain/{direction}/{metric}/low"] == pytest.approx(difference.low)
+        assert (folder / "compare.csv").read_text().count(f"\n{row.name},bct,") == 1
+        assert table.loc[row.name, "parameters_per"] == ("gallery item" if row.name == "fair" else "query")
+    assert table.loc["good"].filter(like="behind_best").isna().all() and table.loc["old"].filter(like="own_gallery").isna().all()
+
+
+def test_markdown_page_and_terminal_say_every_number(written: tuple[Comparison, Path]) -> None:
+    found, folder = written
+    buffer = io.StringIO()
+    print_comparison(found, Console(file=buffer, width=100))
+    terminal = buffer.getvalue()
+    assert max(len(line) for line in terminal.splitlines()) <= 100
+    markdown, page = (folder / "compare.md").read_text(), (folder / "compare.html").read_text()
+    for table in tables(found):
+        assert table.title in terminal and f"## {table.title}\n" in markdown and f"<h2>{table.title}</h2>" in page
+        for row in table.rows:
+            name = f"**{row.name}**" if row.is_best else row.name
+            assert f"| {name} | {' | '.join(row.cells)} |\n" in markdown
+            for cell in row.cells:
+                mean, _, deviation = cell.partition(" ± ")
+                assert f"<td>{mean}{f'<small>± {deviation}</small>' if deviation else ''}</td>" in page
+                assert all(part.strip("(") in terminal for part in cell.split())
+    assert summary(found) in page and summary(found) in markdown
+    assert "a | &lt;study&gt;" in page
+
+
+def test_markdown_tables_are_tables(written: tuple[Comparison, Path]) -> None:
+    blocks = re.findall(r"(?:^\|.*\|\n)+", (written[1] / "compare.md").read_text(), re.MULTILINE)
+    assert len(blocks) == len(tables(written[0]))
+    for block in blocks:
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+        assert block.splitlines()[1].startswith("|---|---:|")
+
+
+def test_page_is_self_contained(written: tuple[Comparison, Path]) -> None:
+    found, folder = written
+    page = (folder / "compare.html").read_text()
+    sources = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+    assert len(sources) == len(draw_comparison(found)) == 2 * len(found.sizes) - (len(found.sizes) - 1) * 2
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?://|<script|@import|url\(", page)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write_comparison(folder, found)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# --------------------------------------------------------------------------------------------------------------- plots
+
+
+def test_plots_mark_every_model_and_write_names_apart(comparison: Comparison) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    crowd = [replace(comparison.methods[0], name=f"method number {place}") for place in range(6)]
+    figures = draw_comparison(replace(comparison, methods=[*comparison.methods, *crowd]))
+    assert list(figures) == ["image-to-image cmc@1", "image-to-image map@1.0"]
+    for figure in figures.values():
+        (axes,) = figure.axes
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw_without_rendering()
+        boxes = {text.get_text(): Text.get_window_extent(text, renderer) for text in axes.texts}
+        assert set(boxes) == {"independent", *NOISE, *(row.name for row in crowd)}
+        names = list(boxes)
+        for place, name in enumerate(names):
+            assert axes.get_window_extent(renderer).padded(1).fully_containsx(boxes[name].x0), name
+            assert not [other for other in names[place + 1 :] if boxes[name].overlaps(boxes[other])], name
+
+
+def test_floor_and_ceiling_are_lines(comparison: Comparison) -> None:
+    (axes,) = draw_comparison(comparison)["image-to-image map@1.0"].axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert comparison.independent is not None
+    assert lines["old/old, the floor"].get_ydata()[0] == pytest.approx(comparison.old.old_gallery[MAP].mean * 100)
+    ceiling = comparison.independent.own_gallery[MAP].mean * 100
+    assert lines["independent/independent, the ceiling"].get_xdata()[0] == pytest.approx(ceiling)
+    points = {tuple(np.ravel(line.get_xydata())) for line in axes.lines if len(line.get_xydata()) == 1}
+    for row in comparison.rows[1:]:
+        assert (row.own_gallery[MAP].mean * 100, row.old_gallery[MAP].mean * 100) in points
+
+
+# ------------------------------------------------------------------------------------------------------------- studies
+
+
+def test_a_study_without_evaluated_stages_is_refused_before_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study.yaml").write_text("method: independent\nnew: ./nowhere\nseeds: [0, 1]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["xcompat", "compare", "study.yaml"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "study has no stage to compare" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
+
+
+def test_a_recipe_may_name_seeds() -> None:
+    assert parse_recipe({"method": "independent", "seeds": [3, 1]}, "study", "study.yaml").seeds == [3, 1]
+    assert parse_recipe({"method": "independent"}, "study", "study.yaml").seeds == []
+
+
+def test_only_what_embeddings_go_through_is_counted(folder_of: dict[str, str]) -> None:
+    old = {"name": "old", "fingerprint": "0" * 64, "dim": 8, "logit_scale": None, "compatible_with": []}
+    ridge = METHODS["ridge"](METHODS["ridge"].config_class(old=old, embedding_dim=16))
+    assert outside_parameters(ridge) == 16 * 8 + 8
+    torch.manual_seed(0)
+    direct = METHODS["direct"].from_encoder(folder_of["clip"], old=old)
+    head = sum(each.numel() for name, each in direct.named_parameters() if not name.startswith("encoder."))
+    assert outside_parameters(direct) == head
+
+
+def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
+    tmp_path: Path,
+    folder_of: dict[str, str],
+    old_folder: str,
+    pairs_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})  # slow, and tested elsewhere
+    monkeypatch.setattr("xcompat.report.report.project", lambda _: [])
+    raw = {
+        "output_dir": str(tmp_path / "study"),
+        "cache_dir": str(tmp_path / "cache"),
+        "seeds": [3, 5],
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}, "embeddings_of": "images"},
+        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0},
+        "stages": [{"method": "ridge"}, {"method": "procrustes"}],
+    }
+    recipe = parse_recipe(raw, "tiny", "tiny.yaml")
+    page = compare_recipe(recipe)
+    assert page == tmp_path / "study" / "compare.html" and page.exists()
+    assert "verdicts and costs" in capsys.readouterr().out.lower()
+    document = json.loads(page.with_suffix(".json").read_text())
+    assert [row["name"] for row in document["rows"]] == ["old", "independent", "ridge", "procrustes"]
+    for row in document["rows"][2:]:
+        assert row["parameters"] == 16 * 8 + 8 and row["extra_dims"] == 8 and row["seconds"] > 0
+        spread = row["old_gallery"]["text-to-image"]["recall@5"]
+        for seed in (3, 5):  # the last stage's report stands at the top of its run
+            folder = tmp_path / "study" / f"seed-{seed}" / ("" if row["name"] == "procrustes" else row["name"])
+            report = load_report(folder)
+            assert report.method == row["name"]
+            assert metric_of(report, "new/old", ("text-to-image", "recall@5")) == pytest.approx(spread["mean"])
+        assert spread["std"] == pytest.approx(0), "a closed form does not depend on the seed"
+    weights = tmp_path / "study" / "seed-5" / "ridge" / "model" / "model.safetensors"
+    before = weights.stat().st_mtime_ns, page.read_bytes()
+    compare_recipe(recipe)
+    assert (weights.stat().st_mtime_ns, page.read_bytes()) == before
+    assert "is done, reused" in capsys.readouterr().out

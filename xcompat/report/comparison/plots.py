@@ -1,0 +1,145 @@
+"""What a method gives on the old gallery against what it gives on its own: one point per method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
+from xcompat.report.content import retrieval_metrics
+from xcompat.report.plots import new_figure, set_title
+from xcompat.report.wording import metric_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+    from numpy.typing import NDArray
+
+_DRAWN = ("cmc@1", "map@1.0", "recall@1", "recall@10")
+_COLOURS = {"old": "#7a828e", "independent": "#d9a28b", "method": "#0072b2"}
+_RADII = (9, 18, 30, 44)  # points from a marker to its label
+_ANGLES = np.deg2rad([0, 180, 90, 270, 45, 135, 315, 225])
+_ALONG = (0.5, 0.65, 0.8, 0.95)  # from a marker's edge to its label
+
+
+def draw_comparison(comparison: Comparison) -> dict[str, Figure]:
+    """Draw new/old against new/new, for the metrics that are reported most.
+
+    Args:
+        comparison: the comparison.
+
+    Returns:
+        ``DIRECTION METRIC`` -> figure.
+    """
+    own = {key for row in comparison.methods for key in row.own_gallery}
+    known = [key for key in comparison.old.old_gallery if key in own and retrieval_metrics(key[1:])]
+    figures = {}
+    for direction in comparison.sizes:
+        keys = [key for key in known if key[0] == direction]
+        for key in [key for key in keys if key[1] in _DRAWN] or keys[:1]:
+            figures[" ".join(key)] = _draw(comparison, key)
+    return figures
+
+
+def _draw(comparison: Comparison, key: Key) -> Figure:
+    figure, axes = new_figure(4.8)
+    axes.grid(axis="x", color="#eef1f4", linewidth=0.8)
+    floor = comparison.old.old_gallery[key].mean * 100
+    axes.axhline(floor, color=_COLOURS["old"], linestyle="--", linewidth=1.2, label="old/old, the floor")
+    plain = comparison.independent
+    if plain is not None and key in plain.own_gallery:
+        ceiling = plain.own_gallery[key].mean * 100
+        label = "independent/independent, the ceiling"
+        axes.axvline(ceiling, color=_COLOURS["independent"], linestyle="--", linewidth=1.2, label=label)
+    shown = [row for row in comparison.rows if key in row.old_gallery and key in row.own_gallery]
+    for row in shown:
+        _mark(axes, row, key)
+    axes.set_xlabel(f"new/new {metric_name(key[1])}, %", fontsize=9, color="#4a5563")
+    axes.set_ylabel(f"new/old {metric_name(key[1])}, %", fontsize=9, color="#4a5563")
+    axes.margins(0.2, 0.12)
+    set_title(axes, f"{key[0].replace('-', ' ')}: {metric_name(key[1])}")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    _write_names(figure, axes, {row.name: (row.own_gallery[key].mean * 100, row.old_gallery[key].mean * 100) for row in shown})
+    return figure
+
+
+def _mark(axes: Axes, row: Row, key: Key) -> None:
+    """Draw one model with its standard deviations; diamonds are methods that map the gallery."""
+    across, up = row.own_gallery[key], row.old_gallery[key]
+    if isinstance(row, MethodRow):
+        marker, colour = "D" if row.maps_galleries else "o", _COLOURS["method"]
+    else:
+        marker, colour = "s", _COLOURS["independent"]
+    axes.errorbar(
+        across.mean * 100,
+        up.mean * 100,
+        xerr=(across.std or 0) * 100,
+        yerr=(up.std or 0) * 100,
+        fmt=marker,
+        color=colour,
+        markersize=6,
+        elinewidth=0.9,
+        capsize=2,
+    )
+
+
+def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Write each name beside its point, as near as it can stand without covering a point, a line or another name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()  # lays the axes out
+    inside = axes.get_window_extent(renderer)
+    taken = [line.get_window_extent(renderer).padded(2) for line in axes.lines]  # markers, caps, floor and ceiling
+    taken += [line.get_window_extent(renderer).padded(1) for line in axes.collections]  # whiskers
+    for name, point in points.items():
+        arrow = {"arrowstyle": "-", "color": "#9aa5b1", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
+        text = axes.annotate(name, point, (0, 0), textcoords="offset points", fontsize=8, color="#374151", arrowprops=arrow)
+        text.set_in_layout(False)
+        size = Text.get_window_extent(text, renderer)  # without the arrow
+        places = _places(axes.transData.transform(point), size.width, size.height, figure.dpi / 72)
+        outside = [size.width * size.height - _overlap(box, inside) for _, (box, *_) in places]
+        covered = [sum(_overlap(box, other) for box in boxes for other in taken) for _, boxes in places]
+        best = int(np.argmin(np.round(np.add(outside, covered))))  # the first, which is the nearest, of those that cover least
+        offset, boxes = places[best]
+        text.set_position(offset)
+        taken += boxes
+
+
+def _places(
+    point: NDArray[np.float64], width: float, height: float, per_point: float
+) -> list[tuple[tuple[float, float], list[Bbox]]]:
+    """Return where a name may stand, nearest first.
+
+    Args:
+        point: (x, y) in pixels.
+        width: of the name, in pixels.
+        height: of the name, in pixels.
+        per_point: pixels per point.
+
+    Returns:
+        The offset of its lower left corner in points, and in pixels its box and dots of the line that joins it to the point.
+    """
+    from matplotlib.transforms import Bbox
+
+    places = []
+    for radius in _RADII:
+        for angle in _ANGLES:
+            direction = np.array([np.cos(angle), np.sin(angle)])
+            end = point + radius * per_point * direction
+            corner = end + (direction - 1) / 2 * [width, height]
+            box = Bbox([corner, np.add(corner, (width, height))])
+            on_line = [(1 - share) * point + share * end for share in _ALONG if radius > _RADII[0]]
+            across, up = ((corner - point) / per_point).tolist()
+            places.append(((across, up), [box, *(Bbox([dot - 1, dot + 1]) for dot in on_line)]))
+    return places
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    """Return the area that two boxes share."""
+    width = min(one.x1, other.x1) - max(one.x0, other.x0)
+    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return float(max(width, 0.0) * max(height, 0.0))

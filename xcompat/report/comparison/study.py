@@ -1,0 +1,320 @@
+"""What a study found: every method's mean and spread over seeds, and which differences are more than luck of the test set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation import PairedDifference, paired_bootstrap
+from xcompat.report.content import Report
+
+Key = tuple[str, str]
+"""(direction, metric)."""
+
+_OWN_CASES = ("old/old", "new/old", "new/new")
+_COMMON_CASES = ("old/old", "independent/old", "independent/independent")
+_SAME = 0.005  # embeddings made anew on another machine move a few ranks; another model or test set moves more than half a point
+
+
+class Spread(NamedTuple):
+    """A metric over seeds.
+
+    Args:
+        mean: a fraction.
+        std: the sample's standard deviation (n - 1); None for a single seed.
+    """
+
+    mean: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method as it was trained and judged with every seed.
+
+    Args:
+        name: of its stage.
+        method: by its name in recipes.
+        reports: seed -> report.
+        parameters: of the finished model, outside its encoder.
+        maps_galleries: whether gallery items go through those parameters instead of queries.
+        seconds: of training, one per seed.
+    """
+
+    name: str
+    method: str
+    reports: Mapping[int, Report]
+    parameters: int
+    maps_galleries: bool
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What queries of one model find.
+
+    Args:
+        name: the model.
+        old_gallery: (direction, metric) -> on the old gallery.
+        own_gallery: the same on the gallery that the model embedded itself; empty for the old model, whose own is the old one.
+    """
+
+    name: str
+    old_gallery: dict[Key, Spread]
+    own_gallery: dict[Key, Spread]
+
+
+@dataclass(frozen=True)
+class MethodRow(Row):
+    """The row of a method: ``old_gallery`` is its new/old, ``own_gallery`` its new/new.
+
+    Args:
+        method: by its name in recipes.
+        compatible: with how many seeds new/old was above old/old on every metric.
+        not_hurt: with how many new/new was not below independent/independent; None where that was not measured.
+        gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
+        behind_best: new/old - new/old of the best method likewise; empty for the best one.
+        extra_dims: dimensions of the new model's embeddings beyond the old one's.
+        parameters: see :class:`Contender`.
+        maps_galleries: see :class:`Contender`.
+        seconds: of training, mean over seeds.
+    """
+
+    method: str
+    compatible: int
+    not_hurt: int | None
+    gains: dict[Key, PairedDifference]
+    behind_best: dict[Key, PairedDifference]
+    extra_dims: int
+    parameters: int
+    maps_galleries: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study's result.
+
+    Args:
+        name: of the study.
+        seeds: with which everything was done.
+        old: the floor, old/old.
+        independent: independent/old, and independent/independent, the ceiling; None where no report has them.
+        methods: one row each, in the study's order.
+        best: name of the method with the highest new/old on the first metric.
+        sizes: direction -> (queries, gallery items).
+        notes: what a reader must know, one sentence each.
+    """
+
+    name: str
+    seeds: list[int]
+    old: Row
+    independent: Row | None
+    methods: list[MethodRow]
+    best: str
+    sizes: dict[str, tuple[int, int]]
+    notes: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row in order: floor, ceiling, methods."""
+        return [self.old, *([self.independent] if self.independent is not None else []), *self.methods]
+
+    @property
+    def first_metric(self) -> Key:
+        """The metric by which the best method is chosen."""
+        return next(iter(self.old.old_gallery))
+
+
+def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000) -> Comparison:
+    """Put the reports of many methods and seeds side by side.
+
+    A difference is that of per-query values averaged over seeds; its 95 % interval is of the paired bootstrap over queries, so
+    it speaks of other queries, not of other seeds.
+
+    Args:
+        name: of the study.
+        contenders: one per method, all judged on the same test set against the same old model.
+        n_resamples: bootstrap draws.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        XcompatError: there is no contender, a seed's report is missing, or reports do not share the same cases.
+    """
+    seeds = _require_comparable(contenders)
+    first = next(iter(contenders[0].reports.values()))
+    old = Row("old", _spreads(contenders[0], "old/old"), {})
+    plain = next((each for each in contenders if all(_has_ceiling(report) for report in each.reports.values())), None)
+    key = next(iter(old.old_gallery))
+    best = max(contenders, key=lambda each: _spreads(each, "new/old")[key].mean)
+    values = {each.name: _values_per_query(each, "new") for each in contenders}
+    floor = _values_per_query(contenders[0], "old")
+
+    def differences(mine: Mapping[Key, np.ndarray], other: Mapping[Key, np.ndarray]) -> dict[Key, PairedDifference]:
+        return _differences(mine, other, first.clusters, n_resamples)
+
+    rows = [
+        MethodRow(
+            each.name,
+            _spreads(each, "new/old"),
+            _spreads(each, "new/new"),
+            each.method,
+            *_verdicts(each),
+            gains=differences(values[each.name], floor),
+            behind_best=differences(values[each.name], values[best.name]) if each is not best else {},
+            extra_dims=max(report.new.dim - report.old.dim for report in each.reports.values()),
+            parameters=each.parameters,
+            maps_galleries=each.maps_galleries,
+            seconds=float(np.mean(each.seconds)),
+        )
+        for each in contenders
+    ]
+    ceiling = None
+    if plain is not None:
+        ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, "independent/independent"))
+    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in reversed(first.cases)}  # zero-shot cases stand last
+    notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
+    silent = [each.name for each in contenders if not values[each.name]]
+    if silent:
+        notes.append(f"No differences for {', '.join(silent)}: their reports lack report_data.safetensors; evaluate again.")
+    return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
+
+
+def values_per_query(report: Report, query: str, direction: str, metric: str) -> np.ndarray | None:
+    """Return what each query scores on the old gallery.
+
+    Args:
+        report: the report.
+        query: the model that embeds the queries.
+        direction: as in the report's cases.
+        metric: recall or CMC at some k, or a mean average precision.
+
+    Returns:
+        float64 ``(Q,)``, NaN for queries left out; None if the report does not say.
+    """
+    stored_Q = report.average_precision.get((query, "old", direction, metric))
+    if stored_Q is not None:
+        return stored_Q.astype(np.float64)
+    ranks_Q = report.ranks.get((query, "old", direction))
+    kind, _, k = metric.partition("@")
+    if ranks_Q is None or kind not in ("recall", "cmc"):
+        return None
+    return np.where(ranks_Q >= 0, ranks_Q < int(k), np.nan)
+
+
+def _values_per_query(contender: Contender, query: str) -> dict[Key, np.ndarray]:
+    """Average what each query scores over the seeds, for the metrics that every report has it of."""
+    reports = list(contender.reports.values())
+    found = {}
+    for direction, metric in _metrics(reports[0], f"{query}/old"):
+        per_seed = [values_per_query(report, query, direction, metric) for report in reports]
+        known = [values_Q for values_Q in per_seed if values_Q is not None]
+        if len(known) == len(reports):
+            found[direction, metric] = np.mean(known, axis=0)
+    return found
+
+
+def _differences(
+    mine: Mapping[Key, np.ndarray], other: Mapping[Key, np.ndarray], clusters: Mapping[str, np.ndarray], n_resamples: int
+) -> dict[Key, PairedDifference]:
+    found = {}
+    for key, values_Q in mine.items():
+        if key in other:
+            known_Q = np.isfinite(values_Q)
+            together = clusters[key[0]][known_Q] if key[0] in clusters else None
+            found[key] = paired_bootstrap(values_Q[known_Q], other[key][known_Q], n_resamples, clusters_Q=together)
+    return found
+
+
+def _metrics(report: Report, label: str) -> dict[Key, float]:
+    cases = [case for case in report.cases if case.label == label]
+    return {(case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
+
+
+def _spreads(contender: Contender, label: str) -> dict[Key, Spread]:
+    per_seed = [_metrics(report, label) for report in contender.reports.values()]
+    return {key: _spread([metrics[key] for metrics in per_seed]) for key in per_seed[0]}
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
+
+
+def _verdicts(contender: Contender) -> tuple[int, int | None]:
+    criteria = [report.criterion for report in contender.reports.values()]
+    unhurt = [each.new_model_not_hurt for each in criteria if each.new_model_not_hurt is not None]
+    return sum(each.backward_compatible for each in criteria), sum(unhurt) if len(unhurt) == len(criteria) else None
+
+
+def _has_ceiling(report: Report) -> bool:
+    return bool(_metrics(report, "independent/independent"))
+
+
+# ------------------------------------------------------------------------------------------------------- one protocol
+
+
+def _require_comparable(contenders: Sequence[Contender]) -> list[int]:
+    """Refuse reports that cannot stand in one table; return the seeds."""
+    if not contenders:
+        raise XcompatError("there is nothing to compare: no stage of the study is evaluated; give it an old model and a test set")
+    seeds = list(dict.fromkeys(seed for each in contenders for seed in each.reports))
+    for each in contenders:
+        missing = [seed for seed in seeds if seed not in each.reports]
+        if missing or not seeds:
+            what = f"seed {missing[0]}" if missing else "any seed"
+            raise XcompatError(f"{each.name} has no report of {what}; run `xcompat compare` to its end")
+    reference = contenders[0]
+    for each in contenders:
+        for seed, report in each.reports.items():
+            names = f"{reference.name} (seed {seeds[0]})", f"{each.name} (seed {seed})"
+            _require_same_cases(names, reference.reports[seeds[0]], report)
+            _require_same_opponents(reference, each, seed)
+    return seeds
+
+
+def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> None:
+    shapes = [
+        {
+            (f"{case.label} {case.direction} {metric}", case.n_queries, case.n_gallery)
+            for case in report.cases
+            if case.label in _OWN_CASES
+            for metric in case.metrics
+        }
+        for report in (one, other)
+    ]
+    different = sorted(shapes[0] ^ shapes[1])
+    left_out = all(
+        (one.ranks[key] < 0).tolist() == (ranks_Q < 0).tolist() for key, ranks_Q in other.ranks.items() if key in one.ranks
+    )
+    if different or not left_out:
+        what = f"{different[0][0]} is in one alone, or of another size" if different else "they left out other queries"
+        raise XcompatError(
+            f"{' and '.join(names)} do not share the same cases: {what}; "
+            "give all stages of the study the same test data and evaluation.ks"
+        )
+
+
+def _require_same_opponents(one: Contender, other: Contender, seed: int) -> None:
+    """Refuse methods that were judged against other old or independent models."""
+    reports = one.reports[seed], other.reports[seed]
+    if reports[0].old.fingerprint != reports[1].old.fingerprint:
+        raise XcompatError(
+            f"{one.name} and {other.name} do not share the same cases: their old models are {reports[0].old.name} and "
+            f"{reports[1].old.name} (seed {seed}); compare methods that were trained for one old model"
+        )
+    for label in _COMMON_CASES:
+        metrics = [_metrics(report, label) for report in reports]
+        for key in metrics[0].keys() & metrics[1].keys():
+            if not math.isclose(metrics[0][key], metrics[1][key], abs_tol=_SAME):
+                raise XcompatError(
+                    f"{one.name} and {other.name} do not share the same cases: {label} {' '.join(key)} is "
+                    f"{metrics[0][key]:.4f} and {metrics[1][key]:.4f} (seed {seed}); "
+                    "give all stages the same test data and the same independent model"
+                )

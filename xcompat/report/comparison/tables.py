@@ -1,0 +1,157 @@
+"""A comparison as tables of text, the same for the page, Markdown and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from xcompat.evaluation import PairedDifference
+from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
+from xcompat.report.wording import gain, interval, metric_name, spread
+
+NOTHING = "–"
+
+
+class TableRow(NamedTuple):
+    """One model.
+
+    Args:
+        name: the model.
+        cells: one text per column.
+        is_best: whether it is the best method.
+    """
+
+    name: str
+    cells: list[str]
+    is_best: bool
+
+
+class Table(NamedTuple):
+    """One table.
+
+    Args:
+        title: what it shows.
+        explanation: how to read it.
+        columns: their headings, without the models' own.
+        rows: the models.
+    """
+
+    title: str
+    explanation: str
+    columns: list[str]
+    rows: list[TableRow]
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """Lay a comparison out.
+
+    Args:
+        comparison: the comparison.
+
+    Returns:
+        Per direction what is found, what is gained over old/old, and the distance to the best method; then verdicts and costs.
+    """
+    found = []
+    for direction, (n_queries, n_gallery) in comparison.sizes.items():
+        size = f"{direction}: {n_queries:,} queries, {n_gallery:,} items"
+        found.append(_values(comparison, direction, f"{size}; percent"))
+        gains = {row.name: row.gains for row in comparison.methods}
+        floor = "new/old minus old/old on the same queries, averaged over seeds, in points, with the 95 % interval over queries."
+        found.append(_differences(comparison, direction, f"{direction}: gain over old/old", floor, gains))
+        if len(comparison.methods) > 1:
+            behind = {row.name: row.behind_best for row in comparison.methods if row.name != comparison.best}
+            best = f"new/old minus that of {comparison.best}, the best by {headline(comparison.first_metric)}, likewise."
+            found.append(_differences(comparison, direction, f"{direction}: distance to {comparison.best}", best, behind))
+    return [table for table in found if table.rows] + [_costs(comparison)]
+
+
+def headline(key: Key) -> str:
+    """Return what to call a metric of one direction.
+
+    Args:
+        key: (direction, metric).
+
+    Returns:
+        The text.
+
+    Example:
+        >>> headline(("image-to-image", "cmc@1"))
+        'CMC@1 (image to image)'
+    """
+    return f"{metric_name(key[1])} ({key[0].replace('-', ' ')})"
+
+
+def summary(comparison: Comparison) -> str:
+    """Say in one sentence how the study ended.
+
+    Args:
+        comparison: the comparison.
+
+    Returns:
+        The sentence.
+    """
+    every = len(comparison.seeds)
+    good = sum(row.compatible == every for row in comparison.methods)
+    with_seeds = f"with all {every} seeds" if every > 1 else f"with seed {comparison.seeds[0]}"
+    return (
+        f"{good} of {len(comparison.methods)} methods {'is' if good == 1 else 'are'} backward compatible {with_seeds}. "
+        f"Best on the old gallery by {headline(comparison.first_metric)}: {comparison.best}."
+    )
+
+
+def _values(comparison: Comparison, direction: str, title: str) -> Table:
+    columns = {
+        (side, key): f"{metric_name(key[1])}\non {side}"
+        for side in ("old", "own")
+        for row in comparison.rows
+        for key in _gallery(row, side)
+        if key[0] == direction
+    }
+    rows = []
+    for row in comparison.rows:
+        values = [_gallery(row, side).get(key) for side, key in columns]
+        rows.append(TableRow(row.name, [spread(*value) if value else NOTHING for value in values], row.name == comparison.best))
+    explanation = (
+        "On old: queries on the old gallery, new/old for a method, old/old the floor. On own: queries on the gallery that the "
+        "model embedded itself, new/new for a method, independent/independent the ceiling. Mean ± standard deviation over seeds."
+    )
+    return Table(title, explanation, list(columns.values()), rows)
+
+
+def _gallery(row: Row, side: str) -> dict[Key, tuple[float, float | None]]:
+    return {**(row.old_gallery if side == "old" else row.own_gallery)}
+
+
+def _differences(
+    comparison: Comparison, direction: str, title: str, explanation: str, found: Mapping[str, Mapping[Key, PairedDifference]]
+) -> Table:
+    metrics = {key[1]: metric_name(key[1]) for each in found.values() for key in each if key[0] == direction}
+    rows = []
+    for name, differences in found.items():
+        if differences:
+            each = [differences[direction, metric] for metric in metrics]
+            texts = [f"{gain(one.mean)} ({interval((one.low, one.high))})" for one in each]
+            rows.append(TableRow(name, texts, name == comparison.best))
+    return Table(title, explanation, list(metrics.values()), rows if metrics else [])
+
+
+def _costs(comparison: Comparison) -> Table:
+    every = len(comparison.seeds)
+
+    def cells(row: MethodRow) -> list[str]:
+        return [
+            f"{row.compatible} of {every}",
+            f"{row.not_hurt} of {every}" if row.not_hurt is not None else "not measured",
+            f"{row.extra_dims:+,}",
+            f"{row.parameters:,} per {'gallery item' if row.maps_galleries else 'query'}" if row.parameters else "0",
+            f"{row.seconds:,.0f}",
+        ]
+
+    explanation = (
+        "Compatible: with how many seeds new/old was above old/old on every metric. Not hurt: with how many new/new was not "
+        "below independent/independent. Extra parameters: of the finished model outside its encoder, the heads and maps that "
+        "every query goes through, or every gallery item, once, where a method maps galleries. Seconds: of the method's stage."
+    )
+    columns = ["compatible", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
+    rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
+    return Table("Verdicts and costs", explanation, columns, rows)

@@ -1,0 +1,88 @@
+"""``xcompat compare``: many methods, several seeds, one protocol, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from xcompat.distributed import barrier, is_main_process
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+from xcompat.losses.classification import ClassificationHead
+from xcompat.models import METHODS, CompatModel
+from xcompat.progress import console
+from xcompat.report import load_report
+from xcompat.report.comparison import Contender, compare, print_comparison, write_comparison
+from xcompat.training.recipe import Recipe, StageRecipe
+from xcompat.training.run import run_recipe
+from xcompat.training.stage import Stage
+
+
+def compare_recipe(recipe: Recipe) -> Path:
+    """Run a recipe once per seed and put its evaluated stages side by side.
+
+    Each seed has its own folder ``seed-N`` in the recipe's; what is done there already is reused. Embedding caches are shared.
+
+    Args:
+        recipe: validated; without ``seeds``, its ``seed`` is the only one.
+
+    Returns:
+        The path of ``compare.html``.
+
+    Raises:
+        XcompatError: no stage is evaluated, or the stages were not judged on the same cases.
+    """
+    evaluated = [part for part in recipe.stages if _is_evaluated(part)]
+    if not evaluated:
+        raise XcompatError(
+            f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
+        )
+    runs = {seed: _run_of(recipe, seed) for seed in recipe.seeds or [recipe.seed]}
+    folders = {seed: run_recipe(run) for seed, run in runs.items()}
+    if is_main_process():
+        contenders = [_contender(part, runs, folders) for part in evaluated]
+        settings = evaluated[0].evaluation
+        assert settings is not None
+        comparison = compare(recipe.name, contenders, settings.resamples)
+        page = write_comparison(recipe.output_dir, comparison)
+        print_comparison(comparison, console)
+        console.print(f"comparison: {page}")
+    barrier()
+    return recipe.output_dir / "compare.html"
+
+
+def _is_evaluated(part: StageRecipe) -> bool:
+    """Return whether :func:`run_recipe` will write a report for a stage: asked before hours of training, not after."""
+    return part.evaluation is not None and part.data.tests() and METHODS[part.method].compares_with_old
+
+
+def _run_of(recipe: Recipe, seed: int) -> Recipe:
+    return recipe.model_copy(update={"seed": seed, "output_dir": recipe.output_dir / f"seed-{seed}"})
+
+
+def _contender(part: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:
+    stages = {seed: Stage(run, part) for seed, run in runs.items()}
+    model = next(iter(stages.values())).load_model(part.name)
+    return Contender(
+        part.name,
+        part.method,
+        {seed: load_report(reports[part.name]) for seed, reports in folders.items()},
+        outside_parameters(model),
+        model.maps_galleries,
+        [read_json(stage.folder / "done.json")["seconds"] for stage in stages.values()],
+    )
+
+
+def outside_parameters(model: CompatModel) -> int:
+    """Count what a finished model adds to its encoder: the heads and maps that embeddings go through.
+
+    Args:
+        model: the model, without what only training needs.
+
+    Returns:
+        Parameters outside the encoder; a classifier that is kept for later upgrades is in no embedding's way, and left out.
+    """
+    aside = [module for module in model.modules() if isinstance(module, Encoder | ClassificationHead)]
+    left_out = {id(parameter) for module in aside for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
