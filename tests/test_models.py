@@ -16,11 +16,19 @@ import xcompat
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.old_knowledge import OldKnowledge
 
 OLD = Fingerprint.from_string("old")
 OLDER = Fingerprint.from_string("older")
 ADAPTERS = {"lora": {"rank": 2, "alpha": 2, "dropout": 0.0}, "prompts": 2}
+CLASSES = ["cat", "dog", "shoe"]
+LABELS = torch.tensor([0, 2, 2, 0])  # no image of the second class
+CLASSIFIED = [
+    name for name, model in METHODS.items() if issubclass(model, ClassifiedModel) and model is not xcompat.IndependentModel
+]
+CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 12}, "oca": {"extra_dim": 4}}
 TRAINED = [name for name, model in METHODS.items() if not issubclass(model, ClosedFormModel)]
 
 
@@ -29,16 +37,25 @@ def build(method: str, folder_of: dict[str, str], **options: Any) -> CompatModel
     old = describe_old(OLD, dim=8, compatible_with=[OLDER]) if model_class.compares_with_old else None
     if method in ("xbt", "direct"):
         options.setdefault("adapters", ADAPTERS)
+    if method in CLASSIFIED:
+        options = CLASSIFIED_OPTIONS.get(method, {}) | {"classes": CLASSES} | options
     torch.manual_seed(0)
-    return model_class.from_encoder(folder_of["clip"], old=old, **options)
+    model = model_class.from_encoder(folder_of["clip"], old=old, **options)
+    model.prepare(OldKnowledge(len(CLASSES), LABELS.numpy(), unit(4, 8).numpy()), unit(4, 16).numpy())
+    return model
+
+
+def unit(rows: int, dim: int) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(5)), dim=-1)
 
 
 def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
     made = {
-        "old_embeds": F.normalize(torch.randn(4, 8, generator=generator), dim=-1),
-        "old_text_embeds": F.normalize(torch.randn(4, 8, generator=generator), dim=-1),
-        "new_embeds": F.normalize(torch.randn(4, 16, generator=generator), dim=-1),
+        "old_embeds": unit(4, 8),
+        "old_text_embeds": unit(4, 8).flip(0),
+        "new_embeds": unit(4, 12 if model.config.model_type == "xcompat-bt2" else 16),
+        "labels": LABELS,
+        "credible": torch.tensor([True, False, True, True]),
         "pixel_values": model.processor.images(images),
         **model.processor.texts(TEXTS),
     }
@@ -48,7 +65,9 @@ def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.
 
 def embeddings(model: CompatModel, images: list[Image.Image]) -> list[torch.Tensor]:
     with torch.no_grad():
-        own = [model.embed_images(model.processor.images(images)), model.embed_texts(**model.processor.texts(TEXTS))]
+        own = [model.embed_images(model.processor.images(images))]
+        if not isinstance(model, ClassifiedModel) or model.config.classes is None:
+            own.append(model.embed_texts(**model.processor.texts(TEXTS)))
         return own + [model.view(embeds) for embeds in own if model.compatible_with] + [model.self_view(embeds) for embeds in own]
 
 
@@ -99,8 +118,8 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
         with pytest.raises(XcompatError, match="compatible with no gallery"):
             model.view(torch.randn(2, 16))
         return
-    own = model.embed_texts(**model.processor.texts(TEXTS))
-    assert own.shape == (4, 16)
+    own = embeddings(model, images)[0]
+    assert own.shape == (4, model.config.embedding_dim)
     for version in (None, OLD, OLDER):
         view = model.view(own, version)
         assert view.shape == (4, 8) and view.dtype == torch.float32

@@ -4,61 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.models.config import CompatConfig
+from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
-
-_TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
-"""What transformers itself writes into every configuration or passes to it."""
-
-
-class CompatConfig(PreTrainedConfig):
-    """What every compatible model's ``config.json`` says.
-
-    Args:
-        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` (of the unadapted encoder).
-        old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
-            ``compatible_with``, the earlier versions whose galleries share its space.
-        embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.
-        adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
-        logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
-
-    Raises:
-        XcompatError: for an unknown key, naming the nearest known one.
-    """
-
-    model_type: ClassVar[str] = "xcompat"
-
-    encoder: dict | None = None
-    old: dict | None = None
-    embedding_dim: int = 0
-    adapters: dict | None = None
-    logit_scale: float = 1 / 0.07
-
-    def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Refuse what transformers would accept silently, then let it set up the rest."""
-        known = {field.name for field in fields(type(self))}
-        for key in kwargs:
-            if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
-                own = known - _TRANSFORMERS_KEYS
-                raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, own)}")
-        super().__post_init__(**kwargs)
 
 
 class CompatModel(PreTrainedModel):
@@ -75,13 +42,22 @@ class CompatModel(PreTrainedModel):
 
     columns: ClassVar[tuple[str, ...]] = ()
     """Batch columns the loss needs."""
+    columns_if_known: ClassVar[tuple[str, ...]] = ()
+    """Batch columns that change the loss where the data have them."""
     embeds_in_memory: ClassVar[bool] = False
     """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
     starts_from_projection: ClassVar[bool] = False
     """True when φ must come from a pretrained :class:`~xcompat.models.ProjectionModel`."""
     compares_with_old: ClassVar[bool] = True
     """False for a method that makes no promise about old galleries."""
+    maps_galleries: bool = False
+    """True when stored old embeddings are mapped towards the new model (:meth:`upgrade`), and queries stay as they are."""
     citation: ClassVar[str] = ""
+
+    progress: float = 0.0
+    """How far training is, in [0, 1), set before every step, for losses that follow a schedule."""
+    refresh_at: Sequence[float] = ()
+    """Shares of training after which :meth:`refresh` is called."""
 
     encoder: Encoder | None
 
@@ -89,7 +65,7 @@ class CompatModel(PreTrainedModel):
         super().__init__(config)
         self.encoder = None
         self._processor: Processor | None = None
-        self._outside_encoder: list[Encoder] = []  # a list, so that the module tree does not own what is not saved
+        self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
         if not self.embeds_in_memory:
             if config.encoder is None:
                 raise XcompatError(
@@ -175,11 +151,17 @@ class CompatModel(PreTrainedModel):
         loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
         fingerprint = loaded.fingerprint(processor)
         description = loaded.description | {"fingerprint": fingerprint.digest}
-        config = cls.config_class(encoder=description, old=old, embedding_dim=loaded.embedding_dim, **options)
+        dim = cls.embedding_dim_for(loaded.embedding_dim, old, options)
+        config = cls.config_class(encoder=description, old=old, embedding_dim=dim, **options)
         model = cls(config, encoder=loaded)
         model._processor = processor
         model.set_trainable()
         return model.eval()
+
+    @classmethod
+    def embedding_dim_for(cls, width: int, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+        """Return D for an encoder of some width: here that width."""
+        return width
 
     def set_trainable(self) -> None:
         """Set ``requires_grad`` as the method's configuration says; by default everything trains."""
@@ -189,27 +171,32 @@ class CompatModel(PreTrainedModel):
     @property
     def processor(self) -> Processor:
         """Return the encoder's preprocessing, from the checkpoint's folder or the encoder's own."""
+        if self._processor is None and self.embeds_in_memory:
+            self._get_encoder()
         if self._processor is None:
             assert self.config.encoder is not None
-            where = self.config.encoder if self.embeds_in_memory else {"name": self.name_or_path, "revision": None}
-            self._processor = load_processor(
-                self.config.encoder, EncoderSource(name=where["name"], revision=where.get("revision"))
-            )
+            self._processor = load_processor(self.config.encoder, EncoderSource(name=self.name_or_path))
         return self._processor
 
-    def _get_encoder(self) -> Encoder:
+    def _get_encoder(self) -> Encoder | CompatModel:
+        """Return what embeds: the encoder inside, or the frozen one outside that a map belongs to."""
         if self.encoder is not None:
             return self.encoder
         if not self._outside_encoder:
-            if self.config.encoder is None:
+            described = self.config.encoder
+            if described is None:
                 raise XcompatError("this map was fitted on embeddings alone: give it embeddings, or set config.encoder")
-            source = EncoderSource(name=self.config.encoder["name"], revision=self.config.encoder.get("revision"))
-            encoder, processor = load_encoder(source)
-            expected = Fingerprint(self.config.encoder["fingerprint"], self.config.encoder["name"])
-            expected.require(encoder.fingerprint(processor), f"the encoder at {source.name}")
-            self._processor = processor
-            self._outside_encoder = [encoder.requires_grad_(False).eval()]
-        return self._outside_encoder[0].to(self.device)
+            if described["library"] == "xcompat":  # a map over the embeddings of another model of this library
+                model: CompatModel = AutoModel.from_pretrained(described["name"]).for_inference()
+                found, self._processor = model.stored_fingerprint(), model.processor
+                self._outside_encoder = [model]
+            else:
+                encoder, processor = load_encoder(EncoderSource(name=described["name"], revision=described.get("revision")))
+                found, self._processor = encoder.fingerprint(processor), processor
+                self._outside_encoder = [encoder.requires_grad_(False).eval()]
+            Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
+        outside: Any = self._outside_encoder[0]
+        return outside.to(self.device)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images for a new gallery.
@@ -220,7 +207,9 @@ class CompatModel(PreTrainedModel):
         Returns:
             (B, D) float32, L2-normalised.
         """
-        return self._get_encoder().embed_images(pixel_values)
+        encoder = self._get_encoder()
+        embeds = encoder.embed_images(pixel_values)
+        return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embed texts for a new gallery.
@@ -232,7 +221,17 @@ class CompatModel(PreTrainedModel):
         Returns:
             (B, D) float32, L2-normalised.
         """
-        return self._get_encoder().embed_texts(input_ids, attention_mask)
+        encoder = self._get_encoder()
+        embeds = encoder.embed_texts(input_ids, attention_mask)
+        return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+
+    def stored(self, embeds: Tensor) -> Tensor:
+        """Return what a gallery of this model holds: its view of the old space, so that a chain of updates shares one space."""
+        return self.view(embeds) if self.compatible_with and not self.maps_galleries else embeds
+
+    def stored_fingerprint(self) -> Fingerprint:
+        """Return the identity of what :meth:`stored` gives."""
+        return self.fingerprint().derived("view") if self.compatible_with and not self.maps_galleries else self.fingerprint()
 
     # ------------------------------------------------------------------------------------------- compatibility
 
@@ -266,9 +265,12 @@ class CompatModel(PreTrainedModel):
 
         Raises:
             FingerprintMismatchError: when the model was not made compatible with that version.
+            XcompatError: the model maps galleries, not queries.
         """
         self.require_version(version)
         assert self.config.old is not None
+        if self.maps_galleries:
+            raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
         return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
 
     def require_version(self, version: Fingerprint | None) -> None:
@@ -307,6 +309,22 @@ class CompatModel(PreTrainedModel):
         return old_embeds
 
     # ------------------------------------------------------------------------------------------------ training
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Take what is known of the old model on the training set, before training begins.
+
+        Args:
+            old: embeddings, prototypes and classifier of the old model, as far as they are known.
+            new_ND: embeddings of the new model, for maps over them.
+        """
+
+    def refresh(self, new_ND: NDArray[np.float32]) -> None:
+        """Take what the model, as far as it is trained, now says of the training set.
+
+        Args:
+            new_ND: its own embeddings of the training images, in evaluation mode and without augmentation; a row of NaN is an
+                unreadable image.
+        """
 
     def forward(self, *args: Any, **kwargs: Any) -> CompatOutput:  # noqa: ANN401 - every method has its own columns
         """Compute the loss of one batch; every method names the columns it reads."""
@@ -353,27 +371,3 @@ class CompatModel(PreTrainedModel):
             init.normal_(module.tokens, std=0.02)
         if isinstance(module, Encoder):
             module.rebuild_masks()
-
-
-def describe_old(
-    fingerprint: Fingerprint, dim: int, logit_scale: float | None = None, compatible_with: list[Fingerprint] | None = None
-) -> dict[str, Any]:
-    """Describe an old model for ``CompatConfig.old``.
-
-    Args:
-        fingerprint: its identity and name.
-        dim: d, the dimension of its embeddings.
-        logit_scale: the scale it was trained with, if known.
-        compatible_with: earlier versions whose galleries share its space.
-
-    Returns:
-        A JSON-like dictionary.
-    """
-    earlier = [{"name": version.name, "fingerprint": version.digest} for version in compatible_with or []]
-    return {
-        "name": fingerprint.name,
-        "fingerprint": fingerprint.digest,
-        "dim": dim,
-        "logit_scale": logit_scale,
-        "compatible_with": earlier,
-    }

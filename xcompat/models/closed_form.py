@@ -1,20 +1,24 @@
-"""Linear query maps that are solved, not trained: the first minute of an upgrade."""
+"""Linear maps that are solved, not trained: the first minute of an upgrade, and where maps that are trained begin."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.base import CompatConfig, CompatModel
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
+from xcompat.models.old_knowledge import ROWS
 
 
 @dataclass
@@ -34,6 +38,107 @@ class Moments:
     old_d: Tensor
     new_new_DD: Tensor
     new_old_Dd: Tensor
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
+        """Sum over paired embeddings in one pass.
+
+        Args:
+            batches: pairs of new (B, D) and old (B, d) embeddings of the same samples, L2-normalised.
+
+        Returns:
+            Their moments.
+
+        Raises:
+            XcompatError: when there are no pairs.
+        """
+        moments: Moments | None = None
+        for new_BD, old_Bd in batches:
+            new, old = new_BD.double(), old_Bd.double()
+            if moments is None:
+                dims = new.shape[1], old.shape[1]
+                zeros = [torch.zeros(s, dtype=torch.float64) for s in ((dims[0],), (dims[1],), (dims[0], dims[0]), dims)]
+                moments = cls(0, *zeros)
+            moments.count += len(new)
+            moments.new_D += new.sum(0)
+            moments.old_d += old.sum(0)
+            moments.new_new_DD += new.T @ new
+            moments.new_old_Dd += new.T @ old
+        if moments is None or moments.count == 0:
+            raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
+        return moments
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return the mean new (D,) and the mean old embedding (d,)."""
+        return self.new_D / self.count, self.old_d / self.count
+
+    def centred(self) -> tuple[Tensor, Tensor]:
+        """Return the covariance of new embeddings (D, D) and that of new with old ones (D, d)."""
+        new_mean_D, old_mean_d = self.means()
+        covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
+        return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
+
+
+def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W of at most a rank (Hoerl and Kennard 1970; Izenman 1975).
+
+    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), the loss of any other W' is that of W plus tr (W − W')ᵀC(W − W'), so that the best
+    W' of rank r is W·V·Vᵀ with V the first r eigenvectors of WᵀCW. Cutting the singular values of W itself ignores C.
+
+    Args:
+        moments: of the pairs.
+        regularisation: λ in units of the mean variance of the new dimensions.
+        rank: r; None for full rank.
+
+    Returns:
+        Weight (D, d) and bias (d,), float64.
+
+    Raises:
+        XcompatError: the embeddings are all equal, or λ is not above 0.
+    """
+    covariance_DD, cross_Dd = moments.centred()
+    strength = regularisation * covariance_DD.diagonal().mean()
+    if not strength > 0:
+        raise XcompatError("ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0")
+    damped_DD = covariance_DD + strength * torch.eye(len(covariance_DD), dtype=torch.float64)
+    weight_Dd = torch.linalg.solve(damped_DD, cross_Dd)
+    if rank is not None:
+        kept_dr = torch.linalg.eigh(cross_Dd.T @ weight_Dd).eigenvectors[:, -rank:]  # WᵀCW = Cov(Y, X)·W
+        weight_Dd = weight_Dd @ kept_dr @ kept_dr.T
+    new_mean_D, old_mean_d = moments.means()
+    return weight_Dd, old_mean_d - new_mean_D @ weight_Dd
+
+
+def solve_procrustes(moments: Moments, centre: bool = False) -> tuple[Tensor, Tensor]:
+    """Return argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): UVᵀ of XᵀY = USVᵀ (Schönemann 1966).
+
+    Args:
+        moments: of the pairs.
+        centre: whether both means are taken off first, and the bias brings one to the other.
+
+    Returns:
+        Weight (D, d) and bias (d,), float64.
+    """
+    left, _, right = torch.linalg.svd(moments.centred()[1] if centre else moments.new_old_Dd, full_matrices=False)
+    weight_Dd = left @ right
+    new_mean_D, old_mean_d = moments.means()
+    return weight_Dd, old_mean_d - new_mean_D @ weight_Dd if centre else torch.zeros_like(old_mean_d)
+
+
+def readable_pairs(new_ND: NDArray[np.float32], old_Nd: NDArray[np.float32]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield blocks of paired embeddings without the rows of samples that could not be read.
+
+    Args:
+        new_ND: embeddings of the new model; NaN where unreadable.
+        old_Nd: embeddings of the old model, of the same samples.
+
+    Yields:
+        (B, D) and (B, d) float32.
+    """
+    for start in range(0, len(new_ND), ROWS):
+        new_BD, old_Bd = (torch.from_numpy(np.array(side[start : start + ROWS], np.float32)) for side in (new_ND, old_Nd))
+        kept_B = new_BD[:, 0].isfinite() & old_Bd[:, 0].isfinite()
+        yield new_BD[kept_B], old_Bd[kept_B]
 
 
 class ClosedFormModel(CompatModel):
@@ -75,21 +180,7 @@ class ClosedFormModel(CompatModel):
         Raises:
             XcompatError: when there are no pairs.
         """
-        moments: Moments | None = None
-        for new_BD, old_Bd in batches:
-            new, old = new_BD.double(), old_Bd.double()
-            if moments is None:
-                dims = new.shape[1], old.shape[1]
-                zeros = [torch.zeros(s, dtype=torch.float64) for s in ((dims[0],), (dims[1],), (dims[0], dims[0]), dims)]
-                moments = Moments(0, *zeros)
-            moments.count += len(new)
-            moments.new_D += new.sum(0)
-            moments.old_d += old.sum(0)
-            moments.new_new_DD += new.T @ new
-            moments.new_old_Dd += new.T @ old
-        if moments is None or moments.count == 0:
-            raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
-        weight_Dd, bias_d = self.solve(moments)
+        weight_Dd, bias_d = self.solve(Moments.of(batches))
         with torch.no_grad():
             self.weight.copy_(weight_Dd)
             self.bias.copy_(bias_d)

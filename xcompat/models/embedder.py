@@ -15,7 +15,8 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.base import CompatModel, describe_old
+from xcompat.models.base import CompatModel
+from xcompat.models.config import describe_old
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Embedder:
             embeds = self.model.embed_images(batch["pixel_values"])
         else:
             embeds = self.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
-        return self.model.view(embeds) if isinstance(self.model, CompatModel) and self.compatible_with else embeds
+        return self.model.stored(embeds) if isinstance(self.model, CompatModel) and self.compatible_with else embeds
 
     def describe_old(self) -> dict[str, Any]:
         """Describe this model as the old one of a configuration."""

@@ -10,18 +10,20 @@ from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
 from xcompat.losses import clip_contrastive_loss, siglip_loss
-from xcompat.models.base import CompatConfig, CompatModel
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.outputs import CompatOutput
 
 
-class IndependentConfig(CompatConfig):
-    """Configuration of :class:`IndependentModel`."""
+class IndependentConfig(ClassifiedConfig):
+    """Configuration of :class:`IndependentModel`; with ``classes`` it learns from labels, else from captions."""
 
     model_type = "xcompat-independent"
 
 
-class IndependentModel(CompatModel):
-    """An image-text encoder trained with its own contrastive loss and a learned scale (Radford et al. 2021, Zhai et al. 2023).
+class IndependentModel(ClassifiedModel):
+    """An encoder trained with its own loss: classification where there are classes, else contrast with a learned scale.
+
+    The contrastive losses are CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023).
 
     Args:
         config: the configuration.
@@ -35,32 +37,40 @@ class IndependentModel(CompatModel):
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        self.post_init()
+        if config.classes is not None:
+            self.columns = ClassifiedModel.columns  # type: ignore[misc]  # what it reads depends on what it is trained on
 
     def set_trainable(self) -> None:
-        """Train everything that the loss depends on; of the parts beside the towers that is the scale and the bias."""
+        """Train all that the loss depends on; with captions that is the towers, the scale and the bias."""
+        if self.config.classes is not None:
+            super().set_trainable()
+            return
         assert self.encoder is not None
         for name, parameter in self.encoder.named_parameters():
             parameter.requires_grad_("logit" in name or not any(word in name for word in self.encoder.unused))
 
-    def forward(
+    def forward(  # type: ignore[override]  # it reads captions too
         self,
         pixel_values: Tensor | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
         return_loss: bool = True,
     ) -> CompatOutput:
-        """Compute the contrastive loss between images and their texts.
+        """Compute the classification loss, or the contrastive loss between images and their texts.
 
         Args:
             pixel_values: (B, C, H, W) float32.
-            input_ids: (B, L) int64.
+            input_ids: (B, L) int64, for a model trained on captions.
             attention_mask: (B, L) int64, or None.
+            labels: (B,) int64, for a model trained on classes.
             return_loss: whether to compute the loss.
 
         Returns:
-            Loss and the embeddings it compared.
+            Loss and the embeddings.
         """
+        if self.config.classes is not None:
+            return super().forward(pixel_values=pixel_values, labels=labels, return_loss=return_loss)
         self._require(pixel_values=pixel_values, input_ids=input_ids)
         assert pixel_values is not None and input_ids is not None
         image_embeds, text_embeds = self.embed_images(pixel_values), self.embed_texts(input_ids, attention_mask)
@@ -80,7 +90,10 @@ class IndependentModel(CompatModel):
         return clip_contrastive_loss(image_embeds, text_embeds, log_scale.clamp(max=math.log(100)).exp())
 
     def export(self, folder: str | Path) -> None:
-        """Write the encoder in its own library's format: nothing of this package is needed to load it."""
+        """Write an image-text encoder in its own library's format; a classified model with its projection and classifier."""
+        if self.config.classes is not None:
+            super().export(folder)
+            return
         assert self.encoder is not None
         self.encoder.save_pretrained(folder)
         self.processor.save_pretrained(folder)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from xcompat.models.base import CompatConfig
-from xcompat.models.closed_form import ClosedFormModel, Moments
+from xcompat.models.closed_form import ClosedFormModel, Moments, solve_procrustes
+from xcompat.models.config import CompatConfig
 
 
 class ProcrustesConfig(CompatConfig):
-    """Configuration of :class:`ProcrustesModel`."""
+    """Configuration of :class:`ProcrustesModel`.
+
+    Args:
+        centre: whether both means are taken off before the rotation is solved, and the map brings one to the other.
+    """
 
     model_type = "xcompat-procrustes"
+
+    centre: bool = False
 
 
 class ProcrustesModel(ClosedFormModel):
@@ -23,5 +28,4 @@ class ProcrustesModel(ClosedFormModel):
 
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """See :meth:`ClosedFormModel.solve`."""
-        left, _, right = torch.linalg.svd(moments.new_old_Dd, full_matrices=False)
-        return left @ right, torch.zeros_like(moments.old_d)
+        return solve_procrustes(moments, self.config.centre)

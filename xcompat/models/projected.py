@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
-from xcompat.models.base import CompatConfig, CompatModel
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
 
 TrainedPart = Literal["none", "layer_norm", "all"]
 

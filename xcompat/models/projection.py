@@ -12,7 +12,8 @@ from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.losses import clip_contrastive_loss
-from xcompat.models.base import CompatConfig, CompatModel
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
 from xcompat.outputs import CompatOutput
 
 
@@ -38,7 +39,7 @@ class ProjectionModel(CompatModel):
         encoder: the frozen new encoder for later inference, not part of the checkpoint.
 
     Example:
-        >>> from xcompat.models.base import describe_old
+        >>> from xcompat.models.config import describe_old
         >>> from xcompat.fingerprint import Fingerprint
         >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
         >>> model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=8))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.models.base import CompatConfig
-from xcompat.models.closed_form import ClosedFormModel, Moments
+from xcompat.models.closed_form import ClosedFormModel, Moments, solve_ridge
+from xcompat.models.config import CompatConfig
 
 
 class RidgeConfig(CompatConfig):
@@ -15,28 +15,34 @@ class RidgeConfig(CompatConfig):
 
     Args:
         regularisation: λ in units of the mean variance of the new dimensions.
+        rank: greatest rank of the map; None for no limit. A quarter of the dimensions is a usual choice.
     """
 
     model_type = "xcompat-ridge"
 
     regularisation: float = 0.01
+    rank: int | None = None
 
 
 class RidgeModel(ClosedFormModel):
-    """argmin ‖XW + b − Y‖² + λ‖W‖² (Hoerl and Kennard 1970)."""
+    """argmin ‖XW + b − Y‖² + λ‖W‖², of full or of reduced rank (Hoerl and Kennard 1970; Izenman 1975).
+
+    The low-rank affine map of Drift-Adapter (Vejendla 2025) is trained there; here it is solved, and no other of its rank has a
+    smaller loss.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    """
 
     config_class = RidgeConfig
-    citation = "Hoerl and Kennard, Ridge regression, Technometrics 1970"
+    citation = "Hoerl and Kennard, Ridge regression, Technometrics 1970; Izenman, Reduced-rank regression, 1975"
+
+    def __init__(self, config: RidgeConfig, encoder: Encoder | None = None) -> None:
+        if config.rank is not None and config.rank < 1:
+            raise XcompatError(f"options.rank is {config.rank}; a map has a rank of at least 1: give one, or leave it out")
+        super().__init__(config, encoder)
 
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """See :meth:`ClosedFormModel.solve`."""
-        new_mean_D, old_mean_d = moments.new_D / moments.count, moments.old_d / moments.count
-        covariance_DD = moments.new_new_DD / moments.count - torch.outer(new_mean_D, new_mean_D)
-        cross_Dd = moments.new_old_Dd / moments.count - torch.outer(new_mean_D, old_mean_d)
-        strength = self.config.regularisation * covariance_DD.diagonal().mean()
-        if not strength > 0:
-            raise XcompatError(
-                "ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0"
-            )
-        weight_Dd = torch.linalg.solve(covariance_DD + strength * torch.eye(len(covariance_DD), dtype=torch.float64), cross_Dd)
-        return weight_Dd, old_mean_d - new_mean_D @ weight_Dd
+        return solve_ridge(moments, self.config.regularisation, self.config.rank)

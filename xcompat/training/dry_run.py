@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from xcompat.data import CorpusSource, PairSource
+from xcompat.data import CorpusSource
 from xcompat.data.sources import local_files
 from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
@@ -22,7 +22,7 @@ from xcompat.training.run import run_recipe
 
 BATCH = 4
 PAIRS = 12
-DIMS = {"old": 8, "new": 16}
+DIMS = {"old": 8, "new": 16, "independent": 16}
 
 
 def dry_run_recipe(recipe: Recipe) -> None:
@@ -65,8 +65,8 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
 
 def _check_files(part: StageRecipe) -> str:
     """List the stage's data, refusing local files and model folders that are not there."""
-    for model in (part.old, part.new):
-        if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
+    for model in part.sources():
+        if not model.name.startswith(STAGE_PREFIX):
             model.check_folder()
     zero_shot = part.data.zero_shot
     if zero_shot is not None and not Path(zero_shot.classes).is_file():
@@ -74,7 +74,8 @@ def _check_files(part: StageRecipe) -> str:
             f"{zero_shot.classes} does not exist; name a file with one class name a line under data.zero_shot.classes"
         )
     images = zero_shot.images if zero_shot is not None else None
-    sources: list[PairSource | CorpusSource | None] = [part.data.pairs, *part.data.texts, part.data.test, images]
+    data = part.data
+    sources = [data.pairs, *data.texts, data.test, images, data.images, data.queries, data.gallery]
     described = []
     for source in sources:
         if source is None:
@@ -103,10 +104,11 @@ def _stand_in_stages(part: StageRecipe, folder: Path) -> list[StageRecipe]:
 
 def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
-    for role in ("old", "new"):
+    for role in ("old", "new", "independent"):
         source = getattr(part, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
-            model_type = source.model_type or ("open_clip" if source.name.startswith("hf-hub:") else "clip")
+            usual = "resnet" if part.data.images is not None else "open_clip" if source.name.startswith("hf-hub:") else "clip"
+            model_type = source.model_type or usual
             where = folder / source.name.replace("/", "--")
             # one name is one model wherever a recipe mentions it
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
@@ -115,6 +117,10 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     for key in ("pairs", "test"):
         if data.get(key):
             data[key] = {"path": _tiny_pairs(folder, key)}
+    for key in ("images", "queries", "gallery"):
+        if data.get(key):
+            data[key] = {"path": _tiny_classes(folder, key)}
+    data.pop("subset", None)
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
     data.pop("zero_shot", None)
@@ -123,7 +129,7 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
     if part.evaluation is not None:
-        short = EvaluationSettings(resamples=100, ks=[1, 5], compare_with=part.evaluation.compare_with)
+        short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=part.evaluation.compare_with)
         replaced["evaluation"] = short.model_dump()
     return StageRecipe(**replaced)
 
@@ -140,6 +146,19 @@ def _tiny_pairs(folder: Path, name: str) -> str:
             Image.fromarray(image).save(where / f"{row}.png")
         lines = ["image,caption", *(f"{row}.png,{name} {row}" for row in range(PAIRS))]
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(where)
+
+
+def _tiny_classes(folder: Path, name: str) -> str:
+    """Write a dozen coloured squares of three classes, one folder each."""
+    from PIL import Image
+
+    where = folder / name
+    if not where.exists():
+        pixels = np.random.default_rng(len(name)).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
+        for row, image in enumerate(pixels):
+            (where / f"class {row % 3}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(where / f"class {row % 3}" / f"{name}-{row}.png")
     return str(where)
 
 

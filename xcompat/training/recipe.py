@@ -12,7 +12,7 @@ from typing import Any, Literal, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from xcompat.data import Augmentation, CorpusSource, PairSource
+from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
@@ -47,6 +47,10 @@ class DataSettings(_Section):
         texts_limit: use the first so many texts.
         test: images with captions that no stage trains on.
         zero_shot: labelled images for classification from prompts.
+        images: labelled images, for methods that learn from classes.
+        subset: which classes and samples of ``images`` the stage learns from.
+        queries: labelled images that are searched for.
+        gallery: labelled images that are searched; the queries themselves unless given.
         augmentation: random changes to training images; none unless given.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
@@ -58,24 +62,32 @@ class DataSettings(_Section):
     texts_limit: int | None = Field(None, ge=1)
     test: PairSource | None = None
     zero_shot: ZeroShotSettings | None = None
+    images: LabelledSource | None = None
+    subset: Subset | None = None
+    queries: LabelledSource | None = None
+    gallery: LabelledSource | None = None
     augmentation: Augmentation | None = None
     one_per_id: bool = False
     embeddings_of: Literal["texts", "images"] = "texts"
     shuffle_buffer: int = Field(10_000, ge=0)
+
+    def tests(self) -> bool:
+        """Return whether there is anything to judge a model on."""
+        return self.test is not None or self.queries is not None
 
 
 class EvaluationSettings(_Section):
     """How the result is judged.
 
     Args:
-        ks: cut-offs of recall.
+        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are shown beside the new model's.
         examples: example searches in the report.
     """
 
-    ks: list[int] = [1, 5, 10, 50]
+    ks: list[int] | None = None
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []
@@ -90,6 +102,7 @@ class StageRecipe(_Section):
         method: which method, by its name in ``xcompat.models``.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
         new: the encoder that learns: the same, or an architecture to train from scratch.
+        independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
         projection: where φ starts from: a checkpoint of method ``projection`` or ``stage:NAME``.
         options: the method's own configuration.
         data: what it learns from.
@@ -102,6 +115,7 @@ class StageRecipe(_Section):
     method: str
     old: EncoderSource | None = None
     new: EncoderSource | ScratchSource | None = None
+    independent: EncoderSource | None = None
     projection: str | None = None
     options: dict[str, Any] = {}
     data: DataSettings = DataSettings()
@@ -109,7 +123,7 @@ class StageRecipe(_Section):
     prompt_lr_factor: float = Field(100.0, gt=0)
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
-    @field_validator("old", "new", mode="before")
+    @field_validator("old", "new", "independent", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
         return {"name": value} if isinstance(value, str) else value
@@ -153,6 +167,10 @@ class StageRecipe(_Section):
                     raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
         return value
 
+    def sources(self) -> list[EncoderSource]:
+        """Return the trained models that the stage is made from."""
+        return [source for source in (self.old, self.new, self.independent) if isinstance(source, EncoderSource)]
+
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:
         self.name = self.name or self.method
@@ -167,6 +185,7 @@ class Recipe(_Section):
         output_dir: where everything is written.
         cache_dir: where embedding caches are kept, shared between runs.
         seed: of weights, data order, augmentation, noise and bootstrap.
+        seeds: what ``compare`` runs the recipe with, one after the other; ``train`` takes ``seed``.
         stages: what is done, in order.
     """
 
@@ -174,16 +193,14 @@ class Recipe(_Section):
     output_dir: Path
     cache_dir: Path
     seed: int = 0
+    seeds: list[int] = []
     stages: list[StageRecipe]
 
     @model_validator(mode="after")
     def _stages_exist(self) -> Recipe:
         seen: list[str] = []
         for stage in self.stages:
-            named = [
-                stage.projection or "",
-                *(source.name for source in (stage.old, stage.new) if isinstance(source, EncoderSource)),
-            ]
+            named = [stage.projection or "", *(source.name for source in stage.sources())]
             wanted = [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
             wanted += stage.evaluation.compare_with if stage.evaluation else []
             for name in wanted:
@@ -248,7 +265,7 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     Returns:
         The recipe.
     """
-    top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed") if key in raw}
+    top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
     name = str(top.get("name", default_name))
     defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}

@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import parse_flag_from_env
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from xcompat.data import BadSamples, EmbeddingPairDataset, PairCollator, PairDataset, collate_embeddings, stream_pairs
+from xcompat.data import (
+    BadSamples,
+    EmbeddingPairDataset,
+    LabelledImages,
+    PairCollator,
+    PairDataset,
+    collate_embeddings,
+    stream_pairs,
+)
 from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import is_main_process, process_state, rank
 from xcompat.embedding import EmbeddingCache
@@ -23,6 +32,7 @@ from xcompat.progress import console
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import DataSettings, StageRecipe
+from xcompat.training.schedule import ScheduleCallback
 from xcompat.training.sharding import shardable, unsharded
 
 if TYPE_CHECKING:
@@ -79,12 +89,35 @@ def pair_data(
     return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, **extra), collator
 
 
-def embedding_data(new: EmbeddingCache, old: EmbeddingCache) -> Data:
+def labelled_data(
+    data: DataSettings, images: LabelledImages, processor: Processor, seed: int, extra: dict[str, Any], head: str | None
+) -> Data:
+    """Make the training set of a method that reads labelled images.
+
+    Args:
+        data: the recipe's data section.
+        images: the labelled images.
+        processor: the new encoder's preprocessing.
+        seed: of everything random that happens to a sample.
+        extra: more columns, one row for each image.
+        head: the classification head; ``triplet`` needs two images of every class.
+
+    Returns:
+        The data set and its collator.
+    """
+    if head == "triplet":
+        images.require_pairs()
+    bad = BadSamples(images.max_bad_share, len(images.dataset))
+    return PairDataset(images.dataset, seed=seed, image_extra=extra, bad=bad), PairCollator(processor, data.augmentation)
+
+
+def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: dict[str, NDArray[np.int64]]) -> Data:
     """Make the training set of a map over cached embeddings; rows that either model could not read are left out.
 
     Args:
         new: embeddings of the new model.
         old: embeddings of the old model, in the same order.
+        extra: more columns, one row for each sample.
 
     Returns:
         The data set and its collator.
@@ -92,7 +125,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache) -> Data:
     rows = None
     if "images" in (new.info.kind, old.info.kind):
         rows = np.flatnonzero(new.readable() & old.readable())
-    return EmbeddingPairDataset(new, old, rows), collate_embeddings
+    return EmbeddingPairDataset(new, old, rows, extra), collate_embeddings
 
 
 def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: Path) -> CompatModel:
@@ -122,7 +155,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         args=settings,
         train_dataset=dataset,
         data_collator=collator,
-        callbacks=[bar, EpochCallback(dataset), DivergenceCallback(), interrupt],
+        callbacks=[bar, EpochCallback(dataset), DivergenceCallback(), interrupt, ScheduleCallback(model, dataset, collator)],
         optimizer_cls_and_kwargs=(
             AdamWFactory,  # type: ignore[arg-type]  # the Trainer takes factories of optimisers too
             {

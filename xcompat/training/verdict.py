@@ -18,10 +18,12 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint, load_embedder
 from xcompat.progress import console
 from xcompat.report import Report, ReportContent, load_report, print_report, write_report
-from xcompat.training.evaluate import Contestants, embed_new, embed_test_set, load_test_set, make_report
+from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import EvaluationSettings, apply_override, explain, load_recipe
-from xcompat.training.run import device, run_recipe
+from xcompat.training.run import run_recipe
+from xcompat.training.stage import device
+from xcompat.training.test_sets import load_pair_test_set
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
 
@@ -82,11 +84,10 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
         versions[0].require(old_embedder.fingerprint, f"the gallery of {old_embedder.name}")
     described = model.config.encoder
     new_embedder = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
-    test = load_test_set(_source(data, overrides))
+    test = load_pair_test_set(_source(data, overrides))
     cache_dir = output / "cache"
-    independent = embed_test_set(new_embedder, test, cache_dir)
-    old_pairs = embed_test_set(old_embedder, test, cache_dir)
-    contestants = Contestants(old_pairs, *embed_new(model, old_embedder.fingerprint, independent, test, cache_dir), independent)
+    independent, old_pairs = test.embed(new_embedder, cache_dir), test.embed(old_embedder, cache_dir)
+    contestants = embed_new(model, old_pairs, independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
     return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
 

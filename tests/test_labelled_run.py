@@ -1,0 +1,130 @@
+"""Recipes on labelled images from end to end: every method, scenarios, class order, refusals before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel
+
+from xcompat.errors import XcompatError
+from xcompat.models import METHODS
+from xcompat.report import load_report
+from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.run import run_recipe
+
+CLASSES = ["ant", "bee", "cat", "dog"]
+TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}}
+SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
+MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]
+
+
+def write_classes(folder: Path, per_class: int, seed: int) -> str:
+    """Write pictures of four classes, each of its own colour with noise."""
+    generator = np.random.default_rng(seed)
+    for number, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for picture in range(per_class):
+            pixels = generator.integers(0, 80, (16, 16, 3)) + np.array([number * 40, 120 - number * 40, 60])
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name / f"{seed}-{picture}.png")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("labelled")
+    return {name: write_classes(base / name, count, seed) for seed, (name, count) in enumerate((("train", 6), ("test", 3)))}
+
+
+@pytest.fixture(scope="module")
+def trained(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return a recipe whose old and independent models are trained already."""
+    base = tmp_path_factory.mktemp("runs")
+    raw = {
+        "output_dir": str(base / "run"),
+        "cache_dir": str(base / "cache"),
+        "new": {"model": TINY, "image_size": 16, "stem": "small"},
+        "data": {"images": {"path": folders["train"]}, "queries": {"path": folders["test"]}},
+        "training": {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
+        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
+    }
+    half = {"subset": {"scenario": "extended-class", "fraction": 0.5, "side": "old"}}
+    stages = [
+        {"name": "old", "method": "independent", "options": {"dim": 8}, "data": half},
+        {"name": "independent", "method": "independent", "options": {"dim": 8}},
+    ]
+    run_recipe(recipe_of(raw, stages=stages))
+    return raw | {"old": f"{base}/run/old/model", "independent": f"{base}/run/independent/model"}
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+@pytest.mark.parametrize("method", [*SEEN, *MAPS])
+def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
+    if METHODS[method].embeds_in_memory:
+        changes["new"] = trained["independent"]
+    run_recipe(recipe_of(trained, **changes))
+    report = load_report(tmp_path / "run")
+    cases = {case.label: case for case in report.cases}
+    assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"}
+    assert {"cmc@1", "cmc@2", "map@1.0", "map@R"} <= set(cases["new/old"].metrics)
+    assert cases["new/old"].n_queries == 12 and "negative_flip_rate@1" in cases["new/old"].metrics
+    assert (tmp_path / "run" / "report.html").exists()
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    if not model.embeds_in_memory:
+        assert model.config.classes == CLASSES, "the class order is stored"
+        for name in model.only_for_training:
+            assert getattr(model, name, None) is None, f"{name} leaves when training is done"
+
+
+def test_the_old_model_knows_the_first_half_of_the_classes(trained: dict[str, Any]) -> None:
+    old = AutoModel.from_pretrained(trained["old"])
+    assert old.config.classes == ["ant", "bee"] and old.classifier.weight.shape == (2, 8)
+
+
+def test_an_old_classifier_is_used_by_name(trained: dict[str, Any], tmp_path: Path) -> None:
+    options = {"old_weights": "classifier"}
+    run_recipe(recipe_of(trained, method="bct", options=options, output_dir=str(tmp_path / "run"), evaluation=None))
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"method": "procrustes", "new": trained["independent"], "output_dir": str(tmp_path / "run"), "evaluation": None}
+    run_recipe(recipe_of(trained, **changes))
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    plain = AutoModel.from_pretrained(trained["independent"])
+    pixels = plain.processor.images([Image.new("RGB", (16, 16), "red"), Image.new("RGB", (16, 16), "blue")])
+    with torch.inference_mode():
+        assert torch.equal(model.embed_images(pixels), plain.embed_images(pixels))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "bct", "old": None}, "method bct needs an old model; name it under old"),
+        ({"method": "bct", "data": {}}, "learns from labelled images; name them under data.images"),
+        ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
+        ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
+        ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    changes: dict[str, Any], message: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
+    data = {**trained["data"], "subset": {"classes": CLASSES, "limit_per_class": 1}}
+    with pytest.raises(XcompatError, match="ant"):
+        run_recipe(recipe_of(trained, method="bct", options={"head": "triplet"}, data=data, output_dir=str(tmp_path / "run")))

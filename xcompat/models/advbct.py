@@ -1,0 +1,161 @@
+"""AdvBCT: a discriminator that cannot tell new embeddings from old ones, and balls around old classes that may grow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.losses.classification import mean_of_known
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
+
+HIDDEN = 100
+FEWEST_FOR_OUTLIERS = 4  # quartiles of fewer radii say nothing
+
+
+class AdvBctConfig(ClassifiedConfig):
+    """Configuration of :class:`AdvBctModel`.
+
+    Args:
+        adversarial_weight: on the discriminator's loss at the start of training.
+        boundary_weight: on the loss of leaving the class's ball.
+        threshold: T, the radius that balls may grow to, at most 2; None for the median old radius. Public code has 1, .5 and .4.
+    """
+
+    model_type = "xcompat-advbct"
+
+    adversarial_weight: float = 1.0
+    boundary_weight: float = 1.0
+    threshold: float | None = None
+
+
+class AdvBctModel(ClassifiedModel):
+    """L = CE(W, f) + L_p2s + (1 − p)·L_adv, p the progress of training (Pan et al. 2023).
+
+    L_adv is the cross-entropy of a discriminator between f̂[:d] and the same images' old embeddings; its gradient reaches f turned
+    around, times 2/(1 + exp(−10p)) − 1. L_p2s is the mean of ‖f̂[:d] − c_y‖ − r_y − σ(u_y)(T − r_y) where that is positive: c_y is
+    the class's mean old embedding, not normalised, r_y the largest distance to it, outliers aside, and u_y is learned. It lets
+    balls grow, from r_y to T or back from T to r_y, and nothing makes one shrink. Where this departs from the public code:
+
+    - new and old embeddings go through the discriminator's batch norm together; each by themselves they would have one mean and
+      variance behind it, and it could not see that they differ in either;
+    - the discriminator sees embeddings of length 1, as galleries hold them, and cached old ones of the image as it is, where the
+      public code runs the old model on the augmented image;
+    - the schedule follows the step, not the epoch, and T is the median radius unless given.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = AdvBctConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    only_for_training: ClassVar[tuple[str, ...]] = ("discriminator", "growth_C")
+    citation = "Pan et al., Boundary-aware backward-compatible representation via adversarial learning, CVPR 2023"
+
+    centres_Cd: Tensor | None
+    radii_C: Tensor | None
+
+    def __init__(self, config: AdvBctConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.register_buffer("centres_Cd", None, persistent=False)
+        self.register_buffer("radii_C", None, persistent=False)
+
+    def build_for_training(self) -> None:
+        """Make the discriminator and the learned growth of every ball."""
+        if self.config.classes and self.config.old is not None:
+            norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # it never runs outside training
+            self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
+            self.growth_C = nn.Parameter(torch.empty(len(self.config.classes)).uniform_(-1, 1))
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Keep centres and radii of the old classes (see :meth:`CompatModel.prepare`)."""
+        embeds_Nd = old.embeddings("advbct")
+        centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
+        radii_C = class_radii(embeds_Nd, centres_Cd, samples_of_classes(old.labels_N, old.n_classes))
+        if not np.isfinite(radii_C).any():
+            raise XcompatError("advbct needs old embeddings of at least two images of some class; is it the right old model?")
+        self.centres_Cd, self.radii_C = (torch.from_numpy(array).to(self.device) for array in (centres_Cd, radii_C))
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`AdvBctModel`."""
+        assert old_Bd is not None
+        config = self.config
+        loss = self.classification_loss(features_BD, labels_B)
+        with torch.autocast(features_BD.device.type, enabled=False):
+            new_Bd = F.normalize(self.old_features(features_BD), dim=-1)
+            loss = loss + config.boundary_weight * self._boundary_loss(new_Bd, labels_B)
+            return loss + config.adversarial_weight * (1 - self.progress) * self._adversarial_loss(new_Bd, old_Bd)
+
+    def _boundary_loss(self, new_Bd: Tensor, labels_B: Tensor) -> Tensor:
+        """Return L_p2s; classes without a radius contribute nothing."""
+        if self.centres_Cd is None or self.radii_C is None:
+            raise XcompatError("advbct has not been told what the old model knows; call prepare(OldKnowledge(...))")
+        threshold = self.radii_C.nanmedian() if self.config.threshold is None else self.config.threshold
+        known_B = self.radii_C[labels_B].isfinite()
+        radii_B = self.radii_C[labels_B].nan_to_num(nan=0.0)
+        elastic_B = radii_B + self.growth_C[labels_B].sigmoid() * (threshold - radii_B)
+        beyond_B = F.relu((new_Bd - self.centres_Cd[labels_B].nan_to_num(nan=0.0)).norm(dim=-1) - elastic_B)
+        return mean_of_known(beyond_B, known_B & (beyond_B > 0))
+
+    def _adversarial_loss(self, new_Bd: Tensor, old_Bd: Tensor) -> Tensor:
+        """Return L_adv over the samples whose old embedding is readable."""
+        readable_B = old_Bd[:, 0].isfinite()
+        # batch norm needs rows: where nothing is readable some go through it and count for nothing
+        taken_B = readable_B if readable_B.any() else ~readable_B
+        strength = 2 / (1 + math.exp(-10 * self.progress)) - 1
+        both_Ad = torch.cat([_Reversed.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
+        is_old_A = torch.arange(len(both_Ad), device=both_Ad.device) >= len(both_Ad) // 2
+        losses_A = F.cross_entropy(self.discriminator(both_Ad), is_old_A.long(), reduction="none")
+        return mean_of_known(losses_A, readable_B[taken_B].repeat(2))
+
+
+class _Reversed(torch.autograd.Function):
+    """The identity, whose gradient is turned around (Ganin and Lempitsky 2015)."""
+
+    @staticmethod
+    def forward(ctx: Any, embeds: Tensor, strength: float) -> Tensor:  # noqa: ANN401 - torch's own
+        ctx.strength = strength
+        return embeds.view_as(embeds)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return -ctx.strength * gradient, None
+
+
+def class_radii(
+    embeds_Nd: NDArray[np.float32], centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]
+) -> NDArray[np.float32]:
+    """Return the largest distance of each class's embeddings to its centre, those beyond Q3 + 1.5·(Q3 − Q1) left out.
+
+    Args:
+        embeds_Nd: old embeddings; rows of NaN are left out.
+        centres_Cd: centre of each class.
+        samples: rows of each class; of fewer than four none is an outlier.
+
+    Returns:
+        (C,) float32, NaN for classes of fewer than two readable samples, which have no extent.
+
+    Example:
+        >>> embeds = np.array([[0.0], [2.0], [7.0]], np.float32)
+        >>> class_radii(embeds, np.array([[1.0], [7.0]], np.float32), [np.array([0, 1]), np.array([2])]).tolist()
+        [1.0, nan]
+    """
+    radii_C = np.full(len(samples), np.nan, np.float32)
+    for label, rows in enumerate(samples):
+        distances_n = np.linalg.norm(embeds_Nd[rows] - centres_Cd[label], axis=1)
+        distances_n = distances_n[np.isfinite(distances_n)]
+        if len(distances_n) >= FEWEST_FOR_OUTLIERS:
+            low, high = np.quantile(distances_n, [0.25, 0.75])
+            distances_n = distances_n[distances_n <= high + 1.5 * (high - low)]
+        if len(distances_n) > 1:
+            radii_C[label] = distances_n.max()
+    return radii_C

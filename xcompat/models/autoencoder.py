@@ -1,0 +1,54 @@
+"""Autoencoder: an embedding from which the image can be drawn again; one kind of side-information for FCT."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.models.unlabelled import UnlabelledConfig, UnlabelledModel
+
+SIDE = 32
+"""Pixels of a side of what is drawn."""
+
+
+class AutoencoderConfig(UnlabelledConfig):
+    """Configuration of :class:`AutoencoderModel`."""
+
+    model_type = "xcompat-autoencoder"
+
+
+class AutoencoderModel(UnlabelledModel):
+    """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (fct.txt §5.1, Appendix D.4.2).
+
+    What is drawn is the preprocessed image, averaged down to 32 × 32 pixels; the paper draws it whole, with a MobileNetV2-like
+    decoder whose layers it lists. The decoder leaves when training is done.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = AutoencoderConfig
+    only_for_training: ClassVar[tuple[str, ...]] = ("decoder",)
+    citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022, §5.1"
+
+    def __init__(self, config: AutoencoderConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        if config.for_training:
+            self.decoder = _decoder(config.embedding_dim)
+        self.post_init()
+
+    def loss(self, features_BD: Tensor, pixel_values: Tensor, second_pixel_values: Tensor | None) -> Tensor:
+        """See :class:`AutoencoderModel`."""
+        return F.mse_loss(self.decoder(features_BD), F.adaptive_avg_pool2d(pixel_values, SIDE))
+
+
+def _decoder(dim: int) -> nn.Sequential:
+    """Return layers from (B, D) to (B, 3, 32, 32): 4 pixels a side, doubled three times."""
+    layers: list[nn.Module] = [nn.Linear(dim, 128 * 4 * 4), nn.Unflatten(1, (128, 4, 4))]
+    for width, narrower in ((128, 64), (64, 32), (32, 16)):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.ConvTranspose2d(width, narrower, kernel_size=4, stride=2, padding=1)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(16, 3, kernel_size=3, padding=1))

@@ -1,0 +1,28 @@
+"""BCT: the old classifier as a second task of the new model, with extra dimensions if wanted."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+
+
+class BctConfig(PrototypedConfig):
+    """Configuration of :class:`BctModel`; with ``extra_dim`` it is BCT(+e)."""
+
+    model_type = "xcompat-bct"
+
+
+class BctModel(PrototypedModel):
+    """L = CE(W, f) + λ·CE(W_old, f[:d]) (Shen et al. 2020, the influence loss).
+
+    With e extra dimensions the old weights are zero-padded: only the first d dimensions are classified by them.
+    """
+
+    config_class = BctConfig
+    citation = "Shen et al., Towards backward-compatible representation learning, CVPR 2020"
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`BctModel`."""
+        compatible = self.old_classification_loss(features_BD, labels_B)
+        return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -1,0 +1,123 @@
+"""BT²: orthogonal basis transformations make room for what the old space has none for."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.heads import OrthogonalTransform
+from xcompat.losses import angular_alignment_loss
+from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.outputs import CompatOutput
+
+
+class Bt2Config(PrototypedConfig):
+    """Configuration of :class:`Bt2Model`.
+
+    Args:
+        dim: m, the dimension of the independent new model's embedding; None for the old model's dimension.
+        extra_dim: e, at most the old dimension d.
+        independent_weight: λ1, on the cosine to the independent new model's embedding.
+        compat_weight: λ2, on the loss against the old weights.
+        old_weight: λ3, on the cosine to the image's old embedding.
+        norm_ratio: C, the length of the transformed new part.
+    """
+
+    model_type = "xcompat-bt2"
+
+    extra_dim: int = 32
+    independent_weight: float = 1.0
+    compat_weight: float = 10.0
+    old_weight: float = 5.0
+    norm_ratio: float = 2.0
+
+
+class Bt2Model(PrototypedModel):
+    """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (bt2.txt Algorithm 1).
+
+    The backbone gives φ1 of m + d dimensions; φ3 = normalise(φ1[:m]) is trained like the independent model, φ2 =
+    normalise(f(φ1)) of e dimensions holds what the old space needs beside it, and B1, B2 are orthogonal. L = CE(W3, φ3) + λ1(1 −
+    cos(φ3, φ'_new)) + λ2·CE(W_old, φ5) + λ3(1 − cos(φ5, φ_old)), φ5 the first d dimensions.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = Bt2Config
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds", "new_embeds")
+    only_for_training: ClassVar[tuple[str, ...]] = ("classifier",)
+    citation = "Zhou et al., BT²: backward-compatible training with basis transformation, ICCV 2023"
+
+    def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert self.encoder is not None and config.old is not None
+        old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
+        if not 0 < extra <= old_dim or new_dim < old_dim - extra:
+            raise XcompatError(
+                f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
+                f"found extra_dim {extra} and dim {new_dim}"
+            )
+        self.neck = nn.Linear(self.encoder.embedding_dim, new_dim + old_dim)
+        self.extra = nn.Linear(new_dim + old_dim, extra)
+        self.new_basis = OrthogonalTransform(new_dim)
+        self.old_basis = OrthogonalTransform(old_dim)
+        self.post_init()
+
+    def build_for_training(self) -> None:
+        """Make the classifier of the new part."""
+        if self.config.classes:
+            self.classifier = self._head(self.config.embedding_dim - self.config.extra_dim)
+
+    def _parts(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return φ_new (B, m + e) and φ3 (B, m)."""
+        assert self.encoder is not None
+        config = self.config
+        new_dim, old_room = config.embedding_dim - config.extra_dim, config.old["dim"] - config.extra_dim
+        raw = self.neck(self.encoder.image_features(pixel_values)).float()
+        own = F.normalize(raw[:, :new_dim], dim=-1)
+        turned = config.norm_ratio * self.new_basis(own)
+        extra = F.normalize(self.extra(raw), dim=-1)
+        compatible = self.old_basis(torch.cat([extra, turned[:, :old_room]], dim=-1))
+        return torch.cat([compatible, turned[:, old_room:]], dim=-1), own
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
+        return self._parts(pixel_values)[0]
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        old_embeds: Tensor | None = None,
+        new_embeds: Tensor | None = None,
+        return_loss: bool = True,
+    ) -> CompatOutput:
+        """Compute the loss of both parts.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+            labels: (B,) int64 in [0, C).
+            old_embeds: (B, d) old embeddings of the images, L2-normalised.
+            new_embeds: (B, m) embeddings of the independently trained new model, L2-normalised.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and L2-normalised φ_new.
+        """
+        self._require(pixel_values=pixel_values, labels=labels, old_embeds=old_embeds, new_embeds=new_embeds)
+        assert pixel_values is not None and labels is not None and old_embeds is not None and new_embeds is not None
+        features, own = self._parts(pixel_values)
+        loss = None
+        if return_loss:
+            config = self.config
+            loss = self.classification_loss(own, labels)
+            loss = loss + config.independent_weight * angular_alignment_loss(own, new_embeds)
+            loss = loss + config.compat_weight * self.old_classification_loss(features, labels)
+            loss = loss + config.old_weight * angular_alignment_loss(self.old_features(features), old_embeds)
+        return CompatOutput(loss=loss, image_embeds=F.normalize(features, dim=-1))

@@ -1,0 +1,191 @@
+"""A backbone, a projection and a classifier: the shape of every vision-only method that trains the new model itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders import EncoderSource
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.losses.classification import ClassificationHead, HeadKind
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
+from xcompat.models.embedder import load_embedder
+from xcompat.outputs import CompatOutput
+
+
+class ClassifiedConfig(CompatConfig):
+    """Configuration of :class:`ClassifiedModel`.
+
+    Args:
+        classes: names of the C classes in the order of the labels; None for a model without a classifier.
+        dim: dimension of the embedding without ``extra_dim``; None for the old model's, or else the backbone's own.
+        extra_dim: e, dimensions appended for what the old space has no room for.
+        head: how features are classified.
+        head_scale: s, the factor on cosines; None for the head's usual one.
+        head_margin: m of ArcFace and CosFace; None for the usual one.
+        for_training: whether the parts exist that only training needs; False in a finished model.
+    """
+
+    classes: list[str] | None = None
+    dim: int | None = None
+    extra_dim: int = 0
+    head: HeadKind = "softmax"
+    head_scale: float | None = None
+    head_margin: float | None = None
+    for_training: bool = True
+
+
+class ClassifiedModel(CompatModel):
+    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's :meth:`loss`.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = ClassifiedConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
+    only_for_training: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules that :meth:`build_for_training` makes and that leave when training is done."""
+
+    def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert self.encoder is not None
+        width = self.encoder.embedding_dim
+        self.neck = nn.Linear(width, config.embedding_dim) if _has_neck(config, width) else nn.Identity()
+        self.classifier: ClassificationHead | None = None
+        if config.classes and "classifier" not in self.only_for_training:
+            self.classifier = self._head(config.embedding_dim)
+        if config.for_training:
+            self.build_for_training()
+        self.post_init()
+
+    @classmethod
+    def from_encoder(
+        cls,
+        encoder: str | EncoderSource | tuple[Encoder, Processor],
+        old: dict[str, Any] | str | EncoderSource | None = None,
+        **options: Any,  # noqa: ANN401 - the method's own configuration
+    ) -> Self:
+        """Start a method from a backbone (see :meth:`CompatModel.from_encoder`).
+
+        Args:
+            encoder: name, folder, source, or an encoder and its processor already loaded.
+            old: the old model: its name or folder, or as ``describe_old`` gives it.
+            options: the method's configuration; ``classes`` are the old model's unless given.
+
+        Returns:
+            The model in float32, in evaluation mode.
+        """
+        if isinstance(old, str | EncoderSource):
+            embedder = load_embedder(old)
+            known = getattr(embedder.model.config, "classes", None) if isinstance(embedder.model, CompatModel) else None
+            options = {"classes": known} | options
+            old = embedder.describe_old()
+        return super().from_encoder(encoder, old, **options)
+
+    @classmethod
+    def embedding_dim_for(cls, width: int, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+        """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
+        base = options.get("dim") or (old["dim"] if old is not None and cls.compares_with_old else width)
+        return int(base + options.get("extra_dim", cls.config_class.extra_dim))
+
+    def build_for_training(self) -> None:
+        """Make the modules named in ``only_for_training``."""
+
+    def _head(self, dim: int) -> ClassificationHead:
+        config = self.config
+        return ClassificationHead(dim, len(config.classes), config.head, scale=config.head_scale, margin=config.head_margin)
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """Return embeddings before normalisation, as classifiers see them.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+
+        Returns:
+            (B, D).
+        """
+        assert self.encoder is not None
+        return self.neck(self.encoder.image_features(pixel_values))
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`CompatModel.embed_images`."""
+        return F.normalize(self.features(pixel_values).float(), dim=-1)
+
+    def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed texts where the model was trained on captions; one trained on classes has images alone in its space."""
+        if self.config.classes is not None:
+            raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
+        return super().embed_texts(input_ids, attention_mask)
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        old_embeds: Tensor | None = None,
+        new_embeds: Tensor | None = None,
+        return_loss: bool = True,
+    ) -> CompatOutput:
+        """Compute the method's loss.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+            labels: (B,) int64 in [0, C).
+            old_embeds: (B, d) old embeddings of the images, L2-normalised, for methods that read them.
+            new_embeds: (B, D') embeddings of the independently trained new model, for methods that read them.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and L2-normalised embeddings.
+        """
+        given = {"pixel_values": pixel_values, "labels": labels, "old_embeds": old_embeds, "new_embeds": new_embeds}
+        self._require(**{name: given[name] for name in self.columns})
+        assert pixel_values is not None and labels is not None
+        features = self.features(pixel_values).float()
+        loss = self.loss(features, labels, old_embeds, new_embeds) if return_loss else None
+        return CompatOutput(loss=loss, image_embeds=F.normalize(features, dim=-1))
+
+    def old_features(self, features_BD: Tensor) -> Tensor:
+        """Return the part of features that old embeddings are compared with: the first d dimensions."""
+        return features_BD[:, : self.config.old["dim"]]
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """Return what is minimised: here the classification loss alone."""
+        return self.classification_loss(features_BD, labels_B)
+
+    def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
+        """Return the loss of the new classifier on features of the new model."""
+        assert self.classifier is not None
+        return self.classifier(features_BD, labels_B)
+
+    def set_trainable(self) -> None:
+        """Train adapters and heads alone where there are adapters, else everything that embeddings of images depend on."""
+        assert self.encoder is not None
+        adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
+        image = {id(parameter) for parameter in self.encoder.image_parameters()}
+        for parameter in self.encoder.parameters():
+            parameter.requires_grad_(id(parameter) in adapters if adapters else id(parameter) in image)
+
+    def for_inference(self) -> Self:
+        """Return the model without what only training needs, in evaluation mode."""
+        for name in self.only_for_training:
+            if hasattr(self, name):
+                delattr(self, name)
+        self.config.for_training = False
+        return super().for_inference()
+
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model: backbone, projection and, where it fits plain features, the classifier."""
+        self.for_inference()
+        super().export(folder)
+
+
+def _has_neck(config: ClassifiedConfig, width: int) -> bool:
+    return config.dim is not None or config.embedding_dim != width

@@ -1,0 +1,71 @@
+"""What every compatible model's ``config.json`` says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+
+_TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
+"""What transformers itself writes into every configuration or passes to it."""
+
+
+class CompatConfig(PreTrainedConfig):
+    """What every compatible model's ``config.json`` says.
+
+    Args:
+        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` (of the unadapted encoder).
+        old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
+            ``compatible_with``, the earlier versions whose galleries share its space.
+        embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.
+        adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
+        logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
+
+    Raises:
+        XcompatError: for an unknown key, naming the nearest known one.
+    """
+
+    model_type: ClassVar[str] = "xcompat"
+
+    encoder: dict | None = None
+    old: dict | None = None
+    embedding_dim: int = 0
+    adapters: dict | None = None
+    logit_scale: float = 1 / 0.07
+
+    def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Refuse what transformers would accept silently, then let it set up the rest."""
+        known = {field.name for field in fields(type(self))}
+        for key in kwargs:
+            if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
+                own = known - _TRANSFORMERS_KEYS
+                raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, own)}")
+        super().__post_init__(**kwargs)
+
+
+def describe_old(
+    fingerprint: Fingerprint, dim: int, logit_scale: float | None = None, compatible_with: list[Fingerprint] | None = None
+) -> dict[str, Any]:
+    """Describe an old model for ``CompatConfig.old``.
+
+    Args:
+        fingerprint: its identity and name.
+        dim: d, the dimension of its embeddings.
+        logit_scale: the scale it was trained with, if known.
+        compatible_with: earlier versions whose galleries share its space.
+
+    Returns:
+        A JSON-like dictionary.
+    """
+    earlier = [{"name": version.name, "fingerprint": version.digest} for version in compatible_with or []]
+    return {
+        "name": fingerprint.name,
+        "fingerprint": fingerprint.digest,
+        "dim": dim,
+        "logit_scale": logit_scale,
+        "compatible_with": earlier,
+    }

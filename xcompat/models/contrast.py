@@ -1,0 +1,41 @@
+"""Contrast (RACT): new embeddings near the old embedding of the same image, away from old and new ones of other classes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from xcompat.losses import ract_loss
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+
+
+class ContrastConfig(ClassifiedConfig):
+    """Configuration of :class:`ContrastModel`.
+
+    Args:
+        compat_weight: λ.
+        temperature: τ; public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat.
+        topk_negatives: the hardest negatives of each kind alone; None for all.
+    """
+
+    model_type = "xcompat-contrast"
+
+    compat_weight: float = 1.0
+    temperature: float = 0.05
+    topk_negatives: int | None = None
+
+
+class ContrastModel(ClassifiedModel):
+    """L = CE(W, f) + λ·RACT(f[:d], f_old, y) (Zhang et al. 2022; "Contrast" in bt2.txt §4)."""
+
+    config_class = ContrastConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    citation = "Zhang et al., Hot-refresh model upgrades with regression-alleviating compatible training, ICLR 2022"
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`ContrastModel`."""
+        assert old_Bd is not None
+        config = self.config
+        compatible = ract_loss(self.old_features(features_BD), old_Bd, labels_B, config.temperature, config.topk_negatives)
+        return self.classification_loss(features_BD, labels_B) + config.compat_weight * compatible

@@ -1,0 +1,182 @@
+"""FCT: stored old embeddings, and side-information stored with them, are mapped into the space of an untouched new model."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.heads import ForwardTransform
+from xcompat.losses import classifier_kl_loss
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
+from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.outputs import CompatOutput
+
+FREEZE_AT = 0.5
+"""The share of training after which statistics stay: epoch 40 of 80."""
+
+
+class FctConfig(CompatConfig):
+    """Configuration of :class:`FctModel`.
+
+    Args:
+        loss: ``mse``, or ``kl`` or ``reversed_kl`` of what the frozen new classifier makes of both.
+        side: the model of the side-information ψ, described as the old one is; None for none.
+        new_side: the new model's own side-information, that ψ is to be mapped to for the next update; None for none.
+    """
+
+    model_type = "xcompat-fct"
+
+    loss: Literal["mse", "kl", "reversed_kl"] = "mse"
+    side: dict | None = None
+    new_side: dict | None = None
+
+
+class FctModel(CompatModel):
+    """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (fct.txt §3.3, §4.4).
+
+    h and g are of unit length (the form of Appendix D.7), as are the cached embeddings; the paper's ImageNet tables compare raw
+    ones by distance. Batch norms use their running statistics from half of the training on, and keep training their affine
+    part. ``kl`` is KL(p_new ‖ p_h), a direction the paper does not spell out, on cosines times ``logit_scale``. The paper's Adam
+    has its weight decay inside the gradient, ours beside it.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+
+    Example:
+        >>> import torch
+        >>> from xcompat.models.config import describe_old
+        >>> from xcompat.fingerprint import Fingerprint
+        >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
+        >>> FctModel(FctConfig(old=old, embedding_dim=8)).eval().upgrade(torch.randn(2, 4)).shape
+        torch.Size([2, 8])
+    """
+
+    config_class = FctConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    embeds_in_memory = True
+    maps_galleries = True
+    citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"
+
+    classifier_CD: Tensor | None
+
+    def __init__(self, config: FctConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert config.old is not None
+        if config.new_side is not None and config.side is None:
+            raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
+        old_dim, side_dim = config.old["dim"], config.side["dim"] if config.side is not None else None
+        self.transform = ForwardTransform(old_dim, side_dim, config.embedding_dim)
+        self.side_transform: ForwardTransform | None = None
+        if config.new_side is not None:
+            self.side_transform = ForwardTransform(old_dim, side_dim, config.new_side["dim"])
+        named = {"side_info": config.side, "new_side_info": config.new_side}
+        wanted = (*type(self).columns, *(name for name, described in named.items() if described is not None))
+        self.columns = wanted  # type: ignore[misc]  # what it reads depends on what is stored beside the gallery
+        self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
+        self.post_init()
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Fetch the frozen new classifier, where the loss needs it (see :meth:`CompatModel.prepare`)."""
+        if self.config.loss == "mse":
+            return
+        new = self._get_encoder()
+        weight = getattr(getattr(new, "classifier", None), "weight", None)
+        if weight is None or weight.shape[1] != self.config.embedding_dim:
+            raise XcompatError(
+                f"loss {self.config.loss} compares what the new model's classifier makes of embeddings, and the new model has no "
+                "classifier of them; set options.loss to mse"
+            )
+        self.classifier_CD = weight.detach().clone()
+        self._outside_encoder = []  # the backbone shall not be in memory while h is trained
+
+    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.upgrade`).
+
+        Raises:
+            XcompatError: the model was trained with side-information, and none is given; or the other way round.
+        """
+        self._check_side(side_info)
+        return self.transform(old_embeds, side_info)
+
+    def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
+        """Map stored side-information to that of the new model: g.
+
+        Args:
+            old_embeds: (B, d) stored embeddings, not yet mapped.
+            side_info: (B, S) side-information stored with them.
+
+        Returns:
+            (B, S') L2-normalised, to be stored for the next update.
+
+        Raises:
+            XcompatError: the model was trained without ``new_side_info``.
+        """
+        if self.side_transform is None:
+            raise XcompatError("this model maps no side-information: train it with new_side_info")
+        return self.side_transform(old_embeds, side_info)
+
+    def _check_side(self, side_info: Tensor | None) -> None:
+        side = self.config.side
+        if side is not None and side_info is None:
+            raise XcompatError(
+                f"{type(self).__name__} was trained with side-information of {side['name']}: give side_info, what that model makes "
+                "of the same items"
+            )
+        if side is None and side_info is not None:
+            raise XcompatError(f"{type(self).__name__} was trained without side-information: leave side_info out")
+
+    def forward(
+        self,
+        new_embeds: Tensor | None = None,
+        old_embeds: Tensor | None = None,
+        side_info: Tensor | None = None,
+        new_side_info: Tensor | None = None,
+        return_loss: bool = True,
+    ) -> CompatOutput:
+        """Compute the loss of h, and of g where there is one.
+
+        Args:
+            new_embeds: (B, D) L2-normalised embeddings of the new model.
+            old_embeds: (B, d) L2-normalised embeddings of the old model.
+            side_info: (B, S) side-information of the same samples.
+            new_side_info: (B, S') the new model's side-information.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and the mapped embeddings.
+        """
+        given = {"new_embeds": new_embeds, "old_embeds": old_embeds, "side_info": side_info, "new_side_info": new_side_info}
+        self._require(**{name: given[name] for name in self.columns})
+        assert new_embeds is not None and old_embeds is not None
+        if self.training and self.progress >= FREEZE_AT:
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()  # the Trainer calls train() before every step
+        mapped = self.transform(old_embeds, side_info)
+        if not return_loss:
+            return CompatOutput(image_embeds=mapped)
+        loss = self._loss(mapped, new_embeds)
+        if self.side_transform is not None:
+            assert new_side_info is not None
+            loss = loss + _squared_distance(self.side_transform(old_embeds, side_info), new_side_info)
+        return CompatOutput(loss=loss, image_embeds=mapped)
+
+    def _loss(self, mapped_BD: Tensor, new_BD: Tensor) -> Tensor:
+        if self.config.loss == "mse":
+            return _squared_distance(mapped_BD, new_BD)
+        if self.classifier_CD is None:
+            raise XcompatError("FctModel has not been told the new classifier; call prepare(OldKnowledge(...)) first")
+        reverse = self.config.loss == "reversed_kl"
+        return classifier_kl_loss(mapped_BD, new_BD, self.classifier_CD, self.config.logit_scale, reverse=reverse)
+
+
+def _squared_distance(mapped_BD: Tensor, target_BD: Tensor) -> Tensor:
+    """Return mean ‖x − t/‖t‖‖²: side-information may be of any length."""
+    return (mapped_BD - nn.functional.normalize(target_BD.float(), dim=-1)).square().sum(dim=-1).mean()

@@ -1,0 +1,40 @@
+"""L2: every new embedding is drawn to the old embedding of the same image."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.losses import l2_alignment_loss
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+
+
+class L2Config(ClassifiedConfig):
+    """Configuration of :class:`L2Model`.
+
+    Args:
+        compat_weight: λ.
+    """
+
+    model_type = "xcompat-l2"
+
+    compat_weight: float = 10.0
+
+
+class L2Model(ClassifiedModel):
+    """L = CE(W, f) + λ·mean‖f̂[:d] − f̂_old‖, the norm and not its square (mixbct.txt §3.2).
+
+    Both sides have length 1, as galleries are compared by cosine.
+    """
+
+    config_class = L2Config
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`L2Model`."""
+        assert old_Bd is not None
+        compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), old_Bd)
+        return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -1,0 +1,104 @@
+"""LCE: a map that brings class centres onto class centres and keeps every sample inside its class's boundary."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.heads import Projection
+from xcompat.losses import angular_alignment_loss
+from xcompat.losses.classification import mean_of_known
+from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.old_knowledge import ROWS, OldKnowledge, class_means
+
+
+class LceConfig(MappedConfig):
+    """Configuration of :class:`LceModel`.
+
+    Args:
+        alignment_weight: λ_a, of one minus the cosine between mapped and target centres; the public code's 100 is of a mean
+            square over the d dimensions, and is 200/d here.
+        boundary_weight: λ_b.
+    """
+
+    model_type = "xcompat-lce"
+
+    alignment_weight: float = 1.0
+    boundary_weight: float = 1.0
+
+
+class LceModel(MappedModel):
+    """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
+
+    s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class
+    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained, with ``new_to_old`` the paper's
+    backward and with ``old_to_new`` its forward transformation. T has the shape of φ: the residual blocks of the paper cannot
+    change the dimension. Classes that lack readable samples are left out.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    """
+
+    config_class = LceConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
+    citation = "Meng et al., Learning compatible embeddings, ICCV 2021"
+
+    source_centres_KS: Tensor
+    target_centres_CT: Tensor | None
+    boundary_C: Tensor
+
+    def __init__(self, config: LceConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.transform = Projection(self.source_dim, self.target_dim)
+        for name in ("source_centres_KS", "target_centres_CT", "boundary_C"):
+            self.register_buffer(name, None, persistent=False)
+        self.post_init()
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Measure centres and boundaries (see :meth:`CompatModel.prepare`)."""
+        assert new_ND is not None
+        source_NS, target_NT = self.ordered(new_ND, old.embeddings("lce"))
+        source_CS, target_CT = (
+            F.normalize(torch.from_numpy(class_means(side, old.labels_N, old.n_classes)), dim=-1)
+            for side in (source_NS, target_NT)
+        )
+        known_C = source_CS[:, 0].isfinite() & target_CT[:, 0].isfinite()
+        self.source_centres_KS = source_CS[known_C].to(self.device)
+        self.target_centres_CT = target_CT.masked_fill(~known_C[:, None], torch.nan).to(self.device)
+        self.boundary_C = torch.from_numpy(_boundaries(target_NT, old.labels_N, target_CT.numpy())).to(self.device)
+
+    def map(self, embeds: Tensor) -> Tensor:
+        """See :meth:`MappedModel.map`."""
+        return self.transform(embeds)
+
+    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
+        """See :class:`LceModel`."""
+        if self.target_centres_CT is None:
+            raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
+        assert labels_B is not None
+        known_C = self.target_centres_CT[:, 0].isfinite()
+        aligned = angular_alignment_loss(self.map(self.source_centres_KS), self.target_centres_CT[known_C])
+        cosine_B = (mapped_BT * self.target_centres_CT[labels_B].nan_to_num()).sum(dim=-1)
+        outside = mean_of_known(F.relu(self.boundary_C[labels_B] - cosine_B), known_C[labels_B])
+        return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
+
+
+def _boundaries(
+    embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return each class's smallest cosine to its centre (C,); 1 where there is none, which no loss reads."""
+    smallest_C = np.ones(len(centres_Cd), np.float32)
+    for start in range(0, len(labels_N), ROWS):
+        rows_Bd, labels_B = embeds_Nd[start : start + ROWS], labels_N[start : start + ROWS]
+        cosines_B = (rows_Bd * centres_Cd[labels_B]).sum(axis=1)
+        kept_B = np.isfinite(cosines_B)
+        np.minimum.at(smallest_C, labels_B[kept_B], cosines_B[kept_B])
+    return smallest_C

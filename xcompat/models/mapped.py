@@ -1,0 +1,92 @@
+"""What maps share that are trained between two fixed spaces: queries into the old one, or a gallery into the new one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal, TypeVar
+
+from torch import Tensor
+
+from xcompat.encoders.base import Encoder
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
+from xcompat.outputs import CompatOutput
+
+Rows = TypeVar("Rows")
+
+
+class MappedConfig(CompatConfig):
+    """Configuration of :class:`MappedModel`.
+
+    Args:
+        direction: ``new_to_old`` maps every query and leaves galleries as they are; ``old_to_new`` maps a gallery once and
+            leaves queries as they are.
+    """
+
+    direction: Literal["new_to_old", "old_to_new"] = "new_to_old"
+
+
+class MappedModel(CompatModel):
+    """A map from a source to a target space, one new and one old; what it learns from is the subclass's :meth:`loss`.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    """
+
+    config_class = MappedConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    embeds_in_memory = True
+
+    def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert config.old is not None
+        self.maps_galleries = config.direction == "old_to_new"
+        self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
+
+    def ordered(self, new: Rows, old: Rows) -> tuple[Rows, Rows]:
+        """Return what belongs to the source and what to the target."""
+        return (old, new) if self.maps_galleries else (new, old)
+
+    @abstractmethod
+    def map(self, embeds: Tensor) -> Tensor:
+        """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
+
+    @abstractmethod
+    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
+        """Return what is minimised."""
+
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
+        self.require_version(version)
+        return super().view(embeds, version) if self.maps_galleries else self.map(embeds)
+
+    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.upgrade`)."""
+        return self.map(old_embeds) if self.maps_galleries else old_embeds
+
+    def forward(
+        self,
+        new_embeds: Tensor | None = None,
+        old_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_loss: bool = True,
+    ) -> CompatOutput:
+        """Compute the method's loss.
+
+        Args:
+            new_embeds: (B, D) L2-normalised embeddings of the new model.
+            old_embeds: (B, d) L2-normalised embeddings of the old model.
+            labels: (B,) int64 in [0, C), for methods that read them.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and the mapped embeddings.
+        """
+        given = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels}
+        self._require(**{name: given[name] for name in self.columns})
+        assert new_embeds is not None and old_embeds is not None
+        source, target = self.ordered(new_embeds, old_embeds)
+        mapped = self.map(source)
+        return CompatOutput(loss=self.loss(mapped, target, labels) if return_loss else None, image_embeds=mapped)

@@ -1,0 +1,160 @@
+"""NCCL: new embeddings and what the classifier says of them agree with the old neighbourhood, not with one old embedding."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.losses import neighbour_weights, neighbourhood_loss
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.old_knowledge import OldKnowledge, class_means
+
+DISTANCES_AT_ONCE = 2**23
+"""Most distances between samples and centres that are held at a time."""
+
+
+class NcclConfig(ClassifiedConfig):
+    """Configuration of :class:`NcclModel`.
+
+    Args:
+        feature_weight: α.
+        logit_weight: β; public code has .01, tuned on a term that has no gradient there.
+        temperature: t; public code has 1, at which a softmax over cosines is nearly flat.
+        bank_size: most old embeddings that a sample is compared with, drawn once from the credible ones of the training set.
+        max_entropy: an old embedding is credible when the entropy of its class is at most this share of the largest possible one.
+    """
+
+    model_type = "xcompat-nccl"
+
+    feature_weight: float = 1.0
+    logit_weight: float = 0.01
+    temperature: float = 0.1
+    bank_size: int = 8192
+    max_entropy: float = 0.5
+
+
+class NcclModel(ClassifiedModel):
+    """L = CE(W, f) + α·L_feat + β·L_logit, neighbourhood consensus contrast (Wu et al. 2022).
+
+    Both terms are :func:`xcompat.losses.neighbourhood_loss` with the same weights, which come from the old space. L_feat compares
+    f̂[:d] with stored old embeddings; L_logit compares what the new classifier says of both, cosines with the rows of W: the old
+    classifier is never needed. Departures from the paper and from the public code (of MixBCT's authors):
+
+    - old embeddings never change, so an exact bank of the training set, or a fixed draw of it, replaces the queue, whose empty
+      places are negatives there; a sample whose class has no row in the bank is left to the classifier alone;
+    - stored embeddings are classified anew by the current W, so no logits are stale, and L_logit has a gradient;
+    - logits are cosines without margin or scale, normalised over the classes, where theirs are saturated at ±1;
+    - credible are old embeddings whose class is clear among all classes (:func:`class_entropies`), where theirs knows one.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = NcclConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    citation = "Wu et al., Neighborhood consensus contrastive learning for backward-compatible representation, AAAI 2022"
+
+    bank_Qd: Tensor | None
+    bank_labels_Q: Tensor | None
+
+    def __init__(self, config: NcclConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        if config.head == "triplet" and config.logit_weight:
+            raise XcompatError("nccl compares logits, and a triplet head has none; set options.logit_weight to 0")
+        self.register_buffer("bank_Qd", None, persistent=False)
+        self.register_buffer("bank_labels_Q", None, persistent=False)
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Keep credible old embeddings (see :meth:`CompatModel.prepare`)."""
+        entropies_N, classes = class_entropies(old)
+        # rounding may lift the entropy of a flat distribution over the largest possible one
+        credible_Q = np.flatnonzero(entropies_N <= self.config.max_entropy * np.log(classes) + 1e-6)
+        if not len(credible_Q):
+            raise XcompatError("the old model is sure of the class of no training image; raise options.max_entropy, to at most 1")
+        if len(credible_Q) > self.config.bank_size:
+            drawn = torch.randperm(len(credible_Q))[: self.config.bank_size].sort().values
+            credible_Q = credible_Q[drawn.numpy()]
+        self.bank_Qd = F.normalize(torch.from_numpy(old.embeddings("nccl")[credible_Q]).to(self.device), dim=-1)
+        self.bank_labels_Q = torch.from_numpy(old.labels_N[credible_Q]).to(self.device)
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`NcclModel`."""
+        if self.bank_Qd is None or self.bank_labels_Q is None:
+            raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
+        assert old_Bd is not None
+        config = self.config
+        loss = self.classification_loss(features_BD, labels_B)
+        with torch.autocast(features_BD.device.type, enabled=False):
+            new_Bd = F.normalize(self.old_features(features_BD), dim=-1)
+            readable_B1 = old_Bd[:, :1].isfinite()
+            weights_BQ = readable_B1 * neighbour_weights(old_Bd.nan_to_num(nan=0.0), self.bank_Qd, labels_B, self.bank_labels_Q)
+            loss = loss + config.feature_weight * neighbourhood_loss(new_Bd, self.bank_Qd, weights_BQ, config.temperature)
+            if config.logit_weight:
+                assert self.classifier is not None and self.classifier.weight is not None
+                weight_Cd = F.normalize(self.old_features(self.classifier.weight), dim=-1)
+                said_Bd, bank_Qd = consensus(new_Bd, self.bank_Qd, weight_Cd)
+                loss = loss + config.logit_weight * neighbourhood_loss(said_Bd, bank_Qd, weights_BQ, config.temperature)
+        return loss
+
+
+def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tensor, Tensor]:
+    """Make factors whose products are cosines between the logits z = W·new and Z = W·bank, without the logits of the whole bank.
+
+    z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix, where logits of 8,192 stored embeddings over 100,000 classes take 3 GB.
+
+    Args:
+        new_Bd: new embeddings.
+        bank_Qd: old embeddings; what is said of them is a target, without gradient.
+        weight_Cd: rows of the classifier.
+
+    Returns:
+        (B, d) and (Q, d).
+
+    Example:
+        >>> new, bank, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [3.0, 4.0]]), torch.eye(2)
+        >>> said, stored = consensus(new, bank, weight)
+        >>> [round(cosine, 3) for cosine in (said @ stored.T)[0].tolist()]
+        [1.0, 0.6]
+    """
+    target_Cd = weight_Cd.detach()
+    length_B1 = (new_Bd @ weight_Cd.T).norm(dim=-1, keepdim=True)
+    length_Q1 = ((bank_Qd @ (target_Cd.T @ target_Cd)) * bank_Qd).sum(dim=-1, keepdim=True).clamp(min=1e-12).sqrt()
+    return new_Bd @ (weight_Cd.T @ target_Cd) / length_B1.clamp(min=1e-6), bank_Qd / length_Q1
+
+
+def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
+    """Say how unclear the class of each old embedding is, its own label aside.
+
+    p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over the centres of all classes, in nats. σ² is the variance per dimension within classes, one
+    for all of them: in a class of few samples it could not be told from its own.
+
+    Args:
+        old: with the old embeddings of the training set.
+
+    Returns:
+        (N,) entropies, NaN for unreadable images, and the number of classes that have a centre.
+
+    Raises:
+        XcompatError: only prototypes are known.
+    """
+    embeds_Nd, labels_N = old.embeddings("nccl"), old.labels_N
+    centres_Cd = torch.from_numpy(class_means(embeds_Nd, labels_N, old.n_classes)).double()
+    centres_Kd = centres_Cd[centres_Cd[:, 0].isfinite()]
+    rows = max(1, DISTANCES_AT_ONCE // len(centres_Kd))
+    blocks = [slice(start, start + rows) for start in range(0, len(labels_N), rows)]
+    squares = [(torch.from_numpy(embeds_Nd[block]) - centres_Cd[labels_N[block]]).square().mean(dim=1) for block in blocks]
+    variance = max(float(torch.cat(squares).nanmean()), 1e-12)
+    entropies = []
+    for block in blocks:
+        squares_BK = torch.cdist(torch.from_numpy(embeds_Nd[block]).double(), centres_Kd).square()
+        log_shares_BK = (-squares_BK / (2 * variance)).log_softmax(dim=1)
+        entropies.append(-(log_shares_BK.exp() * log_shares_BK).sum(dim=1))
+    return torch.cat(entropies).numpy(), len(centres_Kd)

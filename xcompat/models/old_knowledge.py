@@ -1,0 +1,152 @@
+"""What a method may know of the old model: its embeddings of the training set, its class prototypes, its classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.errors import XcompatError
+
+ROWS = 65536
+
+
+@dataclass(frozen=True)
+class OldKnowledge:
+    """Everything that is known of the old model on the new training set; what is not known is None.
+
+    The old model may be at hand, or only embeddings it once made, or only a prototype of each class.
+
+    Args:
+        n_classes: C, classes of the new training set.
+        labels_N: int64 class of every training sample; empty when samples are not known to the old model one by one.
+        embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; a row of NaN is an unreadable image.
+        classifier_Cd: rows of the frozen old classifier in the new class order, NaN for classes the old model never learned.
+        given_prototypes_Cd: prototypes given instead of embeddings, NaN for classes that have none.
+    """
+
+    n_classes: int
+    labels_N: NDArray[np.int64]
+    embeddings_Nd: NDArray[np.float32] | None = None
+    classifier_Cd: NDArray[np.float32] | None = None
+    given_prototypes_Cd: NDArray[np.float32] | None = None
+
+    def prototypes(self) -> NDArray[np.float32]:
+        """Return each class's mean old embedding (C, d): not of length 1, NaN for classes without a readable sample.
+
+        Raises:
+            XcompatError: neither embeddings nor prototypes are known.
+        """
+        if self.given_prototypes_Cd is not None:
+            return self.given_prototypes_Cd
+        if self.embeddings_Nd is None:
+            raise XcompatError("class prototypes need old embeddings of the training images, or prototypes given as a file")
+        return class_means(self.embeddings_Nd, self.labels_N, self.n_classes)
+
+    def embeddings(self, method: str) -> NDArray[np.float32]:
+        """Return the old embeddings of the training samples (N, d), or refuse by name.
+
+        Args:
+            method: who asks.
+
+        Raises:
+            XcompatError: only prototypes are known.
+        """
+        if self.embeddings_Nd is None:
+            raise XcompatError(
+                f"{method} needs an old embedding of every training image, and only class prototypes are known; "
+                "give the old model or its embeddings, or take a method that learns from prototypes (bct, oca)"
+            )
+        return self.embeddings_Nd
+
+    def weights(self, kind: str) -> Tensor:
+        """Return the frozen rows that compatible embeddings are classified by.
+
+        Args:
+            kind: ``prototypes`` or ``classifier``.
+
+        Returns:
+            (C, d) float32, NaN for classes that have none.
+
+        Raises:
+            XcompatError: they are not known.
+        """
+        if kind == "prototypes":
+            return torch.from_numpy(np.array(self.prototypes()))
+        if self.classifier_Cd is None:
+            raise XcompatError(
+                "old_weights is classifier, but the old model has none (it is no checkpoint trained on classes); "
+                "set options.old_weights to prototypes"
+            )
+        return torch.from_numpy(np.array(self.classifier_Cd))
+
+
+def class_means(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
+    """Average embeddings per class, in float64 and in blocks, so that memory-mapped ones need not fit.
+
+    Args:
+        embeds_Nd: float embeddings; rows of NaN are left out.
+        labels_N: their classes, in [0, C).
+        n_classes: C.
+
+    Returns:
+        (C, d) float32, NaN for classes without a sample.
+
+    Example:
+        >>> class_means(np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([0, 0, 2]), 3).tolist()
+        [[0.5, 0.5], [nan, nan], [1.0, 1.0]]
+    """
+    sums_Cd = np.zeros((n_classes, embeds_Nd.shape[1]))
+    counts_C = np.zeros(n_classes)
+    for start in range(0, len(labels_N), ROWS):
+        rows_Bd, labels_B = np.asarray(embeds_Nd[start : start + ROWS], np.float64), labels_N[start : start + ROWS]
+        kept_B = np.isfinite(rows_Bd[:, 0])
+        np.add.at(sums_Cd, labels_B[kept_B], rows_Bd[kept_B])
+        counts_C += np.bincount(labels_B[kept_B], minlength=n_classes)
+    with np.errstate(invalid="ignore"):
+        return (sums_Cd / counts_C[:, None]).astype(np.float32)
+
+
+def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDArray[np.int64]]:
+    """List the samples of each class, in order.
+
+    Args:
+        labels_N: classes, in [0, C).
+        n_classes: C.
+
+    Returns:
+        C arrays of indices.
+
+    Example:
+        >>> [samples.tolist() for samples in samples_of_classes(np.array([2, 0, 2]), 3)]
+        [[1], [], [0, 2]]
+    """
+    counts_C = np.bincount(labels_N, minlength=n_classes)
+    return np.split(np.argsort(labels_N, kind="stable"), np.cumsum(counts_C)[:-1])
+
+
+def rows_by_class(weights_Kd: Tensor, old_classes: Sequence[str], new_classes: Sequence[str]) -> NDArray[np.float32]:
+    """Bring the rows of an old classifier into the new class order, by name.
+
+    Args:
+        weights_Kd: (K, d) rows of the old classifier.
+        old_classes: K names.
+        new_classes: C names.
+
+    Returns:
+        (C, d) float32, NaN for classes that the old classifier does not have; old classes that are no new ones are left out.
+
+    Example:
+        >>> rows_by_class(torch.eye(2), ["a", "b"], ["b", "c"]).tolist()
+        [[0.0, 1.0], [nan, nan]]
+    """
+    place = {name: row for row, name in enumerate(old_classes)}
+    rows_Cd = np.full((len(new_classes), weights_Kd.shape[1]), np.nan, np.float32)
+    for row, name in enumerate(new_classes):
+        if name in place:
+            rows_Cd[row] = weights_Kd[place[name]].detach().float().cpu().numpy()
+    return rows_Cd

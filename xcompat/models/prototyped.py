@@ -1,0 +1,65 @@
+"""What methods share that classify new features by frozen weights of the old model: its prototypes or its classifier."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.losses.classification import cross_entropy_to
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.old_knowledge import OldKnowledge
+
+
+class PrototypedConfig(ClassifiedConfig):
+    """Configuration of :class:`PrototypedModel`.
+
+    Args:
+        compat_weight: λ, the weight of the loss against the old weights.
+        old_weights: what stands for the old classes: ``prototypes``, the mean old embedding of each class of the new training
+            set, or ``classifier``, the rows of the old model's own; samples of classes without a row do not enter that loss.
+        old_scale: factor on cosines between features and old weights; None for plain dot products, whose size depends on the
+            lengths of both: prototypes of unit embeddings are shorter than 1.
+    """
+
+    compat_weight: float = 1.0
+    old_weights: Literal["prototypes", "classifier"] = "prototypes"
+    old_scale: float | None = 16.0
+
+
+class PrototypedModel(ClassifiedModel):
+    """A classified model that knows a frozen row for each class of the old model.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = PrototypedConfig
+    old_weights_Cd: Tensor | None
+
+    def __init__(self, config: PrototypedConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        # Not saved: it is made anew from the old model, whose knowledge does not leave with the new one.
+        self.register_buffer("old_weights_Cd", None, persistent=False)
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Keep the frozen rows (see :meth:`CompatModel.prepare`)."""
+        weights_Cd = old.weights(self.config.old_weights)
+        if not weights_Cd.isfinite().any():
+            raise XcompatError("no class of the training set is known to the old model; is it the right one?")
+        self.old_weights_Cd = weights_Cd.to(self.device)
+
+    def old_classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
+        """Return CE(W_old, f[:d])."""
+        return cross_entropy_to(self._old_weights(), self.old_features(features_BD), labels_B, self.config.old_scale)
+
+    def _old_weights(self) -> Tensor:
+        if self.old_weights_Cd is None:
+            name = type(self).__name__
+            raise XcompatError(f"{name} has not been told what the old model knows; call prepare(OldKnowledge(...)) first")
+        return self.old_weights_Cd

@@ -1,0 +1,163 @@
+"""The query map: the new model stays as it is, and its queries learn their way into the old space."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.heads import Projection
+from xcompat.losses import angular_alignment_loss, bank_contrast_loss, cross_entropy_to
+from xcompat.models.base import CompatModel
+from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
+from xcompat.models.config import CompatConfig
+from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.outputs import CompatOutput
+
+
+class QueryMapConfig(CompatConfig):
+    """Configuration of :class:`QueryMapModel`.
+
+    Args:
+        shape: ``linear``, x·W + b; ``residual``, that and a network that starts at zero; ``projection``, XBT's φ from random
+            weights. A map with hidden layers learns the training classes by heart and loses those it has not seen.
+        loss: ``bank``, contrast against the old embeddings of the training set; ``prototypes``, classification by the old class
+            means; ``cosine``, to the sample's own old embedding.
+        scale: factor on cosines in the loss.
+        pull: weight of 1 − cos between the map and the closed form it started from.
+        bank_size: old embeddings a batch is compared with, drawn anew for each batch; all when there are no more.
+    """
+
+    model_type = "xcompat-query_map"
+
+    shape: Literal["linear", "residual", "projection"] = "linear"
+    loss: Literal["bank", "prototypes", "cosine"] = "bank"
+    scale: float = 15.0
+    pull: float = 0.0
+    bank_size: int = 8192
+
+
+class QueryMapModel(CompatModel):
+    """φ(x) = normalise(x·W + b) on the frozen new embedding, W and b from orthogonal Procrustes, trained by bank contrast.
+
+    L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) over the old embeddings o_j of the training set, which
+    never change: an exact bank needs no queue and no old model. The sample's own old embedding is left out. Without labels it
+    is the only positive. New/new is that of the independent model, bit for bit.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    """
+
+    config_class = QueryMapConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    columns_if_known: ClassVar[tuple[str, ...]] = ("labels", "index")
+    embeds_in_memory = True
+    citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
+    bank_Nd: Tensor | None
+    bank_labels_N: Tensor | None
+    prototypes_Cd: Tensor | None
+    start_Dd: Tensor | None
+    start_d: Tensor | None
+
+    def __init__(self, config: QueryMapConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert config.old is not None
+        new_dim, old_dim = config.embedding_dim, config.old["dim"]
+        self.linear: nn.Linear | None = None
+        self.network: Projection | None = None
+        if config.shape != "projection":
+            self.linear = nn.Linear(new_dim, old_dim)
+        if config.shape != "linear":
+            self.network = Projection(new_dim, old_dim)
+        if config.shape == "residual":
+            assert self.network is not None
+            for parameter in self.network[-1].parameters():
+                nn.init.zeros_(parameter)
+        for name in ("bank_Nd", "bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
+            self.register_buffer(name, None, persistent=False)  # made anew from the caches; no part of what is shared
+        self.post_init()
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Keep the bank, and start at the closed form (see :meth:`CompatModel.prepare`)."""
+        old_Nd = old.embeddings("query_map")
+        assert new_ND is not None
+        moments = Moments.of(readable_pairs(new_ND, old_Nd))
+        self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
+        if self.linear is not None:
+            with torch.no_grad():
+                self.linear.weight.copy_(self.start_Dd.T)
+                self.linear.bias.copy_(self.start_d)
+        self.bank_Nd = torch.from_numpy(np.array(old_Nd)).to(self.device)
+        if len(old.labels_N):
+            self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
+            self.prototypes_Cd = old.weights("prototypes").to(self.device)
+
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
+        self.require_version(version)
+        if self.linear is None:
+            assert self.network is not None
+            return self.network(embeds)
+        mapped = self.linear(embeds.float())
+        if self.network is not None:
+            mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, embeds.float())
+        return F.normalize(mapped, dim=-1)
+
+    def forward(
+        self,
+        new_embeds: Tensor | None = None,
+        old_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        index: Tensor | None = None,
+        return_loss: bool = True,
+    ) -> CompatOutput:
+        """Compute the loss of the mapped new embeddings.
+
+        Args:
+            new_embeds: (B, D) embeddings of the new model, L2-normalised.
+            old_embeds: (B, d) embeddings of the old model, L2-normalised.
+            labels: (B,) int64 classes; without them a sample's only positive is its own old embedding.
+            index: (B,) int64 rows of the samples in the bank.
+            return_loss: whether to compute the loss.
+
+        Returns:
+            Loss and the mapped embeddings.
+        """
+        self._require(new_embeds=new_embeds, old_embeds=old_embeds)
+        assert new_embeds is not None and old_embeds is not None
+        mapped = self.view(new_embeds)
+        loss = None
+        if return_loss:
+            loss = self._loss(mapped, old_embeds, labels, index)
+            if self.config.pull:
+                start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
+                loss = loss + self.config.pull * angular_alignment_loss(mapped, new_embeds.float() @ start_Dd + start_d)
+        return CompatOutput(loss=loss, image_embeds=mapped)
+
+    def _loss(self, mapped_Bd: Tensor, old_Bd: Tensor, labels: Tensor | None, index: Tensor | None) -> Tensor:
+        config = self.config
+        if config.loss == "cosine":
+            return angular_alignment_loss(mapped_Bd, old_Bd)
+        if config.loss == "prototypes":
+            if labels is None:
+                raise XcompatError("loss prototypes needs classes; name labelled images under data.images, or take loss bank")
+            return cross_entropy_to(self._prepared(self.prototypes_Cd), mapped_Bd, labels, config.scale)
+        bank_Nd, bank_labels_N = self._prepared(self.bank_Nd), self.bank_labels_N
+        rows_K = torch.arange(len(bank_Nd), device=mapped_Bd.device)
+        if len(bank_Nd) > config.bank_size:
+            rows_K = torch.randperm(len(bank_Nd), device=mapped_Bd.device)[: config.bank_size]
+        bank_labels_K = bank_labels_N[rows_K] if bank_labels_N is not None else None
+        return bank_contrast_loss(mapped_Bd, old_Bd, bank_Nd[rows_K], config.scale, labels, bank_labels_K, index, rows_K)
+
+    def _prepared(self, buffer: Tensor | None) -> Tensor:
+        if buffer is None:
+            raise XcompatError("QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first")
+        return buffer

@@ -1,0 +1,103 @@
+"""RBT: a residual bottleneck transformation between two fixed spaces."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.heads import ResidualBottleneck
+from xcompat.losses import classifier_kl_loss, cross_entropy_to
+from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
+from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.old_knowledge import OldKnowledge, class_means
+
+
+class RbtConfig(MappedConfig):
+    """Configuration of :class:`RbtModel`.
+
+    Args:
+        start: the fixed map before the blocks: ``procrustes``, the rotation that brings the source nearest to the target, or
+            ``identity`` as in the paper (the first dimensions, or zeros appended, where dimensions differ).
+        blocks: how many residual blocks there are.
+        bottleneck: their width.
+        paths: parallel paths in each.
+        similarity_weight: of the squared distance.
+        kl_weight: of the divergence of what the target's prototypes make of both.
+        class_weight: of the cross-entropy to the target's prototypes.
+    """
+
+    model_type = "xcompat-rbt"
+
+    start: Literal["procrustes", "identity"] = "procrustes"
+    blocks: int = 4
+    bottleneck: int = 16
+    paths: int = 4
+    similarity_weight: float = 1.0
+    kl_weight: float = 1.0
+    class_weight: float = 1.0
+
+
+class RbtModel(MappedModel):
+    """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
+
+    P are the target's class means in place of its classifier, m and t of unit length, s is ``logit_scale``; the weights are ours.
+    Blocks 16 wide cannot turn a space: from the identity, two models that were trained independently stay apart (fct.txt
+    Appendix J finds it below old/old). So R is by default the Procrustes rotation, and the blocks learn what it leaves.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    """
+
+    config_class = RbtConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
+    citation = "Wang et al., Unified representation learning for cross model compatibility, BMVC 2020"
+
+    prototypes_CT: Tensor | None
+
+    def __init__(self, config: RbtConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.entry = nn.Linear(self.source_dim, self.target_dim, bias=False)
+        nn.init.eye_(self.entry.weight)
+        self.blocks = nn.Sequential(
+            *(ResidualBottleneck(self.target_dim, config.bottleneck, config.paths) for _ in range(config.blocks))
+        )
+        self.register_buffer("prototypes_CT", None, persistent=False)
+        self.set_trainable()
+        self.post_init()
+
+    def set_trainable(self) -> None:
+        """Train the blocks alone: what stands before them is solved."""
+        self.entry.requires_grad_(False)
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Solve the rotation and average the target's classes (see :meth:`CompatModel.prepare`)."""
+        assert new_ND is not None
+        source_NS, target_NT = self.ordered(new_ND, old.embeddings("rbt"))
+        if self.config.start == "procrustes":
+            weight_ST, _ = solve_procrustes(Moments.of(readable_pairs(source_NS, target_NT)))
+            with torch.no_grad():
+                self.entry.weight.copy_(weight_ST.T)
+        self.prototypes_CT = torch.from_numpy(class_means(target_NT, old.labels_N, old.n_classes)).to(self.device)
+
+    def map(self, embeds: Tensor) -> Tensor:
+        """See :meth:`MappedModel.map`."""
+        return F.normalize(self.blocks(self.entry(embeds)).float(), dim=-1)
+
+    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
+        """See :class:`RbtModel`."""
+        if self.prototypes_CT is None:
+            raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
+        assert labels_B is not None
+        config, scale = self.config, self.config.logit_scale
+        similarity = (mapped_BT - target_BT).square().sum(dim=-1).mean()
+        divergence = classifier_kl_loss(mapped_BT, target_BT, self.prototypes_CT, scale)
+        classes = cross_entropy_to(self.prototypes_CT, mapped_BT, labels_B, scale)
+        return config.similarity_weight * similarity + config.kl_weight * divergence + config.class_weight * classes

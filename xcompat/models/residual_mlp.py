@@ -1,0 +1,83 @@
+"""Residual MLP: ridge regression, and a small network that learns what it leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.losses import angular_alignment_loss
+from xcompat.models.closed_form import Moments, readable_pairs, solve_ridge
+from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.old_knowledge import OldKnowledge
+
+
+class ResidualMlpConfig(MappedConfig):
+    """Configuration of :class:`ResidualMlpModel`.
+
+    Args:
+        hidden: width of the network.
+        regularisation: λ of the ridge regression, in units of the mean variance of the source's dimensions.
+    """
+
+    model_type = "xcompat-residual_mlp"
+
+    hidden: int = 256
+    regularisation: float = 0.01
+
+
+class ResidualMlpModel(MappedModel):
+    """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
+
+    A and c are the ridge solution, and stay; W2 and b2 start at 0, so that training begins at the linear map. The paper has x in
+    the place of Ax + c, which needs spaces that are alike, and a mean square error, of which the cosine is that of unit vectors.
+
+    Args:
+        config: the configuration.
+        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+
+    Example:
+        >>> from xcompat.models.config import describe_old
+        >>> from xcompat.fingerprint import Fingerprint
+        >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
+        >>> model = ResidualMlpModel(ResidualMlpConfig(old=old, embedding_dim=8))
+        >>> model.view(torch.randn(2, 8)).shape
+        torch.Size([2, 4])
+    """
+
+    config_class = ResidualMlpConfig
+    citation = "Vejendla, Drift-Adapter: near zero-downtime embedding model upgrades in vector databases, EMNLP 2025"
+
+    def __init__(self, config: ResidualMlpConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.skip = nn.Linear(self.source_dim, self.target_dim)
+        last = nn.Linear(config.hidden, self.target_dim)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.residual = nn.Sequential(nn.Linear(self.source_dim, config.hidden), nn.GELU(), last)
+        self.set_trainable()
+        self.post_init()
+
+    def set_trainable(self) -> None:
+        """Train the network alone: the linear part is solved."""
+        self.skip.requires_grad_(False)
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Solve the linear part (see :meth:`CompatModel.prepare`)."""
+        assert new_ND is not None
+        pairs = readable_pairs(*self.ordered(new_ND, old.embeddings("residual_mlp")))
+        weight_ST, bias_T = solve_ridge(Moments.of(pairs), self.config.regularisation)
+        with torch.no_grad():
+            self.skip.weight.copy_(weight_ST.T)
+            self.skip.bias.copy_(bias_T)
+
+    def map(self, embeds: Tensor) -> Tensor:
+        """See :meth:`MappedModel.map`."""
+        return F.normalize((self.skip(embeds) + self.residual(embeds)).float(), dim=-1)
+
+    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
+        """See :class:`ResidualMlpModel`."""
+        return angular_alignment_loss(mapped_BT, target_BT)

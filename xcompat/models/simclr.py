@@ -1,0 +1,64 @@
+"""SimCLR: two views of an image find each other among all others; images alone, the side-information that helps FCT most."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.losses import nt_xent_loss
+from xcompat.models.unlabelled import UnlabelledConfig, UnlabelledModel
+
+
+class SimClrConfig(UnlabelledConfig):
+    """Configuration of :class:`SimClrModel`.
+
+    Args:
+        temperature: τ.
+        binarise: whether a finished model's embeddings are the bits {0, 1} of what lies above 0.
+    """
+
+    model_type = "xcompat-simclr"
+
+    temperature: float = 0.1
+    binarise: bool = False
+
+
+class SimClrModel(UnlabelledModel):
+    """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; fct.txt Appendix D.4.1).
+
+    There is no projector: what is compared is what is stored, behind a last batch norm. FCT takes more than two crops; here
+    views are as ``data.augmentation`` draws them. ``binarise`` stores the signs: a stand-in for the paper's compressed ψ (Appendix
+    G), which is trained for it.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = SimClrConfig
+    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "second_pixel_values")
+    citation = "Chen et al., A simple framework for contrastive learning of visual representations, ICML 2020"
+
+    def __init__(self, config: SimClrConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.norm = nn.BatchNorm1d(config.embedding_dim)
+        self.post_init()
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`UnlabelledModel.features`."""
+        return self.norm(super().features(pixel_values))
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """Embed images; with ``binarise`` as bits, which are not of length 1 (see :meth:`CompatModel.embed_images`)."""
+        if self.config.binarise:
+            return (self.features(pixel_values) > 0).float()
+        return super().embed_images(pixel_values)
+
+    def loss(self, features_BD: Tensor, pixel_values: Tensor, second_pixel_values: Tensor | None) -> Tensor:
+        """See :class:`SimClrModel`."""
+        assert second_pixel_values is not None
+        first_BD, second_BD = (F.normalize(x.float(), dim=-1) for x in (features_BD, self.features(second_pixel_values)))
+        return nt_xent_loss(first_BD, second_BD, self.config.temperature)

@@ -1,0 +1,134 @@
+"""UniBCT: old prototypes that the new model refines, because it sees better which samples of a class are typical."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.losses import cross_entropy_to
+from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.old_knowledge import OldKnowledge, samples_of_classes
+
+
+class UniBctConfig(ClassifiedConfig):
+    """Configuration of :class:`UniBctModel`.
+
+    Args:
+        compat_weight: the weight of the loss against the prototypes.
+        old_scale: factor on cosines between features and prototypes; None for plain dot products.
+        propagation: λ of the graph, in [0, 1): the share of its trust that a sample passes on; 0 keeps class means.
+        temperature: τ of the graph.
+        refresh_at: shares of training after which the graph is made anew; public code has epochs 10 and 20 of 35.
+    """
+
+    model_type = "xcompat-unibct"
+
+    compat_weight: float = 1.0
+    old_scale: float | None = 16.0
+    propagation: float = 0.9
+    temperature: float = 0.05
+    refresh_at: list[float] = field(default_factory=lambda: [0.3, 0.6])
+
+
+class UniBctModel(ClassifiedModel):
+    """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in mixbct.txt).
+
+    In each class E = softmax(N Nᵀ/τ) without its diagonal is the graph that the new model sees, O are the old embeddings, and the
+    prototype is the mean of (1 − λ)(I − λE)⁻¹O: see :func:`refined_weights`. It needs no old class, only old embeddings of the
+    new training set. Departures from the public code (of MixBCT's authors; the paper's own was not at hand):
+
+    - its softmax runs over columns, so that every mean of refined embeddings is the plain class mean, and nothing is refined;
+    - embeddings are normalised, without which τ makes each sample point to one other alone;
+    - until the first refresh the prototypes are class means with the full weight, where it leaves the loss out;
+    - logits are cosines times ``old_scale``, as in the other methods here that know prototypes.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = UniBctConfig
+    only_for_training = ("prototypes_Cd",)
+    citation = "Zhang et al., Towards universal backward-compatible representation learning, IJCAI 2022"
+
+    prototypes_Cd: Tensor
+
+    def __init__(self, config: UniBctConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        if not 0 <= config.propagation < 1:
+            raise XcompatError(f"options.propagation is {config.propagation}; give a share of at least 0 and below 1")
+        self.refresh_at = tuple(config.refresh_at)
+        self._old: OldKnowledge | None = None
+
+    def build_for_training(self) -> None:
+        """Make room for the prototypes: saved, since a run that continues could not refine them again."""
+        if self.config.classes and self.config.old is not None:
+            # a class without old samples has a row of 0, which no mean embedding is: NaN would differ from itself
+            self.register_buffer("prototypes_Cd", torch.zeros(len(self.config.classes), self.config.old["dim"]))
+
+    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+        """Begin with class means, and keep the old embeddings (see :meth:`CompatModel.prepare`)."""
+        old.embeddings("unibct")
+        self._old = old
+        self._set(torch.from_numpy(np.array(old.prototypes())))
+
+    def refresh(self, new_ND: NDArray[np.float32]) -> None:
+        """Refine the prototypes by what the new model now says (see :meth:`CompatModel.refresh`)."""
+        assert self._old is not None
+        old_Nd, config = self._old.embeddings("unibct"), self.config
+        prototypes_Cd = torch.full(self.prototypes_Cd.shape, torch.nan)
+        for label, samples in enumerate(samples_of_classes(self._old.labels_N, self._old.n_classes)):
+            old_nd, new_nD = torch.from_numpy(old_Nd[samples]).double(), torch.from_numpy(new_ND[samples]).double()
+            readable_n = old_nd[:, 0].isfinite() & new_nD[:, 0].isfinite()
+            if readable_n.any():
+                old_nd, new_nD = F.normalize(old_nd[readable_n], dim=-1), F.normalize(new_nD[readable_n], dim=-1)
+                prototypes_Cd[label] = refined_weights(new_nD, config.propagation, config.temperature).to(old_nd) @ old_nd
+        self._set(prototypes_Cd)
+
+    def _set(self, prototypes_Cd: Tensor) -> None:
+        if not prototypes_Cd.isfinite().any():
+            raise XcompatError("no class of the training set is known to the old model; is it the right one?")
+        self.prototypes_Cd.copy_(prototypes_Cd.nan_to_num(nan=0.0))
+
+    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
+        """See :class:`UniBctModel`."""
+        if self._old is None:
+            raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
+        absent_C = (self.prototypes_Cd == 0).all(dim=1)
+        prototypes_Cd = self.prototypes_Cd.masked_fill(absent_C[:, None], torch.nan)
+        compatible = cross_entropy_to(prototypes_Cd, self.old_features(features_BD), labels_B, self.config.old_scale)
+        return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible
+
+
+def refined_weights(new_nD: Tensor, propagation: float, temperature: float) -> Tensor:
+    """Weigh the samples of one class by how central they are among the new embeddings.
+
+    The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1: p is the personalised PageRank of the graph, in
+    which every sample hands the share λ of its trust to its neighbours.
+
+    Args:
+        new_nD: new embeddings of the class's samples, L2-normalised; n² numbers are held at a time.
+        propagation: λ, in [0, 1).
+        temperature: τ.
+
+    Returns:
+        (n,) float64, not negative, of sum 1.
+
+    Example:
+        >>> refined_weights(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), 0.5, 0.1).round(decimals=2).tolist()
+        [0.42, 0.42, 0.17]
+    """
+    n = len(new_nD)
+    if n == 1:
+        return torch.ones(1, dtype=torch.float64)
+    similarity_nn = (new_nD.double() @ new_nD.double().T / temperature).fill_diagonal_(-torch.inf)
+    edges_nn = similarity_nn.softmax(dim=1)
+    start_n = torch.full((n,), (1 - propagation) / n, dtype=torch.float64)
+    return torch.linalg.solve(torch.eye(n, dtype=torch.float64) - propagation * edges_nn.T, start_n)

@@ -1,0 +1,229 @@
+"""What a stage trains, and on what: a model as its method builds it, and the batches it learns from."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xcompat.data import credible_mask, flatten_captions, load_pairs, load_texts
+from xcompat.data.corpora import normalise
+from xcompat.data.notices import notice
+from xcompat.data.schema import CREDIBLE, INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
+from xcompat.embedding import EmbeddingCache
+from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models import CompatModel, ProjectionModel
+from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.embedder import Embedder
+from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
+from xcompat.models.projected import ProjectedModel
+from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.stage import Stage, seed_everything
+from xcompat.training.trainer import embedding_data, labelled_data, pair_data, train
+
+if TYPE_CHECKING:
+    import datasets
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from xcompat.training.trainer import Data
+
+
+def train_stage(stage: Stage) -> CompatModel:
+    """Build a stage's model and train or solve it.
+
+    Args:
+        stage: the stage.
+
+    Returns:
+        The trained model.
+    """
+    if issubclass(stage.method, ClosedFormModel):
+        model, new, old = _map_and_caches(stage)
+        assert isinstance(model, ClosedFormModel)
+        return model.fit(_readable_pairs(new, old))
+    if stage.method.embeds_in_memory:
+        model, data = _map_and_data(stage)
+    elif stage.part.data.images is not None or "labels" in stage.method.columns:
+        model, data = _model_and_labelled_data(stage)
+    else:
+        model, data = _model_and_pairs(stage)
+    return train(model, data, stage.part, stage.recipe.seed, stage.folder / "checkpoints")
+
+
+def fill_caches(stage: Stage, role: str) -> None:
+    """Embed what the stage's training will read of the model in a role."""
+    embedder = stage.embedder(role)
+    wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
+    if "new_embeds" in stage.method.columns or stage.part.data.images is not None:
+        if wanted in stage.method.columns:
+            stage.cache(embedder)
+    elif wanted in stage.method.columns:
+        _pair_caches(stage, embedder)
+
+
+# ------------------------------------------------------------------------------------------------ maps over embeddings
+
+
+def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
+    """Build a map and what it learns from; the encoders are gone when this returns."""
+    new, old = stage.embedder("new"), stage.embedder("old")
+    described = _describe_encoder(new)
+    config = stage.method.config_class(encoder=described, old=old.describe_old(), embedding_dim=new.dim, **stage.part.options)
+    seed_everything(stage.recipe.seed)
+    return stage.method(config), stage.cache(new), stage.cache(old)
+
+
+def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
+    model, new, old = _map_and_caches(stage)
+    labels_N, classes = np.empty(0, dtype=np.int64), 0
+    if stage.part.data.images is not None:
+        labels_N, classes = stage.images.labels(), len(stage.images.classes)
+    model.prepare(OldKnowledge(classes, labels_N, old[:]), new[:])
+    known = {LABELS: labels_N, INDEX: np.arange(len(new))} if len(labels_N) else {INDEX: np.arange(len(new))}
+    wanted = {*model.columns, *model.columns_if_known}
+    return model, embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
+
+
+# ---------------------------------------------------------------------------------------------------- labelled images
+
+
+def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
+    """Build a method that trains the backbone on labelled images, and tell it what is known of the old model."""
+    part, images = stage.part, stage.images
+    old = stage.embedder("old") if part.old is not None else None
+    if old is None and stage.method.compares_with_old:
+        raise XcompatError(f"{part.name}: method {part.method} needs an old model; name it under old")
+    if part.new is None:
+        raise XcompatError(f"{part.name}: method {part.method} needs a new encoder; name it under new")
+    encoder = _new_encoder(stage, part.new)
+    seed_everything(stage.recipe.seed)
+    described = old.describe_old() if old is not None else None
+    model = stage.method.from_encoder(encoder, old=described, classes=images.classes, **part.options)
+    extra: dict[str, Any] = {}
+    if old is not None and stage.method.compares_with_old:
+        embeds = stage.cache(old)
+        knowledge = OldKnowledge(len(images.classes), images.labels(), embeds[:], _classifier_rows(old, images.classes))
+        if OLD_EMBEDS in model.columns:
+            extra[OLD_EMBEDS] = embeds
+        model.prepare(knowledge, None)
+        if CREDIBLE in model.columns:
+            extra[CREDIBLE] = _credible(embeds[:], images.labels(), model.config.keep)
+    if NEW_EMBEDS in model.columns:
+        extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
+    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, part.options.get("head"))
+
+
+def _credible(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], keep: float) -> NDArray[np.bool_]:
+    """Return which old embeddings may be mixed in; that of an image that could not be read may not."""
+    credible_N = np.isfinite(embeds_Nd[:, 0])
+    credible_N[credible_N] = credible_mask(embeds_Nd[credible_N], labels_N[credible_N], keep)
+    return credible_N
+
+
+def _classifier_rows(old: Embedder, classes: list[str]) -> np.ndarray | None:
+    """Return the old model's classifier in the new class order, when it has one."""
+    classifier = getattr(old.model, "classifier", None)
+    known = getattr(old.model.config, "classes", None) if isinstance(old.model, CompatModel) else None
+    if classifier is None or classifier.weight is None or not known:
+        return None
+    return rows_by_class(classifier.weight, known, classes)
+
+
+# -------------------------------------------------------------------------------------------------- images and captions
+
+
+def _model_and_pairs(stage: Stage) -> tuple[CompatModel, Data]:
+    part, data = stage.part, stage.part.data
+    if data.pairs is None:
+        raise XcompatError(f"{part.name}: method {part.method} learns from images with captions; name them under data.pairs")
+    old_caches = _pair_caches(stage, stage.embedder("old")) if "old_embeds" in stage.method.columns else None
+    model = _model_for_pairs(stage)
+    pairs = load_pairs(data.pairs)
+    if not data.pairs.streaming:
+        _warn_of_overlap(stage, pairs)
+    return model, pair_data(data, pairs, model.processor, stage.recipe.seed, old_caches)
+
+
+def _model_for_pairs(stage: Stage) -> CompatModel:
+    part = stage.part
+    if part.new is None:
+        raise XcompatError(f"{part.name}: method {part.method} needs a new encoder; name it under new")
+    loaded = _new_encoder(stage, part.new)
+    start = _projection(stage) if stage.method.starts_from_projection else None
+    if start is not None:
+        wanted = Fingerprint(start.config.encoder["fingerprint"], start.config.encoder["name"])
+        wanted.require(loaded[0].fingerprint(loaded[1]), f"the new encoder {loaded[0].name}")
+    old = start.config.old if start is not None else _described_old(stage)
+    seed_everything(stage.recipe.seed)
+    model = stage.method.from_encoder(loaded, old=old, **part.options)
+    if start is not None:
+        assert isinstance(model, ProjectedModel)
+        model.projection.load_state_dict(start.projection.state_dict())
+    return model
+
+
+def _projection(stage: Stage) -> ProjectionModel:
+    part = stage.part
+    if part.projection is None:
+        raise XcompatError(
+            f"{part.name}: method {part.method} starts from a pretrained φ; name its folder (or stage:NAME) under projection"
+        )
+    return ProjectionModel.from_pretrained(stage.recipe.resolve(part.projection))
+
+
+def _new_encoder(stage: Stage, source: EncoderSource | ScratchSource) -> tuple[Any, Any]:
+    if isinstance(source, EncoderSource):
+        return load_encoder(stage.resolved(source))
+    if source.image_only:
+        return encoder_from_scratch(source, seed=stage.recipe.seed)
+    if stage.part.data.pairs is None:
+        raise XcompatError(f"{stage.part.name}: the tokenizer of a new image-text encoder is learned from data.pairs; name them")
+    texts = load_texts([stage.part.data.pairs, *stage.part.data.texts], exclude=stage.test_captions())
+    return encoder_from_scratch(source, texts["text"], stage.recipe.seed)
+
+
+def _described_old(stage: Stage) -> dict[str, Any] | None:
+    if stage.part.old is None:
+        return None
+    described = stage.embedder("old").describe_old()
+    gc.collect()
+    return described
+
+
+def _pair_caches(stage: Stage, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
+    assert stage.part.data.pairs is not None
+    pairs = load_pairs(stage.part.data.pairs)
+    captions, _ = flatten_captions(pairs)
+    images = cached_images(old, pairs, stage.recipe.cache_dir, stage.part.data.pairs.max_bad_share)
+    return images, cached_captions(old, captions, stage.recipe.cache_dir)
+
+
+def _warn_of_overlap(stage: Stage, pairs: datasets.Dataset) -> None:
+    """Say when captions of the test set are trained on: texts leave them out, pairs are the user's own choice."""
+    test = {normalise(text) for text in stage.test_captions()}
+    shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
+    if shared:
+        notice(f"{len(shared)} of {len(test)} captions of data.test are in data.pairs too: the result will flatter the model")
+
+
+def _describe_encoder(embedder: Embedder) -> dict[str, Any]:
+    """Describe a frozen model so that a map over its embeddings can load it later."""
+    model = embedder.model
+    if isinstance(model, CompatModel):
+        own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": None, "config": {}}
+    else:
+        own = model.description
+    return own | {"fingerprint": embedder.fingerprint.digest}
+
+
+def _readable_pairs(new: EmbeddingCache, old: EmbeddingCache) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield paired embeddings without the rows of images that could not be read."""
+    for new_BD, old_Bd in zip(new.iterate(), old.iterate(), strict=True):
+        kept_B = new_BD[:, 0].isfinite() & old_Bd[:, 0].isfinite()
+        yield new_BD[kept_B], old_Bd[kept_B]

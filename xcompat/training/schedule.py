@@ -1,0 +1,68 @@
+"""What a method may ask of the course of training: how far it is, and what the model now says of the training set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from xcompat.data import PairCollator, PairDataset, iterate_images
+from xcompat.distributed import gather_with_grad, rank, world_size
+from xcompat.encoders.processor import Processor
+from xcompat.models import CompatModel
+
+IMAGES_PER_BATCH = 64
+
+
+class ScheduleCallback(TrainerCallback):
+    """Set ``progress`` of a model before every step, and call its ``refresh`` where it asks for that.
+
+    Both depend on the number of the step alone: a run that continues from a checkpoint does the same as one that was not stopped.
+
+    Args:
+        model: the model, not wrapped.
+        dataset: the training set.
+        collator: of its batches.
+    """
+
+    def __init__(self, model: CompatModel, dataset: object, collator: object) -> None:
+        self.model = model
+        self.dataset = dataset
+        self.collator = collator
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Look at the clock."""
+        self.model.progress = state.global_step / state.max_steps
+        if state.global_step in {round(share * state.max_steps) for share in self.model.refresh_at}:
+            assert isinstance(self.dataset, PairDataset) and isinstance(self.collator, PairCollator), "of images"
+            self.model.refresh(embed_training_set(self.model, self.dataset, self.collator.processor))
+
+
+@torch.no_grad()
+def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Processor) -> NDArray[np.float32]:
+    """Embed labelled training images as for evaluation, every process its share of them.
+
+    Args:
+        model: in the middle of training; its forward is called, so that FSDP gathers the weights.
+        dataset: the training set.
+        processor: prepares images.
+
+    Returns:
+        (N, D) float32, the same on every process; a row of NaN is an image that could not be read.
+    """
+    total, was_training = len(dataset.dataset), model.training
+    each = -(-total // world_size())
+    # as many rows on every process, those past the end from the start again: forwards must be as many where weights are sharded
+    mine = np.arange(rank() * each, (rank() + 1) * each) % total
+    embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
+    model.eval()
+    for kept, images in iterate_images(dataset.dataset, IMAGES_PER_BATCH, rows=mine.tolist(), bad=dataset.bad):
+        pixels = processor.images(images).to(model.device)
+        labels = torch.zeros(len(images), dtype=torch.int64, device=model.device)  # read by no one, but a column of the method
+        places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
+        embeds_ED[places] = model(pixel_values=pixels, labels=labels, return_loss=False).image_embeds.float()
+    model.train(was_training)
+    return gather_with_grad(embeds_ED)[:total].numpy(force=True)

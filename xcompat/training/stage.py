@@ -1,0 +1,139 @@
+"""One stage of a recipe: where it writes, which models it names, and what is embedded for it."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcompat.data import LabelledImages, load_labelled, load_pairs, load_texts, select
+from xcompat.distributed import process_state
+from xcompat.embedding import EmbeddingCache
+from xcompat.encoders import EncoderSource
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+from xcompat.models import METHODS, CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.training.caches import cached_images, cached_texts
+from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
+from xcompat.training.test_sets import load_pair_test_set
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stage:
+    """A stage in its recipe.
+
+    Args:
+        recipe: the whole recipe.
+        part: the stage.
+    """
+
+    def __init__(self, recipe: Recipe, part: StageRecipe) -> None:
+        self.recipe = recipe
+        self.part = part
+        self.method = METHODS[part.method]
+        self.folder = recipe.stage_dir(part.name)
+        self.model_dir = self.folder / "model"
+        # what a recipe is run for is its last stage: that report stands at the top
+        self.report_dir = recipe.output_dir if part is recipe.stages[-1] else self.folder
+
+    def made(self, name: str) -> str:
+        """Return the digest of an earlier stage's model."""
+        digest: str = read_json(self.recipe.stage_dir(name) / "done.json")["model"]
+        return digest
+
+    def inputs(self) -> dict[str, str]:
+        """Return the digest of every earlier stage's model that this one is made from."""
+        named = [self.part.projection or "", *(source.name for source in self.part.sources())]
+        stages = sorted({name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)})
+        return {name: self.made(name) for name in stages}
+
+    def resolved(self, source: EncoderSource) -> EncoderSource:
+        """Return the source with ``stage:NAME`` replaced by its folder."""
+        return source.model_copy(update={"name": self.recipe.resolve(source.name)})
+
+    def embedder(self, role: str) -> Embedder:
+        """Load the frozen model in a role.
+
+        Args:
+            role: ``old``, ``new`` or ``independent``.
+
+        Raises:
+            XcompatError: the recipe names none.
+        """
+        source = getattr(self.part, role)
+        if not isinstance(source, EncoderSource):
+            raise XcompatError(f"{self.part.name}: method {self.part.method} needs a trained {role} model; name it under {role}")
+        return load_embedder(self.resolved(source), device())
+
+    def independent(self) -> Embedder | None:
+        """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
+        if self.part.independent is not None:
+            return self.embedder("independent")
+        # the backbone that a method for labelled images starts from has no embedding of its own to compare with
+        plain = self.method.embeds_in_memory or self.part.data.queries is None
+        return self.embedder("new") if plain and isinstance(self.part.new, EncoderSource) else None
+
+    @cached_property
+    def images(self) -> LabelledImages:
+        """The labelled training images, after the recipe's choice of classes and samples."""
+        data = self.part.data
+        if data.images is None:
+            raise XcompatError(
+                f"{self.part.name}: method {self.part.method} learns from labelled images; name them under data.images"
+            )
+        labelled = load_labelled(data.images)
+        return select(labelled, data.subset).reindexed() if data.subset is not None else labelled
+
+    def test_captions(self) -> list[str]:
+        """Return the captions that no corpus may hold."""
+        return load_pair_test_set(self.part.data.test).texts if self.part.data.test is not None else []
+
+    def cache(self, embedder: Embedder) -> EmbeddingCache:
+        """Embed what a map over cached embeddings learns from."""
+        data, cache_dir = self.part.data, self.recipe.cache_dir
+        if data.images is not None:
+            return cached_images(embedder, self.images.dataset, cache_dir, self.images.max_bad_share)
+        if data.embeddings_of == "texts":
+            texts = load_texts(data.texts, exclude=self.test_captions(), limit=data.texts_limit)
+            return cached_texts(embedder, texts, cache_dir)
+        if data.pairs is None:
+            raise XcompatError(f"{self.part.name}: data.embeddings_of is images, but data.pairs names none")
+        return cached_images(embedder, load_pairs(data.pairs), cache_dir, data.pairs.max_bad_share)
+
+    def load_model(self, name: str) -> CompatModel:
+        """Load a stage's finished model."""
+        from transformers import AutoModel
+
+        return AutoModel.from_pretrained(str(self.recipe.stage_dir(name) / "model")).for_inference().to(device())
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash the weights of a saved model.
+
+    Args:
+        folder: with one or more safetensors files.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def device() -> torch.device:
+    """Return this process's device."""
+    return process_state().device
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    from transformers import set_seed
+
+    set_seed(seed)

@@ -1,0 +1,244 @@
+"""What models are judged on: images with captions, or images with classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xcompat.data import LabelledImages, PairSource, flatten_captions, load_classes, load_labelled, load_pairs, open_image
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.errors import XcompatError, nearest
+from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
+from xcompat.evaluation.cases import C
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.embedder import Embedder
+from xcompat.report import Example, ExampleRow, Hit
+from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.recipe import DataSettings, ZeroShotSettings
+
+if TYPE_CHECKING:
+    import datasets
+
+HITS_SHOWN = 5
+
+
+class EvaluationSet(Protocol):
+    """Items that every model of an evaluation embeds."""
+
+    def embed(self, embedder: Embedder, cache_dir: Path) -> Contestant:
+        """Embed the items with a frozen model, or open what was embedded before; unreadable images are rows of NaN."""
+
+    def examples(self, old: Any, new_view: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own contestants
+        """Search the old gallery for a few items drawn with a fixed seed, not picked, with old and with new queries."""
+
+
+def load_test_set(data: DataSettings) -> EvaluationSet | None:
+    """Load what a stage is judged on.
+
+    Args:
+        data: the stage's data section.
+
+    Returns:
+        The test set; None when the section names none.
+    """
+    if data.queries is not None:
+        queries = load_labelled(data.queries)
+        return LabelledTestSet(queries, load_labelled(data.gallery) if data.gallery is not None else queries)
+    return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
+
+
+@dataclass
+class PairTestSet:
+    """A paired test set, and perhaps one for zero-shot classification.
+
+    Args:
+        pairs: images and captions.
+        texts: every distinct caption of every id.
+        text_ids: the id of the image each caption describes.
+        zero_shot: how to classify, and the labelled images.
+        max_bad_share: the share of images that may be unreadable.
+    """
+
+    pairs: datasets.Dataset
+    texts: list[str]
+    text_ids: list[str]
+    zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
+    max_bad_share: float = 0.01
+
+    def embed(self, embedder: Embedder, cache_dir: Path) -> EmbeddedPairs:
+        """See :meth:`EvaluationSet.embed`."""
+        images = cached_images(embedder, self.pairs, cache_dir, self.max_bad_share)
+        texts = cached_captions(embedder, self.texts, cache_dir)
+        name, zero_shot = display_name(embedder.name), self._embed_zero_shot(embedder, cache_dir)
+        return EmbeddedPairs(name, embedder.fingerprint, images[:], texts[:], self.pairs[ID], self.text_ids, zero_shot)
+
+    def _embed_zero_shot(self, embedder: Embedder, cache_dir: Path) -> ZeroShot | None:
+        if self.zero_shot is None:
+            return None
+        settings, labelled = self.zero_shot
+        classes = load_classes(settings.classes)
+        prompts = [template.format(name) for name in classes for template in settings.templates]
+        embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
+        class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(settings.templates), -1))
+        image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
+        kept_N = np.isfinite(image_embeds_ND[:, 0])  # a picture that cannot be read is so for every model
+        labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
+        return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
+
+    def examples(self, old: EmbeddedPairs, new_view: EmbeddedPairs, count: int, seed: int) -> list[Example]:
+        """See :meth:`EvaluationSet.examples`; queries are captions."""
+        chosen = np.random.default_rng(seed).choice(len(self.texts), size=min(count, len(self.texts)), replace=False)
+        gallery_ND, image_ids = np.asarray(old.image_embeds_ND), self.pairs[ID]
+        examples = []
+        for text in chosen.tolist():
+            rows = []
+            for label, queries in (("old query", old), ("new query", new_view)):
+                hits = []
+                for image in _best(gallery_ND, np.asarray(queries.text_embeds_MD)[text]):
+                    record = self.pairs[image]
+                    caption = next(iter(captions_of(record[CAPTION])), "")
+                    hits.append(Hit(open_image(record[IMAGE]), caption, image_ids[image] == self.text_ids[text]))
+                rows.append(ExampleRow(label, hits))
+            examples.append(Example(self.texts[text], rows))
+        return examples
+
+
+@dataclass
+class LabelledTestSet:
+    """Labelled queries and a labelled gallery, which may be the same images.
+
+    Args:
+        queries: what is searched for.
+        gallery: what is searched; a query that is in it does not find itself.
+    """
+
+    queries: LabelledImages
+    gallery: LabelledImages
+
+    def embed(self, embedder: Embedder, cache_dir: Path) -> EmbeddedImages:
+        """See :meth:`EvaluationSet.embed`."""
+        queries_QD, gallery_GD = (
+            cached_images(embedder, side.dataset, cache_dir, side.max_bad_share)[:] for side in (self.queries, self.gallery)
+        )
+        return EmbeddedImages(
+            display_name(embedder.name),
+            embedder.fingerprint,
+            queries_QD,
+            gallery_GD,
+            *(list(side.dataset[ID]) for side in (self.queries, self.gallery)),
+            *(side.class_names() for side in (self.queries, self.gallery)),
+        )
+
+    def examples(self, old: EmbeddedImages, new_view: EmbeddedImages, count: int, seed: int) -> list[Example]:
+        """See :meth:`EvaluationSet.examples`; queries are images, called by their class."""
+        if new_view.dim != old.dim:  # the gallery is mapped, so an example of the old one would show nothing
+            return []
+        total = len(self.queries.dataset)
+        chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
+        gallery_GD = np.asarray(old.gallery_embeds_GD)
+        asked, found = self.queries.class_names(), self.gallery.class_names()
+        query_ids, gallery_ids = self.queries.dataset[ID], self.gallery.dataset[ID]
+        examples = []
+        for query in chosen.tolist():
+            rows = []
+            for label, queries in (("old query", old), ("new query", new_view)):
+                hits = [
+                    Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
+                    for image in _best(gallery_GD, np.asarray(queries.query_embeds_QD)[query])
+                    if gallery_ids[image] != query_ids[query]
+                ]
+                rows.append(ExampleRow(label, hits))
+            examples.append(Example(asked[query], rows))
+        return examples
+
+
+def _best(gallery_ND: np.ndarray, query_D: np.ndarray) -> list[int]:
+    scores_N = gallery_ND @ query_D
+    scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # a picture that cannot be read is not found
+    found: list[int] = np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist()
+    return found
+
+
+def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:
+    """Load images with captions that models are judged on.
+
+    Args:
+        source: images and captions.
+        zero_shot: labelled images and class names.
+
+    Returns:
+        The test set.
+    """
+    if source.streaming:
+        raise XcompatError("data.test is read more than once and cannot be a stream; set its streaming to false")
+    pairs = load_pairs(source)
+    # A caption that several pictures of one thing share is one item of the gallery and one query, not several.
+    distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
+    texts, text_ids = [text for text, _ in distinct], [text_id for _, text_id in distinct]
+    labelled = (zero_shot, load_pairs(zero_shot.images)) if zero_shot else None
+    return PairTestSet(pairs, texts, text_ids, labelled, source.max_bad_share)
+
+
+def label_index(label: int | str, classes: list[str]) -> int:
+    """Return the class a label means: an index, an index written out, or the class's name.
+
+    Args:
+        label: as the data set has it.
+        classes: names in order.
+
+    Returns:
+        The index.
+
+    Raises:
+        XcompatError: it is no such class.
+    """
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if str(label).isdigit() and int(label) < len(classes):
+        return int(label)
+    raise XcompatError(f"the label {label!r} is none of the {len(classes)} classes; {nearest(str(label), classes)}")
+
+
+def display_name(name: str) -> str:
+    """Return what to call a model in a report: a run's own folder is called after its stage.
+
+    Args:
+        name: Hub name or folder.
+
+    Returns:
+        A short name.
+
+    Example:
+        >>> display_name("runs/quickstart/old/model"), display_name("openai/clip-vit-base-patch32")
+        ('old', 'openai/clip-vit-base-patch32')
+    """
+    return Path(name).parent.name if Path(name).name == "model" else name
+
+
+def map_contestant(model: C, name: str, fingerprint: Fingerprint, through: Callable[[Tensor], Tensor], device: torch.device) -> C:
+    """Put embeddings through a model's ``view``, ``self_view`` or ``upgrade``.
+
+    Args:
+        model: embeddings of the test set.
+        name: what to call the result.
+        fingerprint: the identity of the result.
+        through: maps (B, D) to (B, d).
+        device: where it computes.
+
+    Returns:
+        The same items with mapped embeddings.
+    """
+
+    @torch.inference_mode()
+    def mapped(embeds_ND: Any) -> np.ndarray:  # noqa: ANN401 - array-like
+        chunks = torch.from_numpy(np.asarray(embeds_ND, dtype=np.float32)).split(8192)
+        return torch.cat([through(chunk.to(device)).cpu() for chunk in chunks]).numpy()
+
+    result = model.with_matrices({kind: mapped(embeds) for kind, embeds in model.matrices().items()})
+    return replace(result, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
