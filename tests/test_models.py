@@ -19,6 +19,7 @@ from xcompat.models import METHODS, CompatModel, describe_old
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.unlabelled import UnlabelledModel
 
 OLD = Fingerprint.from_string("old")
 OLDER = Fingerprint.from_string("older")
@@ -57,6 +58,7 @@ def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.
         "labels": LABELS,
         "credible": torch.tensor([True, False, True, True]),
         "pixel_values": model.processor.images(images),
+        "second_pixel_values": model.processor.images([image.rotate(5) for image in images]),
         **model.processor.texts(TEXTS),
     }
     wanted = {*model.columns, *(["attention_mask"] if "input_ids" in model.columns else [])}
@@ -66,9 +68,14 @@ def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.
 def embeddings(model: CompatModel, images: list[Image.Image]) -> list[torch.Tensor]:
     with torch.no_grad():
         own = [model.embed_images(model.processor.images(images))]
-        if not isinstance(model, ClassifiedModel) or model.config.classes is None:
+        images_only = isinstance(model, UnlabelledModel) or (isinstance(model, ClassifiedModel) and model.config.classes)
+        if not images_only:
             own.append(model.embed_texts(**model.processor.texts(TEXTS)))
-        return own + [model.view(embeds) for embeds in own if model.compatible_with] + [model.self_view(embeds) for embeds in own]
+        if model.maps_galleries:
+            mapped = [model.upgrade(unit(4, 8))]
+        else:
+            mapped = [model.view(embeds) for embeds in own if model.compatible_with]
+        return own + mapped + [model.self_view(embeds) for embeds in own]
 
 
 def shake(model: CompatModel) -> None:
@@ -120,6 +127,14 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
         return
     own = embeddings(model, images)[0]
     assert own.shape == (4, model.config.embedding_dim)
+    if model.maps_galleries:
+        with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
+            model.view(own)
+        upgraded = model.upgrade(unit(4, 8))
+        assert upgraded.shape == own.shape and upgraded.dtype == torch.float32
+        torch.testing.assert_close(upgraded.norm(dim=-1), torch.ones(4))
+        return
+    assert torch.equal(model.upgrade(unit(4, 8)), unit(4, 8)), "galleries stay"
     for version in (None, OLD, OLDER):
         view = model.view(own, version)
         assert view.shape == (4, 8) and view.dtype == torch.float32

@@ -132,7 +132,7 @@ def test_every_way_to_cut_the_work_gives_the_same_bits(monkeypatch: pytest.Monke
     whole = ranking_per_query(*problem)
     assert_same(whole, naive_ranking(*problem))
     for module, name, value in (
-        (labelled, "_BLOCK_POSITIVES", 300),
+        (labelled, "_BLOCK_POSITIVES", 1000),
         (labelled, "_TILE", 700),
         (ranking, "_TILE", {"cpu": 1200, "cuda": 1200}),
         (ranking, "_BUCKETS", (5, 9)),

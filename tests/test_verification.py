@@ -115,10 +115,12 @@ def test_random_scores_equal_the_loops() -> None:
 
 def test_dropping_low_negatives_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(1)
-    expected = tar_at_far(*problem, fars=(0.0, 0.01, 0.1))
+    fars = np.linspace(0, 0.5, 26).tolist()
+    expected = tar_at_far(*problem, fars=fars)
     monkeypatch.setattr(verification, "_SLACK", 1)
     monkeypatch.setattr("xcompat.evaluation.labelled._TILE", 70)
-    assert tar_at_far(*problem, fars=(0.0, 0.01, 0.1)) == expected
+    for far in fars:
+        assert tar_at_far(*problem, fars=(far,)) == {far: expected[far]}
 
 
 def test_a_share_is_what_dividing_says() -> None:

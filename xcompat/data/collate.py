@@ -24,6 +24,7 @@ from xcompat.data.schema import (
     NEW_EMBEDS,
     OLD_EMBEDS,
     PIXEL_VALUES,
+    SECOND_PIXEL_VALUES,
     SEED,
 )
 from xcompat.data.transforms import Augmentation, build_transform
@@ -41,10 +42,17 @@ class PairCollator:
     Args:
         processor: the model's own preprocessing.
         augmentation: random changes; without any (None, or all strengths 0) images are prepared as for evaluation.
+        two_views: whether every image is augmented twice, for methods that compare views of one image.
+
+    Raises:
+        XcompatError: two views are asked for, and there is no augmentation to tell them apart.
     """
 
-    def __init__(self, processor: Processor, augmentation: Augmentation | None = None) -> None:
+    def __init__(self, processor: Processor, augmentation: Augmentation | None = None, two_views: bool = False) -> None:
+        if two_views and (augmentation is None or augmentation.is_none):
+            raise XcompatError("two views of an image differ by augmentation, and there is none; set data.augmentation")
         self.processor = processor
+        self.two_views = two_views
         self.transform: Callable[[Image], Tensor] | None = None
         if augmentation is not None and not augmentation.is_none:
             self.transform = build_transform(augmentation, processor.image_size, processor.interpolation)
@@ -64,6 +72,8 @@ class PairCollator:
             batch = {PIXEL_VALUES: self.processor.images(images)}
         else:
             batch = {PIXEL_VALUES: self.processor.to_pixels(self._augmented(items))}
+        if self.two_views:
+            batch[SECOND_PIXEL_VALUES] = self.processor.to_pixels(self._augmented(items, view=1))
         if CAPTION in items[0]:
             batch.update(self.processor.texts([item[CAPTION] for item in items]))
         if LABEL in items[0]:
@@ -72,13 +82,13 @@ class PairCollator:
             batch[name] = _floats(np.stack([item[name] for item in items]))
         return batch
 
-    def _augmented(self, items: Sequence[Mapping[str, Any]]) -> Tensor:
+    def _augmented(self, items: Sequence[Mapping[str, Any]], view: int = 0) -> Tensor:
         """Augment each image with its own seed, leaving the generator of dropout and noise as it was: (B, 3, H, W) uint8."""
         assert self.transform is not None
         pixels = []
         with torch.random.fork_rng(devices=[]):
             for item in items:
-                torch.default_generator.manual_seed(item[SEED])
+                torch.default_generator.manual_seed(item[SEED] + view)
                 pixels.append(self.transform(item[IMAGE]))
         return torch.stack(pixels)
 

@@ -15,10 +15,13 @@ SEED = "seed"
 CAPTION_NUMBER = "caption_number"
 
 PIXEL_VALUES = "pixel_values"
+SECOND_PIXEL_VALUES = "second_pixel_values"
 LABELS = "labels"
 OLD_EMBEDS = "old_embeds"
 OLD_TEXT_EMBEDS = "old_text_embeds"
 NEW_EMBEDS = "new_embeds"
+SIDE_INFO = "side_info"
+NEW_SIDE_INFO = "new_side_info"
 CREDIBLE = "credible"
 
 

@@ -125,6 +125,7 @@ def evaluate_cases(
     new: EmbeddedPairs | None,
     independent: EmbeddedPairs | None,
     extra: Mapping[str, EmbeddedPairs] | Iterable[tuple[str, EmbeddedPairs]] = (),
+    upgraded: EmbeddedPairs | None = None,
     ks: Sequence[int] = (1, 5, 10, 50),
     chunk_size: int = 1024,
     n_resamples: int = 1000,
@@ -141,6 +142,8 @@ def evaluate_cases(
         independent: the new model before any compatibility training. For ``independent/old`` its first dimensions are compared
             (zero-padded if it has fewer).
         extra: further query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
+        upgraded: the old gallery after it was mapped towards the new model (FCT); then ``new/old`` searches it, with queries of
+            the new model's dimension.
         ks: cut-offs of the recall; those that do not leave anything out of a gallery are dropped with a note.
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws; queries with one id are drawn together.
@@ -152,7 +155,7 @@ def evaluate_cases(
     Raises:
         XcompatError: if the models were not evaluated on the same items, dimensions do not fit, or there is nothing to measure.
     """
-    pairs = who_queries_whom(old, new_view, new, independent, dict(extra))
+    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded)
     ranks = {
         (query, gallery, direction): _direction_ranks(f"{query}/{gallery}", queries, items, direction, chunk_size)
         for query, gallery, queries, items in pairs
@@ -162,6 +165,8 @@ def evaluate_cases(
     cases, differences, notes, dropped = _retrieval_cases(old, ranks, ks, sampling)
     zero_cases, zero_differences = _zero_shot_cases(pairs, chunk_size, sampling)
     cases, differences = cases + zero_cases, differences + zero_differences
+    if upgraded is not None:
+        notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
     clusters = {
         direction: id_codes(as_ids(ids, len(ids), "old"), ())[0]
         for direction, ids in ((IMAGE_TO_TEXT, old.image_ids), (TEXT_TO_IMAGE, old.text_ids))

@@ -88,7 +88,7 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     if is_checkpoint(source.name):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
         compatible = model.compatible_with
-        if not compatible:
+        if not compatible or model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
             return Embedder(model, model.processor, model.fingerprint(), model.config.embedding_dim, model.config.logit_scale)
         fingerprint = model.fingerprint().derived("view")
         return Embedder(model, model.processor, fingerprint, model.config.old["dim"], model.config.logit_scale, compatible)

@@ -26,15 +26,15 @@ class FctConfig(CompatConfig):
 
     Args:
         loss: ``mse``, or ``kl`` or ``reversed_kl`` of what the frozen new classifier makes of both.
-        side: the model of the side-information ψ, described as the old one is; None for none.
-        new_side: the new model's own side-information, that ψ is to be mapped to for the next update; None for none.
+        side_info: the model of the side-information ψ, described as the old one is; None for none.
+        new_side_info: the new model's own side-information, that ψ is to be mapped to for the next update; None for none.
     """
 
     model_type = "xcompat-fct"
 
     loss: Literal["mse", "kl", "reversed_kl"] = "mse"
-    side: dict | None = None
-    new_side: dict | None = None
+    side_info: dict | None = None
+    new_side_info: dict | None = None
 
 
 class FctModel(CompatModel):
@@ -60,6 +60,7 @@ class FctModel(CompatModel):
 
     config_class = FctConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    columns_if_known: ClassVar[tuple[str, ...]] = ("side_info", "new_side_info")
     embeds_in_memory = True
     maps_galleries = True
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"
@@ -69,14 +70,14 @@ class FctModel(CompatModel):
     def __init__(self, config: FctConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         assert config.old is not None
-        if config.new_side is not None and config.side is None:
+        if config.new_side_info is not None and config.side_info is None:
             raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
-        old_dim, side_dim = config.old["dim"], config.side["dim"] if config.side is not None else None
+        old_dim, side_dim = config.old["dim"], config.side_info["dim"] if config.side_info is not None else None
         self.transform = ForwardTransform(old_dim, side_dim, config.embedding_dim)
         self.side_transform: ForwardTransform | None = None
-        if config.new_side is not None:
-            self.side_transform = ForwardTransform(old_dim, side_dim, config.new_side["dim"])
-        named = {"side_info": config.side, "new_side_info": config.new_side}
+        if config.new_side_info is not None:
+            self.side_transform = ForwardTransform(old_dim, side_dim, config.new_side_info["dim"])
+        named = {"side_info": config.side_info, "new_side_info": config.new_side_info}
         wanted = (*type(self).columns, *(name for name, described in named.items() if described is not None))
         self.columns = wanted  # type: ignore[misc]  # what it reads depends on what is stored beside the gallery
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
@@ -123,11 +124,11 @@ class FctModel(CompatModel):
         return self.side_transform(old_embeds, side_info)
 
     def _check_side(self, side_info: Tensor | None) -> None:
-        side = self.config.side
+        side = self.config.side_info
         if side is not None and side_info is None:
             raise XcompatError(
-                f"{type(self).__name__} was trained with side-information of {side['name']}: give side_info, what that model makes "
-                "of the same items"
+                f"{type(self).__name__} was trained with side-information of {side['name']}: give side_info, what that model "
+                "makes of the same items"
             )
         if side is None and side_info is not None:
             raise XcompatError(f"{type(self).__name__} was trained without side-information: leave side_info out")

@@ -38,9 +38,9 @@ class LceModel(MappedModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 
     s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class
-    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained, with ``new_to_old`` the paper's
-    backward and with ``old_to_new`` its forward transformation. T has the shape of φ: the residual blocks of the paper cannot
-    change the dimension. Classes that lack readable samples are left out.
+    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained: with ``new_to_old`` the
+    paper's backward and with ``old_to_new`` its forward transformation. T has the shape of φ: the residual blocks of the public
+    code cannot change the dimension. Classes that lack readable samples are left out.
 
     Args:
         config: the configuration.

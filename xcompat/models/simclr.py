@@ -30,8 +30,8 @@ class SimClrModel(UnlabelledModel):
     """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; fct.txt Appendix D.4.1).
 
     There is no projector: what is compared is what is stored, behind a last batch norm. FCT takes more than two crops; here
-    views are as ``data.augmentation`` draws them. ``binarise`` stores the signs: a stand-in for the paper's compressed ψ (Appendix
-    G), which is trained for it.
+    views are as ``data.augmentation`` draws them. ``binarise`` stores the signs: a stand-in for the paper's compressed ψ
+    (Appendix G), which is trained for it.
 
     Args:
         config: the configuration.

@@ -11,13 +11,23 @@ import numpy as np
 from xcompat.data import credible_mask, flatten_captions, load_pairs, load_texts
 from xcompat.data.corpora import normalise
 from xcompat.data.notices import notice
-from xcompat.data.schema import CREDIBLE, INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
+from xcompat.data.schema import (
+    CREDIBLE,
+    INDEX,
+    LABELS,
+    NEW_EMBEDS,
+    NEW_SIDE_INFO,
+    OLD_EMBEDS,
+    SECOND_PIXEL_VALUES,
+    SIDE_INFO,
+)
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel, ProjectionModel
+from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
@@ -32,6 +42,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.training.trainer import Data
+
+
+SIDES = (SIDE_INFO, NEW_SIDE_INFO)
 
 
 def train_stage(stage: Stage) -> CompatModel:
@@ -60,7 +73,10 @@ def fill_caches(stage: Stage, role: str) -> None:
     """Embed what the stage's training will read of the model in a role."""
     embedder = stage.embedder(role)
     wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
-    if "new_embeds" in stage.method.columns or stage.part.data.images is not None:
+    if role in SIDES:
+        if role in stage.method.columns_if_known:
+            stage.cache(embedder)
+    elif "new_embeds" in stage.method.columns or stage.part.data.images is not None:
         if wanted in stage.method.columns:
             stage.cache(embedder)
     elif wanted in stage.method.columns:
@@ -74,9 +90,17 @@ def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, Embeddin
     """Build a map and what it learns from; the encoders are gone when this returns."""
     new, old = stage.embedder("new"), stage.embedder("old")
     described = _describe_encoder(new)
-    config = stage.method.config_class(encoder=described, old=old.describe_old(), embedding_dim=new.dim, **stage.part.options)
+    sides: dict[str, Any] = {role: stage.embedder(role).describe_old() for role in SIDES if _reads(stage, role)}
+    config = stage.method.config_class(
+        encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **stage.part.options
+    )
     seed_everything(stage.recipe.seed)
     return stage.method(config), stage.cache(new), stage.cache(old)
+
+
+def _reads(stage: Stage, role: str) -> bool:
+    """Return whether a stage has side-information of a kind, and its method reads it."""
+    return role in stage.method.columns_if_known and getattr(stage.part, role) is not None
 
 
 def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
@@ -85,7 +109,10 @@ def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     if stage.part.data.images is not None:
         labels_N, classes = stage.images.labels(), len(stage.images.classes)
     model.prepare(OldKnowledge(classes, labels_N, old[:]), new[:])
-    known = {LABELS: labels_N, INDEX: np.arange(len(new))} if len(labels_N) else {INDEX: np.arange(len(new))}
+    known: dict[str, Any] = {INDEX: np.arange(len(new))}
+    if len(labels_N):
+        known[LABELS] = labels_N
+    known |= {role: stage.cache(stage.embedder(role)) for role in SIDES if _reads(stage, role)}
     wanted = {*model.columns, *model.columns_if_known}
     return model, embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
 
@@ -96,7 +123,7 @@ def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
 def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     """Build a method that trains the backbone on labelled images, and tell it what is known of the old model."""
     part, images = stage.part, stage.images
-    old = stage.embedder("old") if part.old is not None else None
+    old = stage.embedder("old") if part.old is not None and stage.method.compares_with_old else None
     if old is None and stage.method.compares_with_old:
         raise XcompatError(f"{part.name}: method {part.method} needs an old model; name it under old")
     if part.new is None:
@@ -104,9 +131,10 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     encoder = _new_encoder(stage, part.new)
     seed_everything(stage.recipe.seed)
     described = old.describe_old() if old is not None else None
-    model = stage.method.from_encoder(encoder, old=described, classes=images.classes, **part.options)
+    known = {"classes": images.classes} if issubclass(stage.method, ClassifiedModel) else {}
+    model = stage.method.from_encoder(encoder, old=described, **known, **part.options)
     extra: dict[str, Any] = {}
-    if old is not None and stage.method.compares_with_old:
+    if old is not None:
         embeds = stage.cache(old)
         knowledge = OldKnowledge(len(images.classes), images.labels(), embeds[:], _classifier_rows(old, images.classes))
         if OLD_EMBEDS in model.columns:
@@ -116,7 +144,8 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             extra[CREDIBLE] = _credible(embeds[:], images.labels(), model.config.keep)
     if NEW_EMBEDS in model.columns:
         extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
-    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, part.options.get("head"))
+    head, two_views = part.options.get("head"), SECOND_PIXEL_VALUES in model.columns
+    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, head, two_views)
 
 
 def _credible(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], keep: float) -> NDArray[np.bool_]:
@@ -147,7 +176,8 @@ def _model_and_pairs(stage: Stage) -> tuple[CompatModel, Data]:
     pairs = load_pairs(data.pairs)
     if not data.pairs.streaming:
         _warn_of_overlap(stage, pairs)
-    return model, pair_data(data, pairs, model.processor, stage.recipe.seed, old_caches)
+    two_views = SECOND_PIXEL_VALUES in model.columns
+    return model, pair_data(data, pairs, model.processor, stage.recipe.seed, old_caches, two_views)
 
 
 def _model_for_pairs(stage: Stage) -> CompatModel:
@@ -189,7 +219,7 @@ def _new_encoder(stage: Stage, source: EncoderSource | ScratchSource) -> tuple[A
 
 
 def _described_old(stage: Stage) -> dict[str, Any] | None:
-    if stage.part.old is None:
+    if stage.part.old is None or not stage.method.compares_with_old:
         return None
     described = stage.embedder("old").describe_old()
     gc.collect()

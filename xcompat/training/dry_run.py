@@ -17,12 +17,12 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import XcompatError
 from xcompat.progress import console, silence_libraries
-from xcompat.training.recipe import STAGE_PREFIX, DataSettings, EvaluationSettings, Recipe, StageRecipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, DataSettings, EvaluationSettings, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
 
 BATCH = 4
 PAIRS = 12
-DIMS = {"old": 8, "new": 16, "independent": 16}
+DIMS = {"old": 8, "new": 16, "independent": 16, "side_info": 8, "new_side_info": 8}
 
 
 def dry_run_recipe(recipe: Recipe) -> None:
@@ -104,7 +104,7 @@ def _stand_in_stages(part: StageRecipe, folder: Path) -> list[StageRecipe]:
 
 def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
-    for role in ("old", "new", "independent"):
+    for role in ROLES:
         source = getattr(part, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
             usual = "resnet" if part.data.images is not None else "open_clip" if source.name.startswith("hf-hub:") else "clip"
@@ -120,7 +120,8 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     for key in ("images", "queries", "gallery"):
         if data.get(key):
             data[key] = {"path": _tiny_classes(folder, key)}
-    data.pop("subset", None)
+    for key in ("subset", "test_subset"):
+        data.pop(key, None)
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
     data.pop("zero_shot", None)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcompat.data.schema import SIDE_INFO
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant, EmbeddedImages, Evaluation, evaluate_cases, evaluate_labelled_cases, readable
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import ReportContent
 from xcompat.training.recipe import EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
@@ -71,10 +72,21 @@ def embed_new(
         raw = test.embed(Embedder(model, model.processor, fingerprint, model.config.embedding_dim), cache_dir)
     own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
     if model.maps_galleries:
-        upgraded = map_contestant(old, f"{old.name}, mapped", fingerprint.derived("upgrade"), model.upgrade, model.device)
+        side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
+        upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
         return Contestants(old, own, own, independent, upgraded=upgraded)
     view = map_contestant(raw, name, fingerprint.derived("view"), model.view, model.device)
     return Contestants(old, view, own, independent)
+
+
+def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
+    """Embed the test set with the model whose side-information a map was trained with."""
+    described = getattr(model.config, SIDE_INFO, None)
+    if described is None:
+        return None
+    embedder = load_embedder(described["name"], model.device)
+    Fingerprint(described["fingerprint"], described["name"]).require(embedder.fingerprint, f"the model at {described['name']}")
+    return test.embed(embedder, cache_dir)
 
 
 def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> tuple[Evaluation, Contestants]:
@@ -97,7 +109,7 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
     models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
     if isinstance(kept.old, EmbeddedImages):
         return evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common), kept
-    return evaluate_cases(*models, ks=settings.ks or KS, **common), kept
+    return evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common), kept
 
 
 def make_report(

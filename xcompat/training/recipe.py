@@ -18,6 +18,8 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
 
 STAGE_PREFIX = "stage:"
+ROLES = ("old", "new", "independent", "side_info", "new_side_info")
+"""Parts of a stage that name a model whose embeddings are cached."""
 
 
 class _Section(BaseModel):
@@ -51,6 +53,7 @@ class DataSettings(_Section):
         subset: which classes and samples of ``images`` the stage learns from.
         queries: labelled images that are searched for.
         gallery: labelled images that are searched; the queries themselves unless given.
+        test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
         augmentation: random changes to training images; none unless given.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
@@ -66,6 +69,7 @@ class DataSettings(_Section):
     subset: Subset | None = None
     queries: LabelledSource | None = None
     gallery: LabelledSource | None = None
+    test_subset: Subset | None = None
     augmentation: Augmentation | None = None
     one_per_id: bool = False
     embeddings_of: Literal["texts", "images"] = "texts"
@@ -103,6 +107,8 @@ class StageRecipe(_Section):
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
         new: the encoder that learns: the same, or an architecture to train from scratch.
         independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
+        side_info: the model whose embeddings are stored beside the old ones, for methods that map galleries (fct).
+        new_side_info: the new model's own side-information, that the old one is mapped to as well; for chains of updates.
         projection: where φ starts from: a checkpoint of method ``projection`` or ``stage:NAME``.
         options: the method's own configuration.
         data: what it learns from.
@@ -116,6 +122,8 @@ class StageRecipe(_Section):
     old: EncoderSource | None = None
     new: EncoderSource | ScratchSource | None = None
     independent: EncoderSource | None = None
+    side_info: EncoderSource | None = None
+    new_side_info: EncoderSource | None = None
     projection: str | None = None
     options: dict[str, Any] = {}
     data: DataSettings = DataSettings()
@@ -123,7 +131,7 @@ class StageRecipe(_Section):
     prompt_lr_factor: float = Field(100.0, gt=0)
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
-    @field_validator("old", "new", "independent", mode="before")
+    @field_validator(*ROLES, mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
         return {"name": value} if isinstance(value, str) else value
@@ -160,7 +168,7 @@ class StageRecipe(_Section):
 
         method = info.data.get("method")
         if method is not None:
-            inherited = {field.name for field in fields(CompatConfig)}
+            inherited = {field.name for field in fields(CompatConfig)} | {*ROLES}
             known = {field.name for field in fields(METHODS[method].config_class)} - inherited | {"adapters", "logit_scale"}
             for key in value:
                 if key not in known:
@@ -169,7 +177,7 @@ class StageRecipe(_Section):
 
     def sources(self) -> list[EncoderSource]:
         """Return the trained models that the stage is made from."""
-        return [source for source in (self.old, self.new, self.independent) if isinstance(source, EncoderSource)]
+        return [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
 
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:

@@ -25,7 +25,7 @@ from xcompat.report import load_report, print_report, write_report
 from xcompat.training.build import fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import STAGE_PREFIX, Recipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
 from xcompat.training.stage import Stage, device, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
 
@@ -119,7 +119,7 @@ class StageRun(Stage):
     def fill_caches(self) -> None:
         """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
         test = load_test_set(self.part.data)
-        for role in ("old", "new", "independent"):
+        for role in ROLES:
             source = getattr(self.part, role)
             if not isinstance(source, EncoderSource):
                 continue

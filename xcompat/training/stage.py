@@ -59,7 +59,7 @@ class Stage:
         """Load the frozen model in a role.
 
         Args:
-            role: ``old``, ``new`` or ``independent``.
+            role: one of :data:`~xcompat.training.recipe.ROLES`.
 
         Raises:
             XcompatError: the recipe names none.

@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcompat.data import LabelledImages, PairSource, flatten_captions, load_classes, load_labelled, load_pairs, open_image
+from xcompat.data import (
+    LabelledImages,
+    LabelledSource,
+    PairSource,
+    Subset,
+    flatten_captions,
+    load_classes,
+    load_labelled,
+    load_pairs,
+    open_image,
+    select,
+)
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.errors import XcompatError, nearest
 from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
@@ -48,9 +59,14 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
         The test set; None when the section names none.
     """
     if data.queries is not None:
-        queries = load_labelled(data.queries)
-        return LabelledTestSet(queries, load_labelled(data.gallery) if data.gallery is not None else queries)
+        queries = _judged_on(data.queries, data.test_subset)
+        return LabelledTestSet(queries, _judged_on(data.gallery, data.test_subset) if data.gallery is not None else queries)
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
+
+
+def _judged_on(source: LabelledSource, subset: Subset | None) -> LabelledImages:
+    labelled = load_labelled(source)
+    return select(labelled, subset) if subset is not None else labelled
 
 
 @dataclass
@@ -221,24 +237,35 @@ def display_name(name: str) -> str:
     return Path(name).parent.name if Path(name).name == "model" else name
 
 
-def map_contestant(model: C, name: str, fingerprint: Fingerprint, through: Callable[[Tensor], Tensor], device: torch.device) -> C:
+def map_contestant(
+    model: C,
+    name: str,
+    fingerprint: Fingerprint,
+    through: Callable[..., Tensor],
+    device: torch.device,
+    side_info: C | None = None,
+) -> C:
     """Put embeddings through a model's ``view``, ``self_view`` or ``upgrade``.
 
     Args:
         model: embeddings of the test set.
         name: what to call the result.
         fingerprint: the identity of the result.
-        through: maps (B, D) to (B, d).
+        through: maps (B, D), and (B, S) of side-information where there is some, to (B, d).
         device: where it computes.
+        side_info: what is stored beside the embeddings, of the same items.
 
     Returns:
         The same items with mapped embeddings.
     """
+    beside = side_info.matrices() if side_info is not None else {}
 
     @torch.inference_mode()
-    def mapped(embeds_ND: Any) -> np.ndarray:  # noqa: ANN401 - array-like
-        chunks = torch.from_numpy(np.asarray(embeds_ND, dtype=np.float32)).split(8192)
-        return torch.cat([through(chunk.to(device)).cpu() for chunk in chunks]).numpy()
+    def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
+        chunks = zip(*(torch.from_numpy(np.asarray(side, dtype=np.float32)).split(8192) for side in sides), strict=True)
+        return torch.cat([through(*(side.to(device) for side in chunk)).cpu() for chunk in chunks]).numpy()
 
-    result = model.with_matrices({kind: mapped(embeds) for kind, embeds in model.matrices().items()})
+    result = model.with_matrices(
+        {kind: mapped(embeds, *([beside[kind]] if beside else [])) for kind, embeds in model.matrices().items()}
+    )
     return replace(result, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses

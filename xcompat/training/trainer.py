@@ -36,7 +36,7 @@ from xcompat.training.schedule import ScheduleCallback
 from xcompat.training.sharding import shardable, unsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import datasets
 
@@ -58,6 +58,7 @@ def pair_data(
     processor: Processor,
     seed: int,
     old: tuple[EmbeddingCache, EmbeddingCache] | None,
+    two_views: bool = False,
 ) -> Data:
     """Make the training set of a method that reads images and captions.
 
@@ -67,11 +68,12 @@ def pair_data(
         processor: the new encoder's preprocessing.
         seed: of everything random that happens to a sample.
         old: cached old embeddings of the images and of all captions, for methods that read them.
+        two_views: whether the method compares two augmented views of each image.
 
     Returns:
         The data set and its collator.
     """
-    collator = PairCollator(processor, data.augmentation)
+    collator = PairCollator(processor, data.augmentation, two_views)
     if data.pairs is not None and data.pairs.streaming:
         if old is not None:
             raise XcompatError(
@@ -90,7 +92,13 @@ def pair_data(
 
 
 def labelled_data(
-    data: DataSettings, images: LabelledImages, processor: Processor, seed: int, extra: dict[str, Any], head: str | None
+    data: DataSettings,
+    images: LabelledImages,
+    processor: Processor,
+    seed: int,
+    extra: dict[str, Any],
+    head: str | None,
+    two_views: bool = False,
 ) -> Data:
     """Make the training set of a method that reads labelled images.
 
@@ -101,6 +109,7 @@ def labelled_data(
         seed: of everything random that happens to a sample.
         extra: more columns, one row for each image.
         head: the classification head; ``triplet`` needs two images of every class.
+        two_views: whether the method compares two augmented views of each image.
 
     Returns:
         The data set and its collator.
@@ -108,11 +117,12 @@ def labelled_data(
     if head == "triplet":
         images.require_pairs()
     bad = BadSamples(images.max_bad_share, len(images.dataset))
-    return PairDataset(images.dataset, seed=seed, image_extra=extra, bad=bad), PairCollator(processor, data.augmentation)
+    collator = PairCollator(processor, data.augmentation, two_views)
+    return PairDataset(images.dataset, seed=seed, image_extra=extra, bad=bad), collator
 
 
-def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: dict[str, NDArray[np.int64]]) -> Data:
-    """Make the training set of a map over cached embeddings; rows that either model could not read are left out.
+def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
+    """Make the training set of a map over cached embeddings; rows that one of the models could not read are left out.
 
     Args:
         new: embeddings of the new model.
@@ -124,7 +134,8 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: dict[str, ND
     """
     rows = None
     if "images" in (new.info.kind, old.info.kind):
-        rows = np.flatnonzero(new.readable() & old.readable())
+        caches = [new, old, *(column for column in extra.values() if isinstance(column, EmbeddingCache))]
+        rows = np.flatnonzero(np.all([cache.readable() for cache in caches], axis=0))
     return EmbeddingPairDataset(new, old, rows, extra), collate_embeddings
 
 
