@@ -30,6 +30,10 @@ CLASSIFIED = [
     name for name, model in METHODS.items() if issubclass(model, ClassifiedModel) and model is not xcompat.IndependentModel
 ]
 CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 12}, "oca": {"extra_dim": 4}}
+LEARNING_OPTIONS: dict[str, dict[str, Any]] = {
+    "projection": {"noise_std": 0.0},
+    "residual_mlp": {"regularisation": 10.0},  # else four pairs are fitted before training begins
+}
 TRAINED = [name for name, model in METHODS.items() if not issubclass(model, ClosedFormModel)]
 
 
@@ -147,7 +151,7 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
 def test_steps_lower_the_loss_and_move_only_what_trains(
     method: str, folder_of: dict[str, str], images: list[Image.Image]
 ) -> None:
-    model = build(method, folder_of, **({"noise_std": 0.0} if method == "projection" else {}))
+    model = build(method, folder_of, **LEARNING_OPTIONS.get(method, {}))
     batch = batch_for(model, images)
     frozen = {name: value.clone() for name, value in model.state_dict().items()}
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -28,7 +28,7 @@ def tar_at_far(
 
     All pairs of a query and a gallery item count, but those of equal ids. For each rate the threshold is the lowest that no more
     than ``far`` of the negative pairs reach, found exactly: where negatives tie at it, none of them may pass, so it moves above
-    them. One pass keeps as many of the highest negatives as the largest rate accepts: memory is some 30 bytes for each of these.
+    them. One pass keeps as many of the highest negatives as the largest rate accepts: memory is some 35 bytes for each of these.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
@@ -160,13 +160,11 @@ def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:
 
 def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
     """Return the highest scores of pairs of different classes, in descending order."""
-    query_codes_Q, gallery_codes_G = (
-        torch.from_numpy(codes).to(pairs.device) for codes in (pairs.query_codes, pairs.gallery_codes)
-    )
+    gallery_codes_G = torch.from_numpy(pairs.gallery_codes).to(pairs.device)
     kept: list[np.ndarray] = []
     floor, n_held = LEFT_OUT, 0
     for rows_B in pairs.blocks_of(np.arange(pairs.n_queries)):
-        codes_B = query_codes_Q[rows_B[0] : rows_B[-1] + 1]
+        codes_B = torch.from_numpy(pairs.query_codes[rows_B]).to(pairs.device)
         for part, columns, scores_RC in pairs.tiles(rows_B):
             row_N, column_N = (scores_RC > floor).nonzero(as_tuple=True)
             negative_N = codes_B[part][row_N] != gallery_codes_G[columns][column_N]
@@ -179,8 +177,9 @@ def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
 
 
 def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
-    """Return the highest numbers of all pieces, in no order."""
+    """Take the highest numbers out of all pieces, in no order."""
     values_N = np.concatenate(pieces)
+    pieces.clear()  # or there would be three copies
     values_N.partition(len(values_N) - n_kept)
     return values_N[len(values_N) - n_kept :].copy()
 

@@ -135,6 +135,5 @@ def make_report(
     """
     evaluation, kept = judge(contestants, settings, seed)
     examples = test.examples(kept.old, kept.new_view, settings.examples, seed) if test and settings.examples else []
-    return ReportContent(
-        evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, examples=examples, seed=seed, **about
-    )
+    shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
+    return ReportContent(evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, **shown, **about)

@@ -89,6 +89,7 @@ class EvaluationSettings(_Section):
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are shown beside the new model's.
         examples: example searches in the report.
+        tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
     """
 
     ks: list[int] | None = None
@@ -96,6 +97,7 @@ class EvaluationSettings(_Section):
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []
     examples: int = Field(3, ge=0)
+    tsne_pairs: int = Field(500, ge=0)
 
 
 class StageRecipe(_Section):

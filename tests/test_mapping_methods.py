@@ -1,0 +1,484 @@
+"""Maps over cached embeddings: their formulas against naive ones, where they begin, and galleries that are mapped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+from torch.distributions import Categorical, kl_divergence
+from torch.nn import functional as F
+from transformers import AutoModel
+
+from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.data import Augmentation, PairCollator
+from xcompat.data.schema import IMAGE, SEED
+from xcompat.heads import ForwardTransform, ResidualBottleneck
+from xcompat.losses import classifier_kl_loss, nt_xent_loss
+from xcompat.models import (
+    FctConfig,
+    FctModel,
+    IndependentModel,
+    LceConfig,
+    LceModel,
+    RbtConfig,
+    RbtModel,
+    ResidualMlpConfig,
+    ResidualMlpModel,
+    SimClrModel,
+    describe_old,
+)
+from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
+from xcompat.models.embedder import load_embedder
+from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.report import load_report
+from xcompat.training.evaluate import _side_info
+from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.run import embed_recipe, run_recipe
+
+OLD = describe_old(Fingerprint.from_string("old"), dim=6)
+SIDE = describe_old(Fingerprint.from_string("seen otherwise"), dim=5)
+NEW_SIDE = describe_old(Fingerprint.from_string("newly seen otherwise"), dim=4)
+LABELS = np.array([0, 0, 0, 2, 2, 2, 3, 3])  # no sample of class 1
+
+
+def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def moments(rows: int = 80, seed: int = 0) -> Moments:
+    """Return those of new embeddings with very unequal variances, and old ones that are nearly linear in them."""
+    generator = torch.Generator().manual_seed(seed)
+    new = torch.randn(rows, 7, generator=generator, dtype=torch.float64) * torch.logspace(0, -1.5, 7, dtype=torch.float64) + 0.3
+    old = new @ torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    return Moments.of([(new, old + 0.05 * torch.randn(rows, 6, generator=generator, dtype=torch.float64))])
+
+
+def ridge_loss(solved: tuple[torch.Tensor, torch.Tensor], data: Moments, regularisation: float) -> float:
+    """Return the penalised loss of a weight with its best bias, but for a constant, from the moments."""
+    covariance, cross = data.centred()
+    damped = covariance + regularisation * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
+    weight = solved[0]
+    return float((weight * (damped @ weight)).sum() - 2 * (weight * cross).sum())
+
+
+# -------------------------------------------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize("rank", [6, 7, 50])
+def test_ridge_of_full_rank_is_ridge(rank: int) -> None:
+    for reduced, full in zip(solve_ridge(moments(), 0.1, rank), solve_ridge(moments(), 0.1), strict=True):
+        torch.testing.assert_close(reduced, full)
+
+
+@given(rank=st.integers(1, 5), seed=st.integers(0, 50), regularisation=st.sampled_from([1e-3, 0.1, 1.0]))
+def test_no_map_of_its_rank_has_a_smaller_ridge_loss(rank: int, seed: int, regularisation: float) -> None:
+    data = moments(seed=seed)
+    reduced = solve_ridge(data, regularisation, rank)
+    assert torch.linalg.matrix_rank(reduced[0]) == rank
+    loss = ridge_loss(reduced, data, regularisation)
+    full = solve_ridge(data, regularisation)
+    left, values, right = torch.linalg.svd(full[0], full_matrices=False)
+    truncated = left[:, :rank] * values[:rank] @ right[:rank]
+    assert loss <= ridge_loss((truncated, full[1]), data, regularisation) + 1e-12
+    generator = torch.Generator().manual_seed(seed)
+    for size in (1e-3, 0.1, 1.0):  # of what its two factors are changed by
+        down, values, up = torch.linalg.svd(reduced[0], full_matrices=False)
+        first = down[:, :rank] * values[:rank] + size * torch.randn(7, rank, generator=generator, dtype=torch.float64)
+        second = up[:rank] + size * torch.randn(rank, 6, generator=generator, dtype=torch.float64)
+        assert loss <= ridge_loss((first @ second, full[1]), data, regularisation) + 1e-12
+
+
+def test_cutting_singular_values_is_worse_where_variances_differ() -> None:
+    full, reduced = solve_ridge(moments(), 0.01), solve_ridge(moments(), 0.01, 2)
+    left, values, right = torch.linalg.svd(full[0], full_matrices=False)
+    truncated = left[:, :2] * values[:2] @ right[:2]
+    assert ridge_loss(reduced, moments(), 0.01) < ridge_loss((truncated, full[1]), moments(), 0.01) - 1e-3
+
+
+def test_a_rank_below_one_is_refused() -> None:
+    from xcompat.models import RidgeConfig, RidgeModel
+
+    with pytest.raises(XcompatError, match="options.rank is 0"):
+        RidgeModel(RidgeConfig(old=OLD, embedding_dim=7, rank=0))
+
+
+def test_centred_procrustes_finds_a_rotation_and_a_shift() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(7, 7, generator=generator, dtype=torch.float64)).Q[:, :6]
+    new = torch.randn(60, 7, generator=generator, dtype=torch.float64) + 2
+    shift = torch.arange(6, dtype=torch.float64)
+    rows = new - new.mean(0)
+    old = rows @ torch.linalg.pinv(rows) @ (rows @ rotation) + shift
+    weight, bias = solve_procrustes(Moments.of([(new, old)]), centre=True)
+    torch.testing.assert_close(weight.T @ weight, torch.eye(6, dtype=torch.float64))
+    torch.testing.assert_close((new @ weight + bias).mean(0), old.mean(0))
+    plain, none = solve_procrustes(Moments.of([(new, old)]))
+    assert not none.any()
+    centred, uncentred = ((new @ weight + bias - old).norm(), (new @ plain - old).norm())
+    assert centred < 0.9 * uncentred
+
+
+def test_unreadable_rows_are_left_out_of_both_sides() -> None:
+    new, old = unit(9, 4).numpy(), unit(9, 3, 1).numpy()
+    new[2], old[5] = np.nan, np.nan
+    ((kept_new, kept_old),) = readable_pairs(new, old)
+    assert kept_new.shape == (7, 4) and kept_old.shape == (7, 3) and kept_new.isfinite().all() and kept_old.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- maps that are trained
+
+
+def knowledge() -> tuple[OldKnowledge, np.ndarray]:
+    return OldKnowledge(4, LABELS, unit(8, 6, 1).numpy()), unit(8, 7, 2).numpy()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"old_embeds": unit(8, 6, 1), "new_embeds": unit(8, 7, 2), "labels": torch.from_numpy(LABELS)}
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+def test_residual_mlp_begins_at_ridge(direction: str) -> None:
+    config = ResidualMlpConfig(old=OLD, embedding_dim=7, direction=direction, regularisation=0.3)
+    model = ResidualMlpModel(config).eval()
+    old, new = knowledge()
+    model.prepare(old, new)
+    new_rows, old_rows = unit(8, 7, 2), unit(8, 6, 1)
+    backward = direction == "old_to_new"
+    source, target = (old_rows, new_rows) if backward else (new_rows, old_rows)
+    weight, bias = solve_ridge(Moments.of([(source, target)]), 0.3)
+    mapped = model.upgrade(source) if backward else model.view(source)
+    torch.testing.assert_close(mapped.double(), F.normalize(source.double() @ weight + bias, dim=-1), atol=1e-5, rtol=1e-5)
+    given = {name: rows for name, rows in batch().items() if name != "labels"}
+    pairs = zip(mapped.detach(), target, strict=True)
+    naive = sum(1 - float(a @ b) / float(a.norm() * b.norm()) for a, b in pairs) / 8
+    assert float(model(**given).loss) == pytest.approx(naive, rel=1e-5)
+    model(**given).loss.backward()
+    assert model.skip.weight.grad is None and model.residual[2].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
+    mapped, target, rows = 3 * unit(5, 7), unit(5, 7, 1), unit(4, 7, 2)
+    seen = torch.cat([2 * rows[:2], torch.full((1, 7), torch.nan), rows[2:]])  # a class without a row, and rows of any length
+    mapped_p, target_p = (Categorical(logits=9.0 * F.normalize(x, dim=-1) @ rows.T) for x in (mapped, target))
+    wanted = kl_divergence(mapped_p, target_p) if reverse else kl_divergence(target_p, mapped_p)
+    torch.testing.assert_close(classifier_kl_loss(mapped, target, seen, 9.0, reverse=reverse), wanted.mean())
+
+
+def test_rbt_loss_is_its_three_parts() -> None:
+    model = RbtModel(RbtConfig(old=OLD, embedding_dim=7, similarity_weight=2.0, kl_weight=3.0, class_weight=5.0)).eval()
+    model.prepare(*knowledge())
+    mapped, target = model.view(batch()["new_embeds"]), batch()["old_embeds"]
+    centres = {c: target[torch.from_numpy(c == LABELS)].mean(0) for c in (0, 2, 3)}
+    total = 0.0
+    for m, t, label in zip(mapped, target, LABELS.tolist(), strict=True):
+        logits = {
+            name: {c: model.config.logit_scale * float(F.cosine_similarity(x, p, dim=0)) for c, p in centres.items()}
+            for name, x in (("m", m), ("t", t))
+        }
+        sums = {name: math.log(sum(math.exp(value) for value in values.values())) for name, values in logits.items()}
+        log_p = {name: {c: value - sums[name] for c, value in values.items()} for name, values in logits.items()}
+        kl = sum(math.exp(log_p["t"][c]) * (log_p["t"][c] - log_p["m"][c]) for c in centres)
+        total += 2 * float(((m - t) ** 2).sum()) + 3 * kl - 5 * log_p["m"][label]
+    assert float(model(**batch()).loss) == pytest.approx(total / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize("start", ["procrustes", "identity"])
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+def test_rbt_begins_at_its_start(start: str, direction: str) -> None:
+    model = RbtModel(RbtConfig(old=OLD, embedding_dim=7, start=start, direction=direction)).eval()
+    model.prepare(*knowledge())
+    backward = direction == "old_to_new"
+    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
+    if start == "procrustes":
+        expected = source @ solve_procrustes(Moments.of([(source, target)]))[0].float()
+    else:
+        expected = F.pad(source, (0, 1)) if backward else source[:, :6]
+    mapped = model.upgrade(source) if backward else model.view(source)
+    torch.testing.assert_close(mapped, F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
+
+
+def test_residual_bottleneck_adds_its_paths() -> None:
+    block = ResidualBottleneck(5, width=3, paths=2)
+    assert torch.equal(block(unit(4, 5)), unit(4, 5)), "it starts at the identity"
+    for path in block.paths:
+        nn.init.ones_(path[7].weight)
+    torch.testing.assert_close(block(unit(4, 5)), unit(4, 5) + block.paths[0](unit(4, 5)) + block.paths[1](unit(4, 5)))
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+def test_lce_loss_is_centres_and_boundaries(direction: str) -> None:
+    model = LceModel(LceConfig(old=OLD, embedding_dim=7, direction=direction, alignment_weight=2.0, boundary_weight=3.0)).eval()
+    model.prepare(*knowledge())
+    rows = batch()
+    source, target = (rows[name] for name in ("new_embeds", "old_embeds"))
+    if direction == "old_to_new":
+        source, target = target, source
+    aligned, outside = 0.0, 0.0
+    for c in (0, 2, 3):
+        own = torch.from_numpy(c == LABELS)
+        centre = F.normalize(target[own].mean(0), dim=0)
+        aligned += 1 - float(model.map(F.normalize(source[own].mean(0), dim=0)[None])[0] @ centre)
+        boundary = min(float(row @ centre) for row in target[own])
+        outside += sum(max(boundary - float(row @ centre), 0) for row in model.map(source[own]))
+    assert float(model(**rows).loss) == pytest.approx(2 * aligned / 3 + 3 * outside / 8, rel=1e-4)
+
+
+def test_lce_does_not_read_classes_it_does_not_know() -> None:
+    model = LceModel(LceConfig(old=OLD, embedding_dim=7))
+    model.prepare(*knowledge())
+    stranger = batch() | {"labels": torch.full((8,), 1)}
+    loss = model(**stranger).loss
+    loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_what_was_not_prepared_says_so() -> None:
+    for model in (LceModel(LceConfig(old=OLD, embedding_dim=7)), RbtModel(RbtConfig(old=OLD, embedding_dim=7))):
+        with pytest.raises(XcompatError, match="has not been told the classes"):
+            model(**batch())
+
+
+# ------------------------------------------------------------------------------------------------------------------ FCT
+
+
+def fct(**options: Any) -> FctModel:
+    return FctModel(FctConfig(old=OLD, embedding_dim=7, **options))
+
+
+def test_h_has_the_papers_size() -> None:
+    sizes = {128: 5_717_120, None: 5_717_120 - 99_840 - 256 * 2048}  # without a branch, and half as wide into the mixer
+    for side_dim, size in sizes.items():
+        assert sum(p.numel() for p in ForwardTransform(128, side_dim, 128).parameters()) == size
+    assert sizes[128] == pytest.approx(5.72e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("side_info", [None, SIDE])
+def test_a_gallery_upgraded_in_a_stream_is_that_of_one_batch(side_info: dict[str, Any] | None) -> None:
+    model = fct(side_info=side_info)
+    for _ in range(3):  # move the running statistics
+        model.transform(torch.randn(32, 6), torch.randn(32, 5) if side_info else None)
+    model.eval()
+    rows = (unit(50, 6), unit(50, 5, 1)) if side_info else (unit(50, 6),)
+    with torch.no_grad():
+        whole = model.upgrade(*rows)
+        stream = torch.cat([model.upgrade(*chunk) for chunk in zip(*(side.split(7) for side in rows), strict=True)])
+    torch.testing.assert_close(stream, whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(whole.norm(dim=-1), torch.ones(50))
+
+
+def test_side_information_is_required_by_name() -> None:
+    model = fct(side_info=SIDE).eval()
+    assert model.columns == ("new_embeds", "old_embeds", "side_info")
+    with pytest.raises(XcompatError, match="side-information of seen otherwise: give side_info"):
+        model.upgrade(unit(3, 6))
+    with pytest.raises(XcompatError, match="needs the column side_info"):
+        model(old_embeds=unit(3, 6), new_embeds=unit(3, 7))
+    with pytest.raises(XcompatError, match="trained without side-information: leave side_info out"):
+        fct().upgrade(unit(3, 6), unit(3, 5))
+    with pytest.raises(XcompatError, match="name side_info too"):
+        fct(new_side_info=NEW_SIDE)
+    with pytest.raises(XcompatError, match="maps no side-information"):
+        model.upgrade_side(unit(3, 6), unit(3, 5))
+
+
+def test_side_information_of_any_length_is_the_same() -> None:
+    model = fct(side_info=SIDE).eval()
+    torch.testing.assert_close(model.upgrade(unit(3, 6), unit(3, 5)), model.upgrade(unit(3, 6), 9 * unit(3, 5)))
+
+
+def test_statistics_stay_from_half_of_the_training_on() -> None:
+    model = fct(side_info=SIDE)
+    given = {"old_embeds": unit(8, 6), "new_embeds": unit(8, 7), "side_info": unit(8, 5)}
+
+    def statistics() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in model.state_dict().items() if "running" in name}
+
+    for progress, moves in ((0.0, True), (0.49, True), (0.5, False), (0.9, False)):
+        model.train().progress = progress
+        before = statistics()
+        model(**given).loss.backward()
+        after = statistics()
+        assert all(torch.equal(before[name], after[name]) != moves for name in before), progress
+    assert all(p.grad is not None for p in model.parameters()), "the affine part keeps training"
+
+
+def test_fct_loss_is_the_squared_distance_of_h_and_of_g() -> None:
+    model = fct(side_info=SIDE, new_side_info=NEW_SIDE).eval()
+    old, new, side, new_side = unit(5, 6), unit(5, 7), unit(5, 5), 3 * unit(5, 4)
+    mapped, carried = model.upgrade(old, side), model.upgrade_side(old, side)
+    total = 0.0
+    for row in range(5):
+        total += sum(float(a - b) ** 2 for a, b in zip(mapped[row], new[row], strict=True))
+        total += sum(float(a - b / 3) ** 2 for a, b in zip(carried[row], new_side[row], strict=True))
+    loss = model(old_embeds=old, new_embeds=new, side_info=side, new_side_info=new_side).loss
+    assert float(loss) == pytest.approx(total / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kl", "reversed_kl"])
+def test_fct_kl_is_of_the_new_models_classifier(loss: str) -> None:
+    model = fct(loss=loss).eval()
+    given = {"old_embeds": unit(5, 6), "new_embeds": unit(5, 7)}
+    with pytest.raises(XcompatError, match="not been told the new classifier"):
+        model(**given)
+    weight = nn.Parameter(unit(4, 7, 3))
+    model._get_encoder = lambda: SimpleNamespace(classifier=SimpleNamespace(weight=weight))
+    model.prepare(*knowledge())
+    expected = classifier_kl_loss(model.upgrade(unit(5, 6)), unit(5, 7), weight, 1 / 0.07, reverse=loss == "reversed_kl")
+    torch.testing.assert_close(model(**given).loss, expected)
+    assert "classifier_CD" not in model.state_dict()
+    model._get_encoder = SimpleNamespace
+    with pytest.raises(XcompatError, match="has no classifier of them; set options.loss to mse"):
+        model.prepare(*knowledge())
+
+
+# ------------------------------------------------------------------------------------- models that make side-information
+
+
+def naive_nt_xent(first: torch.Tensor, second: torch.Tensor, temperature: float) -> float:
+    views, count, total = torch.cat([first, second]), len(first), 0.0
+    for i in range(2 * count):
+        others = [float(views[i] @ views[j]) / temperature for j in range(2 * count) if j != i]
+        total += math.log(sum(math.exp(x) for x in others)) - float(views[i] @ views[(i + count) % (2 * count)]) / temperature
+    return total / (2 * count)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_nt_xent_is_the_double_loop(rows: int, temperature: float) -> None:
+    first = F.normalize(torch.randn(rows, 5, dtype=torch.float64), dim=-1)
+    second = F.normalize(first + torch.randn(rows, 5, dtype=torch.float64), dim=-1)
+    assert float(nt_xent_loss(first, second, temperature)) == pytest.approx(naive_nt_xent(first, second, temperature), abs=1e-9)
+    with pytest.raises(ValueError, match="one shape"):
+        nt_xent_loss(first, second[:, :4], temperature)
+
+
+def test_simclr_compares_two_views_and_stores_bits(
+    image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, binarise=True).train()
+    first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
+    a, b = (F.normalize(model.features(views), dim=-1) for views in (first, second))
+    torch.testing.assert_close(
+        model(pixel_values=first, second_pixel_values=second).loss, nt_xent_loss(a, b, model.config.temperature)
+    )
+    model.export(tmp_path)
+    embedder = load_embedder(str(tmp_path))
+    bits = embedder.embed({"pixel_values": first})
+    assert bits.shape == (4, 6) and set(bits.unique().tolist()) == {0.0, 1.0}
+    with torch.no_grad():
+        assert torch.equal(bits.bool(), model.eval().features(first) > 0)
+
+
+def test_two_views_are_two_and_repeatable(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    processor = SimClrModel.from_encoder(image_folder_of["resnet"]).processor
+    collator = PairCollator(processor, Augmentation(), two_views=True)
+    items = [{IMAGE: image, SEED: seed} for seed, image in enumerate(images)]
+    batch, again = collator(items), collator(items)
+    assert not torch.equal(batch["pixel_values"], batch["second_pixel_values"])
+    assert all(torch.equal(batch[name], again[name]) for name in ("pixel_values", "second_pixel_values"))
+    assert torch.equal(PairCollator(processor, Augmentation())(items)["pixel_values"], batch["pixel_values"])
+    with pytest.raises(XcompatError, match="set data.augmentation"):
+        PairCollator(processor, two_views=True)
+
+
+def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    plain, mixed = (
+        IndependentModel.from_encoder(image_folder_of["vit"], classes=["a", "b", "c"], mixup=alpha) for alpha in (0.0, 0.4)
+    )
+    mixed.load_state_dict(plain.state_dict())
+    given = {"pixel_values": plain.processor.images(images), "labels": torch.tensor([0, 1, 2, 0])}
+    assert torch.equal(mixed.eval()(**given).loss, plain.eval()(**given).loss), "in training alone"
+    torch.manual_seed(3)
+    loss = mixed.train()(**given).loss
+    torch.manual_seed(3)
+    share = float(torch.distributions.Beta(0.4, 0.4).sample())
+    order = torch.randperm(4)
+    pixels = share * given["pixel_values"] + (1 - share) * given["pixel_values"][order]
+    first, second = (
+        plain.train()(pixel_values=pixels, labels=labels).loss for labels in (given["labels"], given["labels"][order])
+    )
+    torch.testing.assert_close(loss, share * first + (1 - share) * second)
+
+
+# -------------------------------------------------------------------------------------------------------- whole recipes
+
+TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return a recipe that trains an old and a new model, and two kinds of side-information, on three classes of pictures."""
+    base = tmp_path_factory.mktemp("mapping")
+    generator = np.random.default_rng(0)
+    for side, count in (("train", 8), ("test", 3)):
+        for number in range(3):
+            (base / side / f"class {number}").mkdir(parents=True)
+            for picture in range(count):
+                pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
+                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{picture}.png")
+    stages = [
+        {"name": "old", "method": "independent", "options": {"dim": 6}},
+        {"name": "fresh", "method": "independent", "options": {"dim": 7}},
+        {"name": "views", "method": "simclr", "options": {"dim": 5, "binarise": True}, "data": {"augmentation": {}}},
+        {"name": "drawing", "method": "autoencoder", "options": {"dim": 4}},
+    ]
+    made = {
+        "output_dir": str(base / "run"),
+        "cache_dir": str(base / "cache"),
+        "data": {"images": {"path": str(base / "train")}, "queries": {"path": str(base / "test")}},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
+        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
+    }
+    run_recipe(recipe_of({**made, "new": {"model": TINY, "image_size": 16, "stem": "small"}, "stages": stages}))
+    return (
+        made | {name: f"{base}/run/{stage}/model" for name, stage in (("old", "old"), ("new", "fresh"))} | {"run": base / "run"}
+    )
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    given = {name: value for name, value in {**raw, **changes}.items() if name != "run"}
+    return parse_recipe(given, "demo", "demo.yaml")
+
+
+@pytest.mark.parametrize(("side", "loss"), [("views", "mse"), ("drawing", "kl")])
+def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: str, raw: dict[str, Any], tmp_path: Path) -> None:
+    folders = {name: f"{raw['run']}/{name}/model" for name in ("views", "drawing")}
+    changes = {"method": "fct", "options": {"loss": loss}, "side_info": folders[side], "new_side_info": folders["views"]}
+    recipe = recipe_of(raw, **changes, output_dir=str(tmp_path / "run"))
+    embed_recipe(recipe)
+    run_recipe(recipe)
+    cases = {case.label: case for case in load_report(tmp_path / "run").cases}
+    assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"}
+    assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.side_info["dim"] == {"views": 5, "drawing": 4}[side] and model.config.new_side_info["dim"] == 5
+    embedder, new = load_embedder(str(tmp_path / "run" / "model")), load_embedder(raw["new"])
+    pixels = {"pixel_values": new.processor.images([Image.new("RGB", (16, 16), "red")])}
+    assert embedder.dim == 7, "the next update sees the new model"
+    assert torch.equal(embedder.embed(pixels), new.embed(pixels))
+    model.config.side_info["name"] = folders["drawing" if side == "views" else "views"]
+    with pytest.raises(FingerprintMismatchError, match="embeddings of different models cannot be compared"):
+        _side_info(model, None, tmp_path)  # before the test set is embedded
+
+
+def test_a_map_of_galleries_leaves_queries_alone(raw: dict[str, Any], tmp_path: Path) -> None:
+    run_recipe(recipe_of(raw, method="rbt", options={"direction": "old_to_new"}, output_dir=str(tmp_path / "run")))
+    cases = {case.label: case for case in load_report(tmp_path / "run").cases}
+    assert cases["new/new"].metrics == cases["independent/independent"].metrics and "new/old" in cases
+
+
+def test_side_information_is_no_option(raw: dict[str, Any]) -> None:
+    with pytest.raises(XcompatError, match="unknown key 'options.side_info' for method fct"):
+        recipe_of(raw, method="fct", options={"side_info": {}})
+    with pytest.raises(XcompatError, match="refers to 'views', which is no earlier stage"):
+        recipe_of(raw, method="fct", side_info="stage:views")
