@@ -11,9 +11,12 @@ import torch
 from PIL import Image
 from transformers import AutoModel
 
+from xcompat.data import Augmentation, load_labelled, open_image
 from xcompat.errors import XcompatError
 from xcompat.models import METHODS
+from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report
+from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 
@@ -128,3 +131,83 @@ def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: d
     data = {**trained["data"], "subset": {"classes": CLASSES, "limit_per_class": 1}}
     with pytest.raises(XcompatError, match="ant"):
         run_recipe(recipe_of(trained, method="bct", options={"head": "triplet"}, data=data, output_dir=str(tmp_path / "run")))
+
+
+def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path) -> str:
+    """Write the old model's embeddings of all images, as they would be left when it is gone."""
+    model = AutoModel.from_pretrained(trained["old"])
+    labelled = [load_labelled(folders[name]) for name in ("train", "test")]
+    ids = [name for side in labelled for name in side.dataset["id"]]
+    images = [open_image(record["image"]) for side in labelled for record in side.dataset]
+    with torch.inference_mode():
+        embeds = model.embed_images(model.processor.images(images)).numpy()
+    folder.mkdir()
+    np.save(folder / "image_embeds.npy", embeds)
+    (folder / "image_ids.txt").write_text("\n".join(ids) + "\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["bct", "l2", "query_map"])
+def test_embeddings_stand_in_for_an_old_model_that_is_gone(
+    method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    stored = what_is_left(trained, folders, tmp_path / "left")
+    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+    for name, old in (("gone", stored), ("here", trained["old"])):
+        raw = {"method": method, "old": old, "output_dir": str(tmp_path / name), "cache_dir": str(tmp_path / f"cache-{name}")}
+        run_recipe(recipe_of(trained, **raw, **new))
+    gone, here = ({case.label: case.metrics for case in load_report(tmp_path / name).cases} for name in ("gone", "here"))
+    assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
+
+
+def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, Any], tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    left.mkdir()
+    np.save(left / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
+    (left / "classes.txt").write_text("bee\nant\n")
+    raw = {"old": str(left), "evaluation": None}
+    run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "bct"), **raw))
+    with pytest.raises(XcompatError, match="l2 needs an old embedding of every training image, and only class prototypes"):
+        run_recipe(recipe_of(trained, method="l2", output_dir=str(tmp_path / "l2"), **raw))
+    with pytest.raises(XcompatError, match="holds class prototypes alone.*set evaluation to null"):
+        run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "judged"), old=str(left)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines", "message"),
+    [
+        (np.ones((3, 8)), ["a", "b"], "has shape .3, 8., but image_ids.txt has 2 lines"),
+        (np.full((2, 8), np.nan), ["a", "b"], "row 0 .a. and 1 more hold NaN"),
+        (np.ones((2, 8)), ["a", "b"], "has no embedding of 24 of 24 images"),
+    ],
+)
+def test_stored_embeddings_that_do_not_fit_are_refused(
+    rows: np.ndarray, lines: list[str], message: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    left = tmp_path / "left"
+    left.mkdir()
+    np.save(left / "image_embeds.npy", rows)
+    (left / "image_ids.txt").write_text("\n".join(lines) + "\n")
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, method="l2", old=str(left), output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_online_old_embeddings_are_of_the_view_that_the_new_model_sees(trained: dict[str, Any], tmp_path: Path) -> None:
+    old = load_embedder(trained["old"])
+    items = [{"image": Image.effect_noise((16, 16), 90).convert("RGB"), "seed": 3, "label": 0, "index": 0}]
+    plain = OnlineOldCollator(old.processor, None, False, old)(items)
+    assert torch.equal(plain["old_embeds"], old.embed({"pixel_values": old.processor.images([items[0]["image"]])}))
+    augmented = OnlineOldCollator(old.processor, Augmentation(min_scale=0.5), False, old)(items)
+    seen = old.embed({"pixel_values": augmented["pixel_values"]})  # both models take 16 pixels here: one view, one embedding
+    torch.testing.assert_close(augmented["old_embeds"], seen, atol=1e-6, rtol=0)
+    assert not torch.allclose(augmented["old_embeds"], plain["old_embeds"], atol=1e-4)
+
+
+def test_online_and_cached_agree_without_augmentation(trained: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("cached", "online"):
+        data = {**trained["data"], "old_embeddings": name}
+        run_recipe(recipe_of(trained, method="contrast", data=data, output_dir=str(tmp_path / name), evaluation=None))
+    cached, online = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("cached", "online"))
+    for name, tensor in cached.items():
+        torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16

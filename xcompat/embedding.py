@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
+from xcompat.data.schema import ID
 from xcompat.distributed import barrier, is_main_process, rank, world_size
 from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
+from xcompat.models.stored import StoredModel
 from xcompat.progress import console, progress_bar, rate_of
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ def embed_texts(
 
 
 def embed_images(
-    embedder: Embedder,
+    embedder: Embedder | StoredModel,
     dataset: datasets.Dataset,
     path: str | Path,
     data_digest: str,
@@ -185,7 +187,7 @@ def embed_images(
     """Embed images once; one that cannot be read becomes a row of NaN and is named.
 
     Args:
-        embedder: the frozen model.
+        embedder: the frozen model; one that is gone gives what it embedded once.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
         path: folder of the cache; a finished one is opened, an unfinished one continued.
         data_digest: identifies the images and their order.
@@ -195,6 +197,11 @@ def embed_images(
     Returns:
         The cache.
     """
+    if isinstance(embedder, StoredModel):
+        rows_Nd = embedder.rows(dataset[ID][:])
+        return _embed(
+            embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, lambda start, stop, tick: rows_Nd[start:stop]
+        )
     bad = BadSamples(max_bad_share, len(dataset))
 
     def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
@@ -231,7 +238,7 @@ def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iter
 
 
 def _embed(
-    embedder: Embedder,
+    embedder: Embedder | StoredModel,
     kind: str,
     rows: int,
     path: Path,

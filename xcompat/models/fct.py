@@ -72,14 +72,12 @@ class FctModel(CompatModel):
         assert config.old is not None
         if config.new_side_info is not None and config.side_info is None:
             raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
-        old_dim, side_dim = config.old["dim"], config.side_info["dim"] if config.side_info is not None else None
-        self.transform = ForwardTransform(old_dim, side_dim, config.embedding_dim)
-        self.side_transform: ForwardTransform | None = None
-        if config.new_side_info is not None:
-            self.side_transform = ForwardTransform(old_dim, side_dim, config.new_side_info["dim"])
-        named = {"side_info": config.side_info, "new_side_info": config.new_side_info}
-        wanted = (*type(self).columns, *(name for name, described in named.items() if described is not None))
-        self.columns = wanted  # type: ignore[misc]  # what it reads depends on what is stored beside the gallery
+        dims = config.old["dim"], config.side_info["dim"] if config.side_info is not None else None
+        self.transform = ForwardTransform(*dims, config.embedding_dim)
+        new_side = config.new_side_info
+        self.side_transform = ForwardTransform(*dims, new_side["dim"]) if new_side is not None else None
+        known = (name for name in self.columns_if_known if getattr(config, name) is not None)
+        self.columns = (*self.columns, *known)  # type: ignore[misc]  # what it reads depends on what is stored
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
         self.post_init()
 
@@ -87,8 +85,7 @@ class FctModel(CompatModel):
         """Fetch the frozen new classifier, where the loss needs it (see :meth:`CompatModel.prepare`)."""
         if self.config.loss == "mse":
             return
-        new = self._get_encoder()
-        weight = getattr(getattr(new, "classifier", None), "weight", None)
+        weight = getattr(getattr(self._get_encoder(), "classifier", None), "weight", None)
         if weight is None or weight.shape[1] != self.config.embedding_dim:
             raise XcompatError(
                 f"loss {self.config.loss} compares what the new model's classifier makes of embeddings, and the new model has no "
@@ -98,40 +95,20 @@ class FctModel(CompatModel):
         self._outside_encoder = []  # the backbone shall not be in memory while h is trained
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.upgrade`).
-
-        Raises:
-            XcompatError: the model was trained with side-information, and none is given; or the other way round.
-        """
-        self._check_side(side_info)
+        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.upgrade`)."""
+        side, name = self.config.side_info, type(self).__name__
+        if side is not None and side_info is None:
+            which = side["name"]
+            raise XcompatError(f"{name} was trained with side-information: give side_info, what {which} makes of the same items")
+        if side is None and side_info is not None:
+            raise XcompatError(f"{name} was trained without side-information: leave side_info out")
         return self.transform(old_embeds, side_info)
 
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
-        """Map stored side-information to that of the new model: g.
-
-        Args:
-            old_embeds: (B, d) stored embeddings, not yet mapped.
-            side_info: (B, S) side-information stored with them.
-
-        Returns:
-            (B, S') L2-normalised, to be stored for the next update.
-
-        Raises:
-            XcompatError: the model was trained without ``new_side_info``.
-        """
+        """Map stored side-information to that of the new model, for the next update: g, (B, S') L2-normalised."""
         if self.side_transform is None:
             raise XcompatError("this model maps no side-information: train it with new_side_info")
         return self.side_transform(old_embeds, side_info)
-
-    def _check_side(self, side_info: Tensor | None) -> None:
-        side = self.config.side_info
-        if side is not None and side_info is None:
-            raise XcompatError(
-                f"{type(self).__name__} was trained with side-information of {side['name']}: give side_info, what that model "
-                "makes of the same items"
-            )
-        if side is None and side_info is not None:
-            raise XcompatError(f"{type(self).__name__} was trained without side-information: leave side_info out")
 
     def forward(
         self,
@@ -157,14 +134,11 @@ class FctModel(CompatModel):
         self._require(**{name: given[name] for name in self.columns})
         assert new_embeds is not None and old_embeds is not None
         if self.training and self.progress >= FREEZE_AT:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm1d):
-                    module.eval()  # the Trainer calls train() before every step
+            for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
+                norm.eval()  # the Trainer calls train() before every step
         mapped = self.transform(old_embeds, side_info)
-        if not return_loss:
-            return CompatOutput(image_embeds=mapped)
-        loss = self._loss(mapped, new_embeds)
-        if self.side_transform is not None:
+        loss = self._loss(mapped, new_embeds) if return_loss else None
+        if loss is not None and self.side_transform is not None:
             assert new_side_info is not None
             loss = loss + _squared_distance(self.side_transform(old_embeds, side_info), new_side_info)
         return CompatOutput(loss=loss, image_embeds=mapped)

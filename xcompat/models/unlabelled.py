@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -100,9 +101,9 @@ class UnlabelledModel(CompatModel):
         loss = self.loss(features, pixel_values, second_pixel_values) if return_loss else None
         return CompatOutput(loss=loss, image_embeds=F.normalize(features, dim=-1))
 
+    @abstractmethod
     def loss(self, features_BD: Tensor, pixel_values: Tensor, second_pixel_values: Tensor | None) -> Tensor:
         """Return what is minimised."""
-        raise NotImplementedError
 
     def set_trainable(self) -> None:
         """Train adapters alone where there are adapters, else everything that embeddings of images depend on."""

@@ -32,6 +32,7 @@ from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
 from xcompat.models.projected import ProjectedModel
+from xcompat.models.stored import StoredModel
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage, seed_everything
 from xcompat.training.trainer import embedding_data, labelled_data, pair_data, train
@@ -71,7 +72,7 @@ def train_stage(stage: Stage) -> CompatModel:
 
 def fill_caches(stage: Stage, role: str) -> None:
     """Embed what the stage's training will read of the model in a role."""
-    embedder = stage.embedder(role)
+    embedder = stage.old() if role == "old" else stage.embedder(role)
     wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
     if role in SIDES:
         if role in stage.method.columns_if_known:
@@ -80,7 +81,7 @@ def fill_caches(stage: Stage, role: str) -> None:
         if wanted in stage.method.columns:
             stage.cache(embedder)
     elif wanted in stage.method.columns:
-        _pair_caches(stage, embedder)
+        _pair_caches(stage, stage.embedder(role))
 
 
 # ------------------------------------------------------------------------------------------------ maps over embeddings
@@ -88,7 +89,7 @@ def fill_caches(stage: Stage, role: str) -> None:
 
 def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
     """Build a map and what it learns from; the encoders are gone when this returns."""
-    new, old = stage.embedder("new"), stage.embedder("old")
+    new, old = stage.embedder("new"), stage.old()
     described = _describe_encoder(new)
     sides: dict[str, Any] = {role: stage.embedder(role).describe_old() for role in SIDES if _reads(stage, role)}
     config = stage.method.config_class(
@@ -123,7 +124,7 @@ def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
 def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     """Build a method that trains the backbone on labelled images, and tell it what is known of the old model."""
     part, images = stage.part, stage.images
-    old = stage.embedder("old") if part.old is not None and stage.method.compares_with_old else None
+    old = stage.old() if part.old is not None and stage.method.compares_with_old else None
     if old is None and stage.method.compares_with_old:
         raise XcompatError(f"{part.name}: method {part.method} needs an old model; name it under old")
     if part.new is None:
@@ -134,18 +135,45 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     known = {"classes": images.classes} if issubclass(stage.method, ClassifiedModel) else {}
     model = stage.method.from_encoder(encoder, old=described, **known, **part.options)
     extra: dict[str, Any] = {}
+    online: Embedder | None = None
     if old is not None:
-        embeds = stage.cache(old)
-        knowledge = OldKnowledge(len(images.classes), images.labels(), embeds[:], _classifier_rows(old, images.classes))
+        knowledge = _old_knowledge(stage, old)
+        model.prepare(knowledge)
         if OLD_EMBEDS in model.columns:
-            extra[OLD_EMBEDS] = embeds
-        model.prepare(knowledge, None)
+            if part.data.old_embeddings == "online":
+                online = _online(stage, old)
+            else:
+                extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
-            extra[CREDIBLE] = _credible(embeds[:], images.labels(), model.config.keep)
+            extra[CREDIBLE] = _credible(knowledge.embeddings(part.method), knowledge.labels_N, model.config.keep)
     if NEW_EMBEDS in model.columns:
         extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
     head, two_views = part.options.get("head"), SECOND_PIXEL_VALUES in model.columns
-    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, head, two_views)
+    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, head, two_views, online)
+
+
+def _old_knowledge(stage: Stage, old: Embedder | StoredModel) -> OldKnowledge:
+    """Gather what is known of the old model on the stage's training images."""
+    images = stage.images
+    count, labels_N = len(images.classes), images.labels()
+    if isinstance(old, StoredModel):
+        prototypes_Cd = old.prototypes_of(images.classes)
+        if prototypes_Cd is not None and stage.part.evaluation is not None and stage.part.data.tests():
+            old.rows([])  # says that nothing can be judged, before anything is trained
+        embeds_Nd = stage.cache(old)[:] if prototypes_Cd is None else None
+        return OldKnowledge(count, labels_N, embeds_Nd, given_prototypes_Cd=prototypes_Cd)
+    return OldKnowledge(count, labels_N, stage.cache(old)[:], _classifier_rows(old, images.classes))
+
+
+def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
+    """Return the old model if it can embed each batch anew."""
+    if isinstance(old, StoredModel):
+        raise XcompatError(f"{old.name} holds embeddings and no model: set data.old_embeddings to cached")
+    if stage.part.training.get("dataloader_num_workers"):
+        raise XcompatError(
+            "with data.old_embeddings online the old model makes part of each batch: leave out dataloader_num_workers"
+        )
+    return old
 
 
 def _credible(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], keep: float) -> NDArray[np.bool_]:

@@ -11,6 +11,7 @@ from xcompat.data.cache import file_stamps
 from xcompat.data.schema import IMAGE, TEXT
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
+from xcompat.models.stored import StoredModel
 
 if TYPE_CHECKING:
     import datasets
@@ -37,7 +38,9 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
     return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 
 
-def cached_images(embedder: Embedder, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
+def cached_images(
+    embedder: Embedder | StoredModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01
+) -> EmbeddingCache:
     """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run."""
     digest = images_digest(pairs)
     return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
@@ -60,5 +63,5 @@ def images_digest(pairs: datasets.Dataset) -> str:
     return hashlib.sha256(json.dumps([pairs._fingerprint, stamps]).encode()).hexdigest()
 
 
-def _folder(cache_dir: Path, kind: str, embedder: Embedder, digest: str) -> Path:
+def _folder(cache_dir: Path, kind: str, embedder: Embedder | StoredModel, digest: str) -> Path:
     return cache_dir / f"{kind}-{embedder.fingerprint.digest[:16]}-{digest[:16]}"

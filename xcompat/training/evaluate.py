@@ -134,6 +134,7 @@ def make_report(
         What :func:`xcompat.report.write_report` writes.
     """
     evaluation, kept = judge(contestants, settings, seed)
-    examples = test.examples(kept.old, kept.new_view, settings.examples, seed) if test and settings.examples else []
+    searched = kept.old if kept.upgraded is None else kept.upgraded
+    examples = test.examples(kept.old, kept.new_view, searched, settings.examples, seed) if test and settings.examples else []
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
     return ReportContent(evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, **shown, **about)

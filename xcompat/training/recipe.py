@@ -54,6 +54,8 @@ class DataSettings(_Section):
         queries: labelled images that are searched for.
         gallery: labelled images that are searched; the queries themselves unless given.
         test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
+        old_embeddings: whether the old embeddings that a method reads are of plain images, computed once, or of the same
+            augmented view as the new ones, computed in every epoch.
         augmentation: random changes to training images; none unless given.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
@@ -70,6 +72,7 @@ class DataSettings(_Section):
     queries: LabelledSource | None = None
     gallery: LabelledSource | None = None
     test_subset: Subset | None = None
+    old_embeddings: Literal["cached", "online"] = "cached"
     augmentation: Augmentation | None = None
     one_per_id: bool = False
     embeddings_of: Literal["texts", "images"] = "texts"
@@ -105,7 +108,7 @@ class StageRecipe(_Section):
 
     Args:
         name: name of the stage; the method's name unless given.
-        method: which method, by its name in ``xcompat.models``.
+        method: which method, by its name in ``xcompat.models``; the query map unless given, which leaves the new model as it is.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
         new: the encoder that learns: the same, or an architecture to train from scratch.
         independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
@@ -120,7 +123,7 @@ class StageRecipe(_Section):
     """
 
     name: str = ""
-    method: str
+    method: str = "query_map"
     old: EncoderSource | None = None
     new: EncoderSource | ScratchSource | None = None
     independent: EncoderSource | None = None

@@ -128,7 +128,7 @@ class StageRun(Stage):
                 continue
             fill_caches(self, role)
             if test is not None:
-                test.embed(self.embedder(role), self.recipe.cache_dir)
+                test.embed(self.old() if role == "old" else self.embedder(role), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -171,7 +171,7 @@ class StageRun(Stage):
     def _contestants(self, test: EvaluationSet) -> Contestants:
         settings, cache_dir = self.part.evaluation, self.recipe.cache_dir
         assert settings is not None
-        old, plain = test.embed(self.embedder("old"), cache_dir), self.independent()
+        old, plain = test.embed(self.old(), cache_dir), self.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
         contestants = embed_new(self.load_model(self.part.name), old, independent, test, cache_dir)
         others = {name: self.load_model(name) for name in settings.compare_with}

@@ -15,6 +15,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.models import METHODS, CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.test_sets import load_pair_test_set
@@ -69,6 +70,17 @@ class Stage:
             raise XcompatError(f"{self.part.name}: method {self.part.method} needs a trained {role} model; name it under {role}")
         return load_embedder(self.resolved(source), device())
 
+    def old(self) -> Embedder | StoredModel:
+        """Load the old model, or what is left of one that is gone.
+
+        Raises:
+            XcompatError: the recipe names none.
+        """
+        source = self.part.old
+        if source is not None and is_stored(source.name):
+            return StoredModel(source.name)
+        return self.embedder("old")
+
     def independent(self) -> Embedder | None:
         """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
         if self.part.independent is not None:
@@ -92,11 +104,13 @@ class Stage:
         """Return the captions that no corpus may hold."""
         return load_pair_test_set(self.part.data.test).texts if self.part.data.test is not None else []
 
-    def cache(self, embedder: Embedder) -> EmbeddingCache:
+    def cache(self, embedder: Embedder | StoredModel) -> EmbeddingCache:
         """Embed what a map over cached embeddings learns from."""
         data, cache_dir = self.part.data, self.recipe.cache_dir
         if data.images is not None:
             return cached_images(embedder, self.images.dataset, cache_dir, self.images.max_bad_share)
+        if isinstance(embedder, StoredModel):
+            raise XcompatError(f"{embedder.name} holds embeddings of images by their ids; name labelled images under data.images")
         if data.embeddings_of == "texts":
             texts = load_texts(data.texts, exclude=self.test_captions(), limit=data.texts_limit)
             return cached_texts(embedder, texts, cache_dir)

@@ -29,6 +29,7 @@ from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroSh
 from xcompat.evaluation.cases import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
+from xcompat.models.stored import StoredModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.recipe import DataSettings, ZeroShotSettings
@@ -42,11 +43,22 @@ HITS_SHOWN = 5
 class EvaluationSet(Protocol):
     """Items that every model of an evaluation embeds."""
 
-    def embed(self, embedder: Embedder, cache_dir: Path) -> Contestant:
+    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> Contestant:
         """Embed the items with a frozen model, or open what was embedded before; unreadable images are rows of NaN."""
 
-    def examples(self, old: Any, new_view: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own contestants
-        """Search the old gallery for a few items drawn with a fixed seed, not picked, with old and with new queries."""
+    def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own
+        """Search for a few items drawn with a fixed seed, not picked, with old queries and with new ones.
+
+        Args:
+            old: the old model, whose queries search its own gallery.
+            new_view: the new model's queries.
+            searched: the gallery these search: the old one, or what it was mapped to.
+            count: how many.
+            seed: of the draw.
+
+        Returns:
+            What each found.
+        """
 
 
 def load_test_set(data: DataSettings) -> EvaluationSet | None:
@@ -87,8 +99,10 @@ class PairTestSet:
     zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
     max_bad_share: float = 0.01
 
-    def embed(self, embedder: Embedder, cache_dir: Path) -> EmbeddedPairs:
+    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> EmbeddedPairs:
         """See :meth:`EvaluationSet.embed`."""
+        if isinstance(embedder, StoredModel):
+            raise XcompatError(f"{embedder.name} holds embeddings of images by their ids, and none of captions")
         images = cached_images(embedder, self.pairs, cache_dir, self.max_bad_share)
         texts = cached_captions(embedder, self.texts, cache_dir)
         name, zero_shot = display_name(embedder.name), self._embed_zero_shot(embedder, cache_dir)
@@ -107,16 +121,18 @@ class PairTestSet:
         labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
         return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
-    def examples(self, old: EmbeddedPairs, new_view: EmbeddedPairs, count: int, seed: int) -> list[Example]:
+    def examples(
+        self, old: EmbeddedPairs, new_view: EmbeddedPairs, searched: EmbeddedPairs, count: int, seed: int
+    ) -> list[Example]:
         """See :meth:`EvaluationSet.examples`; queries are captions."""
         chosen = np.random.default_rng(seed).choice(len(self.texts), size=min(count, len(self.texts)), replace=False)
-        gallery_ND, image_ids = np.asarray(old.image_embeds_ND), self.pairs[ID]
+        image_ids = self.pairs[ID]
         examples = []
         for text in chosen.tolist():
             rows = []
-            for label, queries in (("old query", old), ("new query", new_view)):
+            for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
                 hits = []
-                for image in _best(gallery_ND, np.asarray(queries.text_embeds_MD)[text]):
+                for image in _best(np.asarray(gallery.image_embeds_ND), np.asarray(queries.text_embeds_MD)[text]):
                     record = self.pairs[image]
                     caption = next(iter(captions_of(record[CAPTION])), "")
                     hits.append(Hit(open_image(record[IMAGE]), caption, image_ids[image] == self.text_ids[text]))
@@ -137,7 +153,7 @@ class LabelledTestSet:
     queries: LabelledImages
     gallery: LabelledImages
 
-    def embed(self, embedder: Embedder, cache_dir: Path) -> EmbeddedImages:
+    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> EmbeddedImages:
         """See :meth:`EvaluationSet.embed`."""
         queries_QD, gallery_GD = (
             cached_images(embedder, side.dataset, cache_dir, side.max_bad_share)[:] for side in (self.queries, self.gallery)
@@ -151,22 +167,21 @@ class LabelledTestSet:
             *(side.class_names() for side in (self.queries, self.gallery)),
         )
 
-    def examples(self, old: EmbeddedImages, new_view: EmbeddedImages, count: int, seed: int) -> list[Example]:
+    def examples(
+        self, old: EmbeddedImages, new_view: EmbeddedImages, searched: EmbeddedImages, count: int, seed: int
+    ) -> list[Example]:
         """See :meth:`EvaluationSet.examples`; queries are images, called by their class."""
-        if new_view.dim != old.dim:  # the gallery is mapped, so an example of the old one would show nothing
-            return []
         total = len(self.queries.dataset)
         chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
-        gallery_GD = np.asarray(old.gallery_embeds_GD)
         asked, found = self.queries.class_names(), self.gallery.class_names()
         query_ids, gallery_ids = self.queries.dataset[ID], self.gallery.dataset[ID]
         examples = []
         for query in chosen.tolist():
             rows = []
-            for label, queries in (("old query", old), ("new query", new_view)):
+            for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
                 hits = [
                     Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
-                    for image in _best(gallery_GD, np.asarray(queries.query_embeds_QD)[query])
+                    for image in _best(np.asarray(gallery.gallery_embeds_GD), np.asarray(queries.query_embeds_QD)[query])
                     if gallery_ids[image] != query_ids[query]
                 ]
                 rows.append(ExampleRow(label, hits))

@@ -28,8 +28,10 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder
 from xcompat.progress import console
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
+from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import DataSettings, StageRecipe
 from xcompat.training.schedule import ScheduleCallback
@@ -69,6 +71,7 @@ def pair_data(
         seed: of everything random that happens to a sample.
         old: cached old embeddings of the images and of all captions, for methods that read them.
         two_views: whether the method compares two augmented views of each image.
+        online: the frozen old model, when it embeds each batch anew.
 
     Returns:
         The data set and its collator.
@@ -99,6 +102,7 @@ def labelled_data(
     extra: dict[str, Any],
     head: str | None,
     two_views: bool = False,
+    online: Embedder | None = None,
 ) -> Data:
     """Make the training set of a method that reads labelled images.
 
@@ -110,6 +114,7 @@ def labelled_data(
         extra: more columns, one row for each image.
         head: the classification head; ``triplet`` needs two images of every class.
         two_views: whether the method compares two augmented views of each image.
+        online: the frozen old model, when it embeds each batch anew.
 
     Returns:
         The data set and its collator.
@@ -118,6 +123,8 @@ def labelled_data(
         images.require_pairs()
     bad = BadSamples(images.max_bad_share, len(images.dataset))
     collator = PairCollator(processor, data.augmentation, two_views)
+    if online is not None:
+        collator = OnlineOldCollator(processor, data.augmentation, two_views, online)
     return PairDataset(images.dataset, seed=seed, image_extra=extra, bad=bad), collator
 
 

@@ -1,0 +1,116 @@
+"""An old model that is gone: only what it once computed is left."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.config import describe_old
+from xcompat.models.old_knowledge import rows_by_class
+
+EMBEDS, IDS = "image_embeds.npy", "image_ids.txt"
+PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
+
+
+class StoredModel:
+    """Embeddings of images by their ids, or one prototype for each class, in the role of the old model.
+
+    Args:
+        folder: holds ``image_embeds.npy`` (N, d) and ``image_ids.txt``, or ``prototypes.npy`` (C, d) and ``classes.txt``, one
+            id or class name a line.
+
+    Raises:
+        XcompatError: a file is missing, is no matrix of numbers, or does not have a line for each row.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        self.embeds_Nd = self.prototypes_Cd = None
+        self.ids: list[str] = []
+        self.classes: list[str] = []
+        if (folder / EMBEDS).exists():
+            self.embeds_Nd, self.ids = _read(folder / EMBEDS, folder / IDS)
+        elif (folder / PROTOTYPES).exists():
+            self.prototypes_Cd, self.classes = _read(folder / PROTOTYPES, folder / CLASSES)
+        else:
+            raise XcompatError(f"{folder} holds neither {EMBEDS} nor {PROTOTYPES}: nothing is known of the old model")
+        known = self.embeds_Nd if self.embeds_Nd is not None else self.prototypes_Cd
+        assert known is not None
+        self.dim = int(known.shape[1])
+        digest = hashlib.sha256(np.ascontiguousarray(known).tobytes())
+        digest.update("\n".join(self.ids or self.classes).encode())
+        self.fingerprint = Fingerprint(digest.hexdigest(), str(folder))
+        self.model: nn.Module = nn.Identity()
+        self.device = torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """Return what people call the model: its folder."""
+        return self.fingerprint.name
+
+    def describe_old(self) -> dict[str, Any]:
+        """Describe this model as the old one of a configuration."""
+        return describe_old(self.fingerprint, self.dim)
+
+    def rows(self, ids: Sequence[str]) -> NDArray[np.float32]:
+        """Fetch the embeddings of images.
+
+        Args:
+            ids: which images.
+
+        Returns:
+            (len(ids), d) float32, L2-normalised.
+
+        Raises:
+            XcompatError: only prototypes are known, or an image was never embedded, naming it.
+        """
+        if self.embeds_Nd is None:
+            raise XcompatError(
+                f"{self.name} holds class prototypes alone: what needs an old embedding of every image, such as judging a model "
+                "on the old gallery, cannot be done with them; set evaluation to null, or give the embeddings"
+            )
+        place = {name: row for row, name in enumerate(self.ids)}
+        missing = [name for name in ids if name not in place]
+        if missing:
+            raise XcompatError(
+                f"{self.name} has no embedding of {len(missing)} of {len(ids)} images, such as {missing[0]!r}; {IDS} must name "
+                "the same ids as the data"
+            )
+        rows_Nd = np.asarray(self.embeds_Nd[[place[name] for name in ids]], dtype=np.float32)
+        return rows_Nd / np.linalg.norm(rows_Nd, axis=1, keepdims=True)
+
+    def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
+        """Return given prototypes in the order of ``classes`` (C, d), NaN where there is none; None when embeddings are known."""
+        if self.prototypes_Cd is None:
+            return None
+        return rows_by_class(torch.from_numpy(np.array(self.prototypes_Cd, dtype=np.float32)), self.classes, classes)
+
+
+def is_stored(name: str) -> bool:
+    """Return whether a folder holds embeddings or prototypes in place of a model."""
+    return any((Path(name) / file).exists() for file in (EMBEDS, PROTOTYPES))
+
+
+def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
+    if not lines.is_file():
+        raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise XcompatError(f"{file} is not a .npy array of numbers: {error}") from None
+    names = lines.read_text(encoding="utf-8").splitlines()
+    if array.ndim != 2 or len(array) != len(names):
+        raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
+    bad = np.flatnonzero(~np.isfinite(array).all(axis=1))
+    if bad.size:
+        raise XcompatError(f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN; leave them out")
+    return array, names
