@@ -134,7 +134,9 @@ def test_a_compatible_model_embeds_as_its_gallery_does(folder_of: dict[str, str]
     model.save_pretrained(tmp_path)
     chained = load_embedder(str(tmp_path))
     assert chained.dim == old.dim and chained.compatible_with == [old.fingerprint]
-    assert chained.describe_old()["compatible_with"] == [{"name": old.name, "fingerprint": old.fingerprint.digest}]
+    assert chained.describe_old()["compatible_with"] == [
+        {"name": old.name, "fingerprint": old.fingerprint.digest, "dim": old.dim}
+    ]
     batch = chained.processor.texts(["a red shoe"])
     with torch.no_grad():
         assert torch.equal(chained.embed(batch), model.view(model.embed_texts(**batch)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -211,3 +212,31 @@ def test_online_and_cached_agree_without_augmentation(trained: dict[str, Any], t
     cached, online = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("cached", "online"))
     for name, tensor in cached.items():
         torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16
+
+
+def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[str, Any], tmp_path: Path) -> None:
+    stages = [
+        {"name": "second", "method": "oca", "options": {"extra_dim": 4}},
+        {"name": "third", "method": "bct", "old": "stage:second"},
+    ]
+    run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+    third = AutoModel.from_pretrained(tmp_path / "run" / "third" / "model")
+    assert [Path(version.name).parent.name for version in third.compatible_with] == ["second", "old"]
+    embeds = torch.nn.functional.normalize(torch.randn(3, 12), dim=-1)
+    second, first = (third.view(embeds, version) for version in third.compatible_with)
+    assert torch.equal(second, embeds / embeds.norm(dim=-1, keepdim=True)) or torch.allclose(second, embeds)
+    assert first.shape == (3, 8) and torch.allclose(first, torch.nn.functional.normalize(embeds[:, :8], dim=-1))
+    table = pd.read_csv(tmp_path / "run" / "sequence.csv")
+    pairs = set(zip(table["query"], table["gallery"], strict=True))
+    triangle = {
+        ("old", "old"),
+        ("second", "old"),
+        ("second", "second"),
+        ("third", "old"),
+        ("third", "second"),
+        ("third", "third"),
+    }
+    assert pairs == triangle
+    (against,) = (tmp_path / "run").glob("against-*")
+    report = {case.label: case.metrics["cmc@1"] for case in load_report(against).cases}
+    assert report["new/old"] == table.query("query == 'third' and gallery == 'old' and metric == 'cmc@1'")["value"].item()

@@ -225,13 +225,24 @@ class CompatModel(PreTrainedModel):
         embeds = encoder.embed_texts(input_ids, attention_mask)
         return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
 
+    @property
+    def stores_view(self) -> bool:
+        """Return whether a gallery of this model holds its view of the old space, so that a chain of updates shares one space."""
+        return bool(self.compatible_with) and not self.maps_galleries
+
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds: its view of the old space, so that a chain of updates shares one space."""
-        return self.view(embeds) if self.compatible_with and not self.maps_galleries else embeds
+        """Return what a gallery of this model holds."""
+        return self.view(embeds) if self.stores_view else embeds
 
     def stored_fingerprint(self) -> Fingerprint:
         """Return the identity of what :meth:`stored` gives."""
-        return self.fingerprint().derived("view") if self.compatible_with and not self.maps_galleries else self.fingerprint()
+        return self.fingerprint().derived("view") if self.stores_view else self.fingerprint()
+
+    @property
+    def stored_dim(self) -> int:
+        """Return the dimension of what :meth:`stored` gives."""
+        assert not self.stores_view or self.config.old is not None
+        return self.config.old["dim"] if self.stores_view else self.config.embedding_dim
 
     # ------------------------------------------------------------------------------------------- compatibility
 
@@ -247,14 +258,16 @@ class CompatModel(PreTrainedModel):
     @property
     def compatible_with(self) -> list[Fingerprint]:
         """Return the versions whose galleries this model's queries can search, the nearest first."""
+        return [version for version, _ in self._version_dims()]
+
+    def _version_dims(self) -> list[tuple[Fingerprint, int]]:
+        """Return the versions whose galleries can be searched with the dimension of each, the nearest first."""
         old = self.config.old
-        if old is None:
-            return []
-        earlier = [Fingerprint(item["fingerprint"], item["name"]) for item in old.get("compatible_with", [])]
-        return [Fingerprint(old["fingerprint"], old["name"]), *earlier]
+        versions = [] if old is None else [old, *old.get("compatible_with", [])]
+        return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into the space of an older gallery: here the first d dimensions, normalised.
+        """Bring own embeddings into the space of an older gallery: here its number of first dimensions, normalised.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
@@ -271,7 +284,8 @@ class CompatModel(PreTrainedModel):
         assert self.config.old is not None
         if self.maps_galleries:
             raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
-        return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
+        dim = next((d for known, d in self._version_dims() if known == version), self.config.old["dim"])
+        return F.normalize(embeds[:, :dim].float(), dim=-1)
 
     def require_version(self, version: Fingerprint | None) -> None:
         """Refuse a gallery this model was not made compatible with.

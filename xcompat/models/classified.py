@@ -103,6 +103,11 @@ class ClassifiedModel(CompatModel):
         config = self.config
         return ClassificationHead(dim, len(config.classes), config.head, scale=config.head_scale, margin=config.head_margin)
 
+    @property
+    def stores_view(self) -> bool:
+        """Return False: a gallery holds the whole embedding, whose first dimensions are the spaces of older versions."""
+        return False
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return embeddings before normalisation, as classifiers see them.
 

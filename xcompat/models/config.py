@@ -61,7 +61,7 @@ def describe_old(
     Returns:
         A JSON-like dictionary.
     """
-    earlier = [{"name": version.name, "fingerprint": version.digest} for version in compatible_with or []]
+    earlier = [{"name": version.name, "fingerprint": version.digest, "dim": dim} for version in compatible_with or []]
     return {
         "name": fingerprint.name,
         "fingerprint": fingerprint.digest,

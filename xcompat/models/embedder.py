@@ -23,8 +23,8 @@ from xcompat.models.config import describe_old
 class Embedder:
     """What embedding caches and evaluations need of a model.
 
-    A compatible model takes this role with its view of the old space: that is what its gallery holds, so that galleries of a
-    chain of updates share one space.
+    A compatible model takes this role with what its gallery holds (:meth:`CompatModel.stored`): its view of the old space, or an
+    embedding whose first dimensions are that space, so that galleries of a chain of updates fit together.
 
     Args:
         model: an encoder, or a compatible model.
@@ -70,8 +70,15 @@ class Embedder:
         return self.model.stored(embeds) if isinstance(self.model, CompatModel) and self.compatible_with else embeds
 
     def describe_old(self) -> dict[str, Any]:
-        """Describe this model as the old one of a configuration."""
-        return describe_old(self.fingerprint, self.dim, self.logit_scale, self.compatible_with)
+        """Describe this model as the old one of a configuration; versions before it keep their own dimensions."""
+        described = describe_old(self.fingerprint, self.dim, self.logit_scale)
+        if self.compatible_with and isinstance(self.model, CompatModel):
+            nearest = self.model.config.old
+            described["compatible_with"] = [
+                {key: nearest[key] for key in ("name", "fingerprint", "dim")},
+                *nearest["compatible_with"],
+            ]
+        return described
 
 
 def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu") -> Embedder:
@@ -88,10 +95,10 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     if is_checkpoint(source.name):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
         compatible = model.compatible_with
-        if not compatible or model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
-            return Embedder(model, model.processor, model.fingerprint(), model.config.embedding_dim, model.config.logit_scale)
-        fingerprint = model.fingerprint().derived("view")
-        return Embedder(model, model.processor, fingerprint, model.config.old["dim"], model.config.logit_scale, compatible)
+        if model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
+            compatible = []
+        own = model.stored_fingerprint(), model.stored_dim
+        return Embedder(model, model.processor, *own, model.config.logit_scale, compatible)
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)

@@ -75,7 +75,9 @@ def embed_new(
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
         return Contestants(old, own, own, independent, upgraded=upgraded)
-    view = map_contestant(raw, name, fingerprint.derived("view"), model.view, model.device)
+    view = map_contestant(
+        raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, old.fingerprint), model.device
+    )
     return Contestants(old, view, own, independent)
 
 

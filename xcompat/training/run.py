@@ -26,6 +26,7 @@ from xcompat.training.build import fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
+from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, device, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
 
@@ -50,6 +51,8 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
             StageRun(recipe, part).train_unless_done()
             if part.evaluation is not None and part.data.tests() and METHODS[part.method].compares_with_old:
                 reports[part.name] = StageRun(recipe, part).evaluate_unless_done()
+    if is_main_process():
+        write_sequence(recipe.output_dir, reports, console)
     return reports
 
 
@@ -150,7 +153,8 @@ class StageRun(Stage):
             contestants = self._contestants(test)
             self._write_report(contestants, test, self.report_dir, self._seconds())
             for version, earlier in self._earlier_galleries(test):
-                against = replace(contestants, old=earlier, extra=None)
+                model = self.load_model(self.part.name)
+                against = embed_new(model, earlier, contestants.independent, test, self.recipe.cache_dir)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.report_dir / f"against-{name}", {})
             if is_main_process():

@@ -1,0 +1,70 @@
+"""A sequence of updates in one triangle: every model's queries on the gallery of every version before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from xcompat.files import atomic_path
+from xcompat.report import Report, load_report
+
+CSV_NAME = "sequence.csv"
+AGAINST = "against-"
+
+
+def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
+    """Gather q_i/g_j of a chain of updates from its stages' reports (bt2.txt §4.8).
+
+    Args:
+        folders: the report's folder of each stage, in order; reports against earlier galleries lie inside.
+
+    Returns:
+        One row for each query model, gallery, direction and metric: ``query``, ``gallery``, ``direction``, ``metric``, ``value``.
+    """
+    rows = []
+    for stage, folder in folders.items():
+        nearest = load_report(folder)
+        rows += _rows(
+            nearest, {"old/old": (nearest.old.name,) * 2, "new/old": (stage, nearest.old.name), "new/new": (stage,) * 2}
+        )
+        for against in sorted(folder.glob(f"{AGAINST}*/report.json")):
+            earlier = load_report(against.parent)
+            rows += _rows(earlier, {"new/old": (stage, earlier.old.name)})
+    return pd.DataFrame(rows).drop_duplicates(["query", "gallery", "direction", "metric"])
+
+
+def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, object]]:
+    return [
+        {"query": query, "gallery": gallery, "direction": case.direction, "metric": metric, "value": value}
+        for case in report.cases
+        if case.label in names
+        for (query, gallery) in [names[case.label]]
+        for metric, value in case.metrics.items()
+    ]
+
+
+def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console) -> None:
+    """Write ``sequence.csv`` and print its triangle, when some stage was judged on more than one older gallery.
+
+    Args:
+        output_dir: the run's folder.
+        folders: the report's folder of each stage, in order.
+        console: where to print.
+    """
+    if not any(any(folder.glob(f"{AGAINST}*/report.json")) for folder in folders.values()):
+        return
+    table = sequence_table(folders)
+    with atomic_path(output_dir / CSV_NAME) as temporary:
+        table.to_csv(temporary, index=False)
+    galleries = list(dict.fromkeys(table["gallery"]))
+    for (direction, metric), part in table.groupby(["direction", "metric"], sort=False):
+        if not str(metric).endswith(("@1", "@1.0")) or str(metric).startswith("negative"):
+            continue
+        square = part.pivot_table(index="query", columns="gallery", values="value", sort=False).reindex(columns=galleries)
+        shown = Table("query \\ gallery", *galleries, title=f"{direction} {metric}, percent")
+        for query, values in square.iterrows():
+            shown.add_row(str(query), *("" if pd.isna(value) else f"{100 * value:.1f}" for value in values))
+        console.print(shown)
