@@ -65,12 +65,12 @@ def test_a_row_that_could_not_be_read_is_neither_positive_nor_negative() -> None
 
 @pytest.mark.parametrize("shape", ["linear", "residual"])
 def test_it_starts_at_centred_procrustes(shape: str) -> None:
-    model = make(shape=shape)
+    model = make(shape=shape, pull=0.0)
     weight, bias = solve_procrustes(Moments.of([(unit(6, 6, 2), unit(6, 4, 1))]), centre=True)
     inputs = unit(5, 6, 9)
     start = F.normalize(inputs @ weight.float() + bias.float(), dim=-1)
     torch.testing.assert_close(model.view(inputs), start, atol=1e-6, rtol=1e-5)
-    pulled = make(shape=shape, pull=1.0)
+    pulled = make(shape=shape)
     batch = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "labels": LABELS, "index": torch.arange(6)}
     torch.testing.assert_close(pulled(**batch).loss, model(**batch).loss, atol=1e-6, rtol=1e-6)  # not yet moved
 

@@ -40,16 +40,16 @@ class QueryMapConfig(CompatConfig):
     shape: Literal["linear", "residual", "projection"] = "linear"
     loss: Literal["bank", "prototypes", "cosine"] = "bank"
     scale: float = 15.0
-    pull: float = 0.0
+    pull: float = 1.0
     bank_size: int = 8192
 
 
 class QueryMapModel(CompatModel):
     """φ(x) = normalise(x·W + b) on the frozen new embedding, W and b from orthogonal Procrustes, trained by bank contrast.
 
-    L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) over the old embeddings o_j of the training set, which
-    never change: an exact bank needs no queue and no old model. The sample's own old embedding is left out. Without labels it
-    is the only positive. New/new is that of the independent model, bit for bit.
+    L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) + pull·(1 − cos(φ(x_i), start(x_i))) over the old
+    embeddings o_j of the training set, which never change: an exact bank needs no queue and no old model. The sample's own old
+    embedding is left out. Without labels it is the only positive. New/new is that of the independent model, bit for bit.
 
     Args:
         config: the configuration.
