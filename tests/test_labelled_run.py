@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoModel
 
+import xcompat
 from xcompat.data import Augmentation, load_labelled, open_image
 from xcompat.errors import XcompatError
 from xcompat.models import METHODS
@@ -240,3 +241,17 @@ def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[
     (against,) = (tmp_path / "run").glob("against-*")
     report = {case.label: case.metrics["cmc@1"] for case in load_report(against).cases}
     assert report["new/old"] == table.query("query == 'third' and gallery == 'old' and metric == 'cmc@1'")["value"].item()
+
+
+def test_a_method_starts_from_a_run_and_is_an_ordinary_transformers_model(
+    trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    old = str(Path(trained["old"]).parent)  # the run's folder: what it ended with is meant
+    model = xcompat.OcaModel.from_encoder(image_folder_of["resnet"], old=old, extra_dim=4)
+    assert model.config.classes == ["ant", "bee"] and model.config.embedding_dim == 12, "classes and dimension of the old model"
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModel.from_pretrained(tmp_path / "out")
+    pixels = again.processor.images([Image.new("RGB", (16, 16), "red")])
+    with torch.inference_mode():
+        # weights are equal to the bit; where they lie in memory may change the last one of a convolution
+        torch.testing.assert_close(again.embed_images(pixels), model.embed_images(pixels), atol=1e-6, rtol=0)

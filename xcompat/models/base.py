@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 
+from xcompat.distributed import is_main_process
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
@@ -378,6 +379,18 @@ class CompatModel(PreTrainedModel):
         self.save_pretrained(folder)
         if self.encoder is not None:
             self.processor.save_pretrained(folder)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
+
+        Args:
+            save_directory: made if missing; ``from_pretrained`` reads it.
+            args: as transformers takes them.
+            kwargs: as transformers takes them.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self.encoder is not None and self._processor is not None and is_main_process():
+            self._processor.save_pretrained(Path(save_directory))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

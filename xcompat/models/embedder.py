@@ -85,13 +85,16 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     """Load any model that embeds: an encoder of a supported library, or a checkpoint of this one.
 
     Args:
-        source: name, folder, or source with revision.
+        source: name, folder (of a model, or of a run that ended with one), or source with revision.
         device: where to compute.
 
     Returns:
         The frozen model in evaluation mode.
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
+    ended = Path(source.name) / "model"
+    if (ended / "config.json").exists() and not (Path(source.name) / "config.json").exists():
+        source = source.model_copy(update={"name": str(ended)})
     if is_checkpoint(source.name):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
         compatible = model.compatible_with
