@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from PIL import Image
 from transformers import AutoModel
 
 import xcompat
-from xcompat.data import Augmentation, load_labelled, open_image
+from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.errors import XcompatError
 from xcompat.models import METHODS
 from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report
+from xcompat.training.evaluate import Contestants, make_report
 from xcompat.training.online import OnlineOldCollator
-from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.recipe import EvaluationSettings, Recipe, parse_recipe
 from xcompat.training.run import run_recipe
+from xcompat.training.test_sets import LabelledTestSet
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -225,7 +228,7 @@ def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[
     assert [Path(version.name).parent.name for version in third.compatible_with] == ["second", "old"]
     embeds = torch.nn.functional.normalize(torch.randn(3, 12), dim=-1)
     second, first = (third.view(embeds, version) for version in third.compatible_with)
-    assert torch.equal(second, embeds / embeds.norm(dim=-1, keepdim=True)) or torch.allclose(second, embeds)
+    torch.testing.assert_close(second, embeds)
     assert first.shape == (3, 8) and torch.allclose(first, torch.nn.functional.normalize(embeds[:, :8], dim=-1))
     table = pd.read_csv(tmp_path / "run" / "sequence.csv")
     pairs = set(zip(table["query"], table["gallery"], strict=True))
@@ -255,3 +258,31 @@ def test_a_method_starts_from_a_run_and_is_an_ordinary_transformers_model(
     with torch.inference_mode():
         # weights are equal to the bit; where they lie in memory may change the last one of a convolution
         torch.testing.assert_close(again.embed_images(pixels), model.embed_images(pixels), atol=1e-6, rtol=0)
+
+
+def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folders["test"], broken)
+    next(iter(sorted((broken / "ant").iterdir()))).write_bytes(b"no image")  # the first row of all
+    source = {"path": str(broken), "max_bad_share": 0.5}
+    test = LabelledTestSet(load_labelled(LabelledSource(**source)), load_labelled(LabelledSource(**source)))
+    old = test.embed(load_embedder(trained["old"]), tmp_path / "cache")
+    settings = EvaluationSettings(examples=12, resamples=100, ks=[1, 2], tsne_pairs=0)
+    examples = make_report(Contestants(old, old), test, settings, "none", 0).examples
+    assert len(examples) == 11, "no query that cannot be read"
+    for example in examples:
+        for hit in example.rows[0].hits:
+            assert hit.is_hit == (hit.caption == example.query_text)
+            red = np.asarray(hit.image)[..., 0].mean()
+            assert CLASSES[round((red - 40) / 40)] == hit.caption, "each class has its own amount of red"
+
+
+def test_a_stage_that_maps_galleries_is_not_compared_on_the_unmapped_one(trained: dict[str, Any], tmp_path: Path) -> None:
+    stages = [
+        {"name": "fct", "method": "fct", "new": trained["independent"]},
+        {"name": "map", "method": "procrustes", "new": trained["independent"], "evaluation": {"compare_with": ["fct"]}},
+    ]
+    with pytest.raises(XcompatError, match="compare_with names fct, which maps galleries"):
+        run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))

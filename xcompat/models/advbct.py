@@ -15,7 +15,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
+from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, samples_of_classes
 
 HIDDEN = 100
 FEWEST_FOR_OUTLIERS = 4  # quartiles of fewer radii say nothing
@@ -76,7 +76,7 @@ class AdvBctModel(ClassifiedModel):
             self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
             self.growth_C = nn.Parameter(torch.empty(len(self.config.classes)).uniform_(-1, 1))
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep centres and radii of the old classes (see :meth:`CompatModel.prepare`)."""
         embeds_Nd = old.embeddings("advbct")
         centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
@@ -131,9 +131,7 @@ class _Reversed(torch.autograd.Function):
         return -ctx.strength * gradient, None
 
 
-def class_radii(
-    embeds_Nd: NDArray[np.float32], centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]
-) -> NDArray[np.float32]:
+def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
     """Return the largest distance of each class's embeddings to its centre, those beyond Q3 + 1.5·(Q3 − Q1) left out.
 
     Args:

@@ -25,7 +25,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import CompatConfig
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
 
 
@@ -325,7 +325,7 @@ class CompatModel(PreTrainedModel):
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Take what is known of the old model on the training set, before training begins.
 
         Args:

@@ -9,7 +9,6 @@ from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.models.old_knowledge import ROWS
+from xcompat.models.old_knowledge import ROWS, Rows
 
 
 @dataclass
@@ -125,7 +124,7 @@ def solve_procrustes(moments: Moments, centre: bool = False) -> tuple[Tensor, Te
     return weight_Dd, old_mean_d - new_mean_D @ weight_Dd if centre else torch.zeros_like(old_mean_d)
 
 
-def readable_pairs(new_ND: NDArray[np.float32], old_Nd: NDArray[np.float32]) -> Iterator[tuple[Tensor, Tensor]]:
+def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield blocks of paired embeddings without the rows of samples that could not be read.
 
     Args:

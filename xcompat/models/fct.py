@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
@@ -14,7 +12,7 @@ from xcompat.heads import ForwardTransform
 from xcompat.losses import classifier_kl_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
 
 FREEZE_AT = 0.5
@@ -81,7 +79,7 @@ class FctModel(CompatModel):
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
         self.post_init()
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Fetch the frozen new classifier, where the loss needs it (see :meth:`CompatModel.prepare`)."""
         if self.config.loss == "mse":
             return

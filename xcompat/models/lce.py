@@ -16,7 +16,7 @@ from xcompat.heads import Projection
 from xcompat.losses import angular_alignment_loss
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.mapped import MappedConfig, MappedModel
-from xcompat.models.old_knowledge import ROWS, OldKnowledge, class_means
+from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
 
 
 class LceConfig(MappedConfig):
@@ -62,7 +62,7 @@ class LceModel(MappedModel):
             self.register_buffer(name, None, persistent=False)
         self.post_init()
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Measure centres and boundaries (see :meth:`CompatModel.prepare`)."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("lce"))
@@ -91,9 +91,7 @@ class LceModel(MappedModel):
         return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
 
 
-def _boundaries(
-    embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]
-) -> NDArray[np.float32]:
+def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return each class's smallest cosine to its centre (C,); 1 where there is none, which no loss reads."""
     smallest_C = np.ones(len(centres_Cd), np.float32)
     for start in range(0, len(labels_N), ROWS):

@@ -13,7 +13,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
 from xcompat.outputs import CompatOutput
 
-Rows = TypeVar("Rows")
+Side = TypeVar("Side")
 
 
 class MappedConfig(CompatConfig):
@@ -45,7 +45,7 @@ class MappedModel(CompatModel):
         self.maps_galleries = config.direction == "old_to_new"
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
 
-    def ordered(self, new: Rows, old: Rows) -> tuple[Rows, Rows]:
+    def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
         """Return what belongs to the source and what to the target."""
         return (old, new) if self.maps_galleries else (new, old)
 

@@ -14,7 +14,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses import neighbour_weights, neighbourhood_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge, class_means
+from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
 
 DISTANCES_AT_ONCE = 2**23
 """Most distances between samples and centres that are held at a time."""
@@ -72,7 +72,7 @@ class NcclModel(ClassifiedModel):
         self.register_buffer("bank_Qd", None, persistent=False)
         self.register_buffer("bank_labels_Q", None, persistent=False)
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep credible old embeddings (see :meth:`CompatModel.prepare`)."""
         entropies_N, classes = class_entropies(old)
         # rounding may lift the entropy of a flat distribution over the largest possible one

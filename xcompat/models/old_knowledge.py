@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,20 @@ from torch import Tensor
 from xcompat.errors import XcompatError
 
 ROWS = 65536
+
+
+class Rows(Protocol):
+    """Embeddings that are fetched by row: an array, or a cache on disk that need not fit into memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (N, d)."""
+
+    def __len__(self) -> int:
+        """Return N."""
+
+    def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
+        """Return rows by number, in the order asked for."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class OldKnowledge:
 
     n_classes: int
     labels_N: NDArray[np.int64]
-    embeddings_Nd: NDArray[np.float32] | None = None
+    embeddings_Nd: Rows | None = None
     classifier_Cd: NDArray[np.float32] | None = None
     given_prototypes_Cd: NDArray[np.float32] | None = None
 
@@ -47,7 +62,7 @@ class OldKnowledge:
             raise XcompatError("class prototypes need old embeddings of the training images, or prototypes given as a file")
         return class_means(self.embeddings_Nd, self.labels_N, self.n_classes)
 
-    def embeddings(self, method: str) -> NDArray[np.float32]:
+    def embeddings(self, method: str) -> Rows:
         """Return the old embeddings of the training samples (N, d), or refuse by name.
 
         Args:
@@ -85,7 +100,7 @@ class OldKnowledge:
         return torch.from_numpy(np.array(self.classifier_Cd))
 
 
-def class_means(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
+def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
     """Average embeddings per class, in float64 and in blocks, so that memory-mapped ones need not fit.
 
     Args:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 
 
 class PrototypedConfig(ClassifiedConfig):
@@ -47,7 +45,7 @@ class PrototypedModel(ClassifiedModel):
         # Not saved: it is made anew from the old model, whose knowledge does not leave with the new one.
         self.register_buffer("old_weights_Cd", None, persistent=False)
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the frozen rows (see :meth:`CompatModel.prepare`)."""
         weights_Cd = old.weights(self.config.old_weights)
         if not weights_Cd.isfinite().any():

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,8 +17,10 @@ from xcompat.losses import angular_alignment_loss, bank_contrast_loss, cross_ent
 from xcompat.models.base import CompatModel
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.config import CompatConfig
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
+
+NOT_PREPARED = "QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first"
 
 
 class QueryMapConfig(CompatConfig):
@@ -61,7 +62,7 @@ class QueryMapModel(CompatModel):
     columns_if_known: ClassVar[tuple[str, ...]] = ("labels", "index")
     embeds_in_memory = True
     citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
-    bank_Nd: Tensor | None
+    bank_Nd: Rows | None
     bank_labels_N: Tensor | None
     prototypes_Cd: Tensor | None
     start_Dd: Tensor | None
@@ -81,11 +82,12 @@ class QueryMapModel(CompatModel):
             assert self.network is not None
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
-        for name in ("bank_Nd", "bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
+        self.bank_Nd = None  # rows are fetched batch by batch: the bank need not fit into memory
+        for name in ("bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
             self.register_buffer(name, None, persistent=False)  # made anew from the caches; no part of what is shared
         self.post_init()
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the bank, and start at the closed form (see :meth:`CompatModel.prepare`)."""
         old_Nd = old.embeddings("query_map")
         assert new_ND is not None
@@ -95,10 +97,11 @@ class QueryMapModel(CompatModel):
             with torch.no_grad():
                 self.linear.weight.copy_(self.start_Dd.T)
                 self.linear.bias.copy_(self.start_d)
-        self.bank_Nd = torch.from_numpy(np.array(old_Nd)).to(self.device)
+        self.bank_Nd = old_Nd
         if len(old.labels_N):
             self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
-            self.prototypes_Cd = old.weights("prototypes").to(self.device)
+            if self.config.loss == "prototypes":
+                self.prototypes_Cd = old.weights("prototypes").to(self.device)
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
@@ -150,14 +153,16 @@ class QueryMapModel(CompatModel):
             if labels is None:
                 raise XcompatError("loss prototypes needs classes; name labelled images under data.images, or take loss bank")
             return cross_entropy_to(self._prepared(self.prototypes_Cd), mapped_Bd, labels, config.scale)
-        bank_Nd, bank_labels_N = self._prepared(self.bank_Nd), self.bank_labels_N
-        rows_K = torch.arange(len(bank_Nd), device=mapped_Bd.device)
-        if len(bank_Nd) > config.bank_size:
-            rows_K = torch.randperm(len(bank_Nd), device=mapped_Bd.device)[: config.bank_size]
-        bank_labels_K = bank_labels_N[rows_K] if bank_labels_N is not None else None
-        return bank_contrast_loss(mapped_Bd, old_Bd, bank_Nd[rows_K], config.scale, labels, bank_labels_K, index, rows_K)
+        if self.bank_Nd is None:
+            raise XcompatError(NOT_PREPARED)
+        total = len(self.bank_Nd)
+        drawn_K = torch.randperm(total)[: config.bank_size] if total > config.bank_size else torch.arange(total)
+        bank_Kd = torch.from_numpy(np.array(self.bank_Nd[drawn_K.numpy()])).to(mapped_Bd.device)
+        rows_K = drawn_K.to(mapped_Bd.device)
+        bank_labels_K = self.bank_labels_N[rows_K] if self.bank_labels_N is not None else None
+        return bank_contrast_loss(mapped_Bd, old_Bd, bank_Kd, config.scale, labels, bank_labels_K, index, rows_K)
 
     def _prepared(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:
-            raise XcompatError("QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first")
+            raise XcompatError(NOT_PREPARED)
         return buffer

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +14,7 @@ from xcompat.heads import ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, cross_entropy_to
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.mapped import MappedConfig, MappedModel
-from xcompat.models.old_knowledge import OldKnowledge, class_means
+from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
 
 
 class RbtConfig(MappedConfig):
@@ -77,7 +75,7 @@ class RbtModel(MappedModel):
         """Train the blocks alone: what stands before them is solved."""
         self.entry.requires_grad_(False)
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Solve the rotation and average the target's classes (see :meth:`CompatModel.prepare`)."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("rbt"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,7 +10,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, readable_pairs, solve_ridge
 from xcompat.models.mapped import MappedConfig, MappedModel
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 
 
 class ResidualMlpConfig(MappedConfig):
@@ -65,7 +63,7 @@ class ResidualMlpModel(MappedModel):
         """Train the network alone: the linear part is solved."""
         self.skip.requires_grad_(False)
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Solve the linear part (see :meth:`CompatModel.prepare`)."""
         assert new_ND is not None
         pairs = readable_pairs(*self.ordered(new_ND, old.embeddings("residual_mlp")))

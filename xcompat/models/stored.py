@@ -15,7 +15,7 @@ from torch import nn
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import describe_old
-from xcompat.models.old_knowledge import rows_by_class
+from xcompat.models.old_knowledge import ROWS, rows_by_class
 
 EMBEDS, IDS = "image_embeds.npy", "image_ids.txt"
 PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
@@ -46,8 +46,9 @@ class StoredModel:
         known = self.embeds_Nd if self.embeds_Nd is not None else self.prototypes_Cd
         assert known is not None
         self.dim = int(known.shape[1])
-        digest = hashlib.sha256(np.ascontiguousarray(known).tobytes())
-        digest.update("\n".join(self.ids or self.classes).encode())
+        digest = hashlib.sha256("\n".join(self.ids or self.classes).encode())
+        for start in range(0, len(known), ROWS):
+            digest.update(np.ascontiguousarray(known[start : start + ROWS]).tobytes())
         self.fingerprint = Fingerprint(digest.hexdigest(), str(folder))
         self.model: nn.Module = nn.Identity()
         self.device = torch.device("cpu")
@@ -110,7 +111,9 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     names = lines.read_text(encoding="utf-8").splitlines()
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
-    bad = np.flatnonzero(~np.isfinite(array).all(axis=1))
+    starts = range(0, len(array), ROWS)
+    finite_N = np.concatenate([np.isfinite(array[start : start + ROWS]).all(axis=1) for start in starts] or [np.ones(0, bool)])
+    bad = np.flatnonzero(~finite_N)
     if bad.size:
         raise XcompatError(f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN; leave them out")
     return array, names

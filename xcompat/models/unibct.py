@@ -14,7 +14,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge, samples_of_classes
+from xcompat.models.old_knowledge import OldKnowledge, Rows, samples_of_classes
 
 
 class UniBctConfig(ClassifiedConfig):
@@ -73,7 +73,7 @@ class UniBctModel(ClassifiedModel):
             # a class without old samples has a row of 0, which no mean embedding is: NaN would differ from itself
             self.register_buffer("prototypes_Cd", torch.zeros(len(self.config.classes), self.config.old["dim"]))
 
-    def prepare(self, old: OldKnowledge, new_ND: NDArray[np.float32] | None = None) -> None:
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Begin with class means, and keep the old embeddings (see :meth:`CompatModel.prepare`)."""
         old.embeddings("unibct")
         self._old = old

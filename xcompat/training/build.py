@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel, ProjectionModel
 from xcompat.models.classified import ClassifiedModel
-from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.closed_form import ClosedFormModel, readable_pairs
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
 from xcompat.models.projected import ProjectedModel
@@ -40,7 +39,6 @@ from xcompat.training.trainer import embedding_data, labelled_data, pair_data, t
 if TYPE_CHECKING:
     import datasets
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from xcompat.training.trainer import Data
 
@@ -60,7 +58,7 @@ def train_stage(stage: Stage) -> CompatModel:
     if issubclass(stage.method, ClosedFormModel):
         model, new, old = _map_and_caches(stage)
         assert isinstance(model, ClosedFormModel)
-        return model.fit(_readable_pairs(new, old))
+        return model.fit(readable_pairs(new, old))
     if stage.method.embeds_in_memory:
         model, data = _map_and_data(stage)
     elif stage.part.data.images is not None or "labels" in stage.method.columns:
@@ -109,7 +107,7 @@ def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     labels_N, classes = np.empty(0, dtype=np.int64), 0
     if stage.part.data.images is not None:
         labels_N, classes = stage.images.labels(), len(stage.images.classes)
-    model.prepare(OldKnowledge(classes, labels_N, old[:]), new[:])
+    model.prepare(OldKnowledge(classes, labels_N, old), new)
     known: dict[str, Any] = {INDEX: np.arange(len(new))}
     if len(labels_N):
         known[LABELS] = labels_N
@@ -145,7 +143,7 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             else:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
-            extra[CREDIBLE] = _credible(knowledge.embeddings(part.method), knowledge.labels_N, model.config.keep)
+            extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
     if NEW_EMBEDS in model.columns:
         extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
     head, two_views = part.options.get("head"), SECOND_PIXEL_VALUES in model.columns
@@ -160,9 +158,9 @@ def _old_knowledge(stage: Stage, old: Embedder | StoredModel) -> OldKnowledge:
         prototypes_Cd = old.prototypes_of(images.classes)
         if prototypes_Cd is not None and stage.part.evaluation is not None and stage.part.data.tests():
             old.rows([])  # says that nothing can be judged, before anything is trained
-        embeds_Nd = stage.cache(old)[:] if prototypes_Cd is None else None
+        embeds_Nd = stage.cache(old) if prototypes_Cd is None else None
         return OldKnowledge(count, labels_N, embeds_Nd, given_prototypes_Cd=prototypes_Cd)
-    return OldKnowledge(count, labels_N, stage.cache(old)[:], _classifier_rows(old, images.classes))
+    return OldKnowledge(count, labels_N, stage.cache(old), _classifier_rows(old, images.classes))
 
 
 def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
@@ -278,10 +276,3 @@ def _describe_encoder(embedder: Embedder) -> dict[str, Any]:
     else:
         own = model.description
     return own | {"fingerprint": embedder.fingerprint.digest}
-
-
-def _readable_pairs(new: EmbeddingCache, old: EmbeddingCache) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield paired embeddings without the rows of images that could not be read."""
-    for new_BD, old_Bd in zip(new.iterate(), old.iterate(), strict=True):
-        kept_B = new_BD[:, 0].isfinite() & old_Bd[:, 0].isfinite()
-        yield new_BD[kept_B], old_Bd[kept_B]

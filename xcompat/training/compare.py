@@ -10,7 +10,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.losses.classification import ClassificationHead
-from xcompat.models import METHODS, CompatModel
+from xcompat.models import CompatModel
 from xcompat.progress import console
 from xcompat.report import load_report
 from xcompat.report.comparison import Contender, compare, print_comparison, write_comparison
@@ -33,7 +33,7 @@ def compare_recipe(recipe: Recipe) -> Path:
     Raises:
         XcompatError: no stage is evaluated, or the stages were not judged on the same cases.
     """
-    evaluated = [part for part in recipe.stages if _is_evaluated(part)]
+    evaluated = [part for part in recipe.stages if Stage(recipe, part).is_judged]  # asked before hours of training, not after
     if not evaluated:
         raise XcompatError(
             f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
@@ -50,11 +50,6 @@ def compare_recipe(recipe: Recipe) -> Path:
         console.print(f"comparison: {page}")
     barrier()
     return recipe.output_dir / "compare.html"
-
-
-def _is_evaluated(part: StageRecipe) -> bool:
-    """Return whether :func:`run_recipe` will write a report for a stage: asked before hours of training, not after."""
-    return part.evaluation is not None and part.data.tests() and METHODS[part.method].compares_with_old
 
 
 def _run_of(recipe: Recipe, seed: int) -> Recipe:

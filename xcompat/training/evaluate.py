@@ -136,7 +136,9 @@ def make_report(
         What :func:`xcompat.report.write_report` writes.
     """
     evaluation, kept = judge(contestants, settings, seed)
-    searched = kept.old if kept.upgraded is None else kept.upgraded
-    examples = test.examples(kept.old, kept.new_view, searched, settings.examples, seed) if test and settings.examples else []
+    examples = []
+    if test and settings.examples:  # of all rows: those of ``kept`` are no longer the test set's
+        searched = contestants.old if contestants.upgraded is None else contestants.upgraded
+        examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
     return ReportContent(evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, **shown, **about)

@@ -17,7 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.models import METHODS
+from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
 from xcompat.progress import console, silence_libraries
 from xcompat.progress import stage as stage_line
@@ -48,9 +48,10 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     reports = {}
     for part in recipe.stages:
         with stage_line(f"{recipe.name}: {part.name}"):
-            StageRun(recipe, part).train_unless_done()
-            if part.evaluation is not None and part.data.tests() and METHODS[part.method].compares_with_old:
-                reports[part.name] = StageRun(recipe, part).evaluate_unless_done()
+            run = StageRun(recipe, part)
+            run.train_unless_done()
+            if run.is_judged:
+                reports[part.name] = run.evaluate_unless_done()
     if is_main_process():
         write_sequence(recipe.output_dir, reports, console)
     return reports
@@ -150,10 +151,10 @@ class StageRun(Stage):
         if not done:
             test = load_test_set(self.part.data)
             assert test is not None
-            contestants = self._contestants(test)
+            model = self.load_model(self.part.name)
+            contestants = self._contestants(model, test)
             self._write_report(contestants, test, self.report_dir, self._seconds())
-            for version, earlier in self._earlier_galleries(test):
-                model = self.load_model(self.part.name)
+            for version, earlier in self._earlier_galleries(model, test):
                 against = embed_new(model, earlier, contestants.independent, test, self.recipe.cache_dir)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.report_dir / f"against-{name}", {})
@@ -172,19 +173,24 @@ class StageRun(Stage):
                 folder, make_report(contestants, test, self.part.evaluation, method, seed, seconds=seconds, run=provenance())
             )
 
-    def _contestants(self, test: EvaluationSet) -> Contestants:
+    def _contestants(self, model: CompatModel, test: EvaluationSet) -> Contestants:
         settings, cache_dir = self.part.evaluation, self.recipe.cache_dir
         assert settings is not None
         old, plain = test.embed(self.old(), cache_dir), self.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
-        contestants = embed_new(self.load_model(self.part.name), old, independent, test, cache_dir)
+        contestants = embed_new(model, old, independent, test, cache_dir)
         others = {name: self.load_model(name) for name in settings.compare_with}
+        if mapping := [name for name, other in others.items() if other.maps_galleries]:
+            raise XcompatError(
+                f"evaluation.compare_with names {mapping[0]}, which maps galleries: "
+                "its queries do not search the old one; leave it out"
+            )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
         return replace(contestants, extra=extra)
 
-    def _earlier_galleries(self, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
+    def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
         """Embed the test set with every version before the old one, whose galleries a chain of upgrades still serves."""
-        for version in self.load_model(self.part.name).compatible_with[1:]:
+        for version in model.compatible_with[1:]:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")
             yield version, test.embed(earlier, self.recipe.cache_dir)

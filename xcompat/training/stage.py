@@ -41,6 +41,11 @@ class Stage:
         # what a recipe is run for is its last stage: that report stands at the top
         self.report_dir = recipe.output_dir if part is recipe.stages[-1] else self.folder
 
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the stage ends with a report."""
+        return self.part.evaluation is not None and self.part.data.tests() and self.method.compares_with_old
+
     def made(self, name: str) -> str:
         """Return the digest of an earlier stage's model."""
         digest: str = read_json(self.recipe.stage_dir(name) / "done.json")["model"]

@@ -171,8 +171,8 @@ class LabelledTestSet:
         self, old: EmbeddedImages, new_view: EmbeddedImages, searched: EmbeddedImages, count: int, seed: int
     ) -> list[Example]:
         """See :meth:`EvaluationSet.examples`; queries are images, called by their class."""
-        total = len(self.queries.dataset)
-        chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
+        readable_N = np.flatnonzero(np.isfinite(np.asarray(old.query_embeds_QD)[:, 0]))
+        chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()
         query_ids, gallery_ids = self.queries.dataset[ID], self.gallery.dataset[ID]
         examples = []
