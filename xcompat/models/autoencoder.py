@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
-from xcompat.models.unlabelled import UnlabelledConfig, UnlabelledModel
+from xcompat.models.backbone import BackboneConfig
+from xcompat.models.unlabelled import UnlabelledModel
 
 SIDE = 32
 """Pixels of a side of what is drawn."""
 
 
-class AutoencoderConfig(UnlabelledConfig):
+class AutoencoderConfig(BackboneConfig):
     """Configuration of :class:`AutoencoderModel`."""
 
     model_type = "xcompat-autoencoder"

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
 from xcompat.losses.classification import ClassificationHead, HeadKind
+from xcompat.models.backbone import BackboneConfig, BackboneModel
 from xcompat.models.base import CompatModel
-from xcompat.models.config import CompatConfig
 from xcompat.models.embedder import load_embedder
 from xcompat.outputs import CompatOutput
 
 
-class ClassifiedConfig(CompatConfig):
+class ClassifiedConfig(BackboneConfig):
     """Configuration of :class:`ClassifiedModel`.
 
     Args:
         classes: names of the C classes in the order of the labels; None for a model without a classifier.
-        dim: dimension of the embedding without ``extra_dim``; None for the old model's, or else the backbone's own.
         extra_dim: e, dimensions appended for what the old space has no room for.
         head: how features are classified.
         head_scale: s, the factor on cosines; None for the head's usual one.
         head_margin: m of ArcFace and CosFace; None for the usual one.
-        for_training: whether the parts exist that only training needs; False in a finished model.
     """
 
     classes: list[str] | None = None
-    dim: int | None = None
     extra_dim: int = 0
     head: HeadKind = "softmax"
     head_scale: float | None = None
     head_margin: float | None = None
-    for_training: bool = True
 
 
-class ClassifiedModel(CompatModel):
+class ClassifiedModel(BackboneModel):
     """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's :meth:`loss`.
 
     Args:
@@ -51,14 +45,9 @@ class ClassifiedModel(CompatModel):
 
     config_class = ClassifiedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
-    only_for_training: ClassVar[tuple[str, ...]] = ()
-    """Names of the modules that :meth:`build_for_training` makes and that leave when training is done."""
 
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        assert self.encoder is not None
-        width = self.encoder.embedding_dim
-        self.neck = nn.Linear(width, config.embedding_dim) if _has_neck(config, width) else nn.Identity()
         self.classifier: ClassificationHead | None = None
         if config.classes and "classifier" not in self.only_for_training:
             self.classifier = self._head(config.embedding_dim)
@@ -108,28 +97,6 @@ class ClassifiedModel(CompatModel):
         """Return False: a gallery holds the whole embedding, whose first dimensions are the spaces of older versions."""
         return False
 
-    def features(self, pixel_values: Tensor) -> Tensor:
-        """Return embeddings before normalisation, as classifiers see them.
-
-        Args:
-            pixel_values: (B, C, H, W) float32.
-
-        Returns:
-            (B, D).
-        """
-        assert self.encoder is not None
-        return self.neck(self.encoder.image_features(pixel_values))
-
-    def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`CompatModel.embed_images`."""
-        return F.normalize(self.features(pixel_values).float(), dim=-1)
-
-    def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed texts where the model was trained on captions; one trained on classes has images alone in its space."""
-        if self.config.classes is not None:
-            raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
-        return super().embed_texts(input_ids, attention_mask)
-
     def forward(
         self,
         pixel_values: Tensor | None = None,
@@ -169,28 +136,3 @@ class ClassifiedModel(CompatModel):
         """Return the loss of the new classifier on features of the new model."""
         assert self.classifier is not None
         return self.classifier(features_BD, labels_B)
-
-    def set_trainable(self) -> None:
-        """Train adapters and heads alone where there are adapters, else everything that embeddings of images depend on."""
-        assert self.encoder is not None
-        adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
-        image = {id(parameter) for parameter in self.encoder.image_parameters()}
-        for parameter in self.encoder.parameters():
-            parameter.requires_grad_(id(parameter) in adapters if adapters else id(parameter) in image)
-
-    def for_inference(self) -> Self:
-        """Return the model without what only training needs, in evaluation mode."""
-        for name in self.only_for_training:
-            if hasattr(self, name):
-                delattr(self, name)
-        self.config.for_training = False
-        return super().for_inference()
-
-    def export(self, folder: str | Path) -> None:
-        """Write the finished model: backbone, projection and, where it fits plain features, the classifier."""
-        self.for_inference()
-        super().export(folder)
-
-
-def _has_neck(config: ClassifiedConfig, width: int) -> bool:
-    return config.dim is not None or config.embedding_dim != width

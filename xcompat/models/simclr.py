@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
 from xcompat.losses import nt_xent_loss
-from xcompat.models.unlabelled import UnlabelledConfig, UnlabelledModel
+from xcompat.models.backbone import BackboneConfig
+from xcompat.models.unlabelled import UnlabelledModel
 
 
-class SimClrConfig(UnlabelledConfig):
+class SimClrConfig(BackboneConfig):
     """Configuration of :class:`SimClrModel`.
 
     Args:
@@ -48,7 +49,7 @@ class SimClrModel(UnlabelledModel):
         self.post_init()
 
     def features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`UnlabelledModel.features`."""
+        """See :meth:`BackboneModel.features`."""
         return self.norm(super().features(pixel_values))
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:

@@ -1,0 +1,88 @@
+"""What models share that train a backbone for images: a projection, embeddings, and parts that only training needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Self
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.models.base import CompatModel
+from xcompat.models.config import CompatConfig
+
+
+class BackboneConfig(CompatConfig):
+    """Configuration of :class:`BackboneModel`.
+
+    Args:
+        dim: dimension of the embedding without extra ones; None for the old model's where there is one, or else the backbone's.
+        for_training: whether the parts exist that only training needs; False in a finished model.
+    """
+
+    dim: int | None = None
+    for_training: bool = True
+
+
+class BackboneModel(CompatModel):
+    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's.
+
+    Args:
+        config: the configuration.
+        encoder: an encoder already loaded; built without weights from the configuration if None.
+    """
+
+    config_class = BackboneConfig
+    only_for_training: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules and buffers that leave when training is done."""
+
+    def __init__(self, config: BackboneConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert self.encoder is not None
+        width = self.encoder.embedding_dim
+        projected = config.dim is not None or config.embedding_dim != width
+        self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """Return embeddings before normalisation.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+
+        Returns:
+            (B, D).
+        """
+        assert self.encoder is not None
+        return self.neck(self.encoder.image_features(pixel_values))
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """See :meth:`CompatModel.embed_images`."""
+        return F.normalize(self.features(pixel_values).float(), dim=-1)
+
+    def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed texts where the model was trained on captions; one trained on images has them alone in its space."""
+        if "input_ids" not in self.columns:
+            raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
+        return super().embed_texts(input_ids, attention_mask)
+
+    def set_trainable(self) -> None:
+        """Train adapters and heads alone where there are adapters, else everything that embeddings of images depend on."""
+        assert self.encoder is not None
+        chosen = {id(parameter) for parameter in self.encoder.adapter_parameters() or self.encoder.image_parameters()}
+        for parameter in self.encoder.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+
+    def for_inference(self) -> Self:
+        """Return the model without what only training needs, in evaluation mode."""
+        for name in self.only_for_training:
+            if hasattr(self, name):
+                delattr(self, name)
+        self.config.for_training = False
+        return super().for_inference()
+
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model: backbone, projection and what else inference or the next update reads."""
+        self.for_inference()
+        super().export(folder)
