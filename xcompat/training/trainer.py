@@ -168,6 +168,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     bar, interrupt = ProgressCallback(part.name), InterruptCallback()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         model = shardable(model)
+    model = model.to(memory_format=torch.channels_last)  # a small ResNet's step takes two thirds of the time on a CPU
     trainer = Trainer(
         model=model.train(),
         args=settings,
