@@ -140,6 +140,21 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
     assert comparison.best == "good"
 
 
+def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
+    evaluation = evaluate_labelled_cases(
+        labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), None, None, old_on_new=True, n_resamples=RESAMPLES
+    )
+    content = ReportContent(evaluation, labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), None, None, "bct", tsne_pairs=0)
+    save_report(tmp_path / "report", gather(content))
+    measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
+    (case,) = (case for case in evaluation.cases if case.label == "old/new")
+    assert measured.methods[0].from_old[MAP].mean == case.metrics[MAP[1]]
+    assert "mAP@1.0\nfrom old" in tables(measured)[0].columns
+    assert not any("from old" in column for column in tables(comparison)[0].columns)
+    write_comparison(tmp_path, measured)
+    assert json.loads((tmp_path / "compare.json").read_text())["rows"][-1]["from_old"]
+
+
 def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:
     for contender in (*contenders, *pair_contenders):
         for report in contender.reports.values():

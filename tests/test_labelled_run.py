@@ -17,12 +17,14 @@ import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.errors import XcompatError
 from xcompat.models import METHODS
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.training.evaluate import Contestants, make_report
 from xcompat.training.online import OnlineOldCollator
-from xcompat.training.recipe import EvaluationSettings, Recipe, parse_recipe
+from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
+from xcompat.training.settings import EvaluationSettings
+from xcompat.training.stage import Stage
 from xcompat.training.test_sets import LabelledTestSet
 
 CLASSES = ["ant", "bee", "cat", "dog"]
@@ -150,6 +152,45 @@ def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path)
     np.save(folder / "image_embeds.npy", embeds)
     (folder / "image_ids.txt").write_text("\n".join(ids) + "\n")
     return str(folder)
+
+
+def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
+    raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
+    recipe = parse_recipe(raw, "demo", "demo.yaml")
+    part = Stage(recipe, recipe.stages[0])
+    old = part.old()
+    assert isinstance(old, Embedder)
+    captions = [record["caption"] for record in part.images.dataset]
+    expected = old.embed(old.processor.texts(captions))
+    assert np.allclose(part.cache(old)[:], expected.numpy(), atol=1e-3)
+    assert not np.allclose(part.cache(part.embedder("new"))[:], expected.numpy(), atol=0.1)
+
+
+MODALITY = {
+    "old_reads": "captions",
+    "images": {"path": "glyphs:fit", "limit": 200},
+    "queries": {"path": "glyphs:validation", "limit": 200},
+    "gallery": {"path": "glyphs:fit", "limit": 200},
+}
+
+
+@pytest.mark.parametrize("method", ["bct", "oca", "query_map"])
+def test_an_old_text_encoder_is_searched_by_images_and_searches_them(
+    method: str, trained: dict[str, Any], old_folder: str, tmp_path: Path
+) -> None:
+    raw = {"method": method, "old": old_folder, "independent": trained["independent"], "output_dir": str(tmp_path / "run")}
+    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+    evaluation = {**trained["evaluation"], "old_on_new": True}
+    run_recipe(recipe_of(trained, **raw, **new, options=OPTIONS.get(method, {}), data=MODALITY, evaluation=evaluation))
+    cases = {case.label: case for case in load_report(tmp_path / "run").cases}
+    assert cases["old/old"].metrics["cmc@1"] > 0.2  # names search names; those of one class are equal
+    assert {"new/old", "old/new", "new/new"} <= cases.keys()
+
+
+def test_an_image_encoder_cannot_be_an_old_text_encoder(trained: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="an image encoder has no tokenizer"):
+        run_recipe(recipe_of(trained, method="bct", data=MODALITY, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("method", ["bct", "l2", "query_map"])

@@ -84,6 +84,18 @@ def test_every_number_is_the_public_metric(models: dict[str, EmbeddedPairs]) -> 
     assert "1 text-to-image queries have no match" in result.notes[0]
 
 
+def test_old_queries_search_the_new_gallery_in_the_shared_space(models: dict[str, EmbeddedPairs]) -> None:
+    old, view = models["old"], models["new_view"]
+    result = evaluate_cases(**models, old_on_new=True, n_resamples=50)
+    found = [case for case in result.cases if case.label == "old/new" and case.direction == "image-to-text"]
+    case = next(case for case in found if "recall@5" in case.metrics)
+    expected = recall_at_k(old.image_embeds_ND, view.text_embeds_MD, old.image_ids, view.text_ids, ks=(5,))
+    assert case.metrics["recall@5"] == pytest.approx(expected[5])
+    assert "old/new" not in {case.label for case in evaluate_cases(**models, n_resamples=50).cases}
+    with pytest.raises(XcompatError, match="set old_on_new to false"):
+        evaluate_cases(**models, upgraded=view, old_on_new=True, n_resamples=50)
+
+
 def test_flips_are_relative_to_the_old_model(models: dict[str, EmbeddedPairs]) -> None:
     result = evaluate_cases(**models, extra={"phi": embedded("phi", 16, 4.0, 1)}, n_resamples=20)
     for case in result.cases:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageFont
 
-from xcompat.data.schema import ID, IMAGE, LABEL
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
 from xcompat.errors import XcompatError, nearest
 from xcompat.files import atomic_path
 
@@ -42,6 +42,9 @@ CLASS_FACES = {
 }
 """Faces of the glyph classes: every family is trained on, searched for and searched, in styles that differ; no face is in two of
 these but those of ``validation``, which are in ``train``."""
+
+CLASS_FORMAT = 2
+"""Which columns and faces kept glyph classes have: data sets of another number are made anew."""
 
 _PATTERNS = ("DejaVu*.ttf", "STIXGeneral*.ttf")
 _EM = 26 / 32  # font size over image size: DejaVu's tallest accents and deepest descenders just fit
@@ -249,7 +252,8 @@ def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 3
 
     Args:
         folder: where the five folders go, each as ``datasets.save_to_disk`` writes it, with the columns ``image`` (grey PNG),
-            ``id`` (such as ``"U+03B1 DejaVuSans"``) and ``label`` (a ClassLabel of the lower-cased Unicode names).
+            ``id`` (such as ``"U+03B1 DejaVuSans"``), ``label`` (a ClassLabel of the lower-cased Unicode names) and ``caption``
+            (the same name, for models that read texts).
         n_classes: how many characters, see :func:`choose_characters`.
         size: height and width of the images in pixels.
 
@@ -282,7 +286,8 @@ def glyph_classes(part: str) -> Path:
     parts = [*CLASS_FACES, "fit"]
     if part not in parts:
         raise XcompatError(f"there are no glyphs {part!r}; {nearest(part, parts)}")
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat" / f"glyph-classes-matplotlib-{matplotlib.__version__}"
+    made_by = f"{CLASS_FORMAT}-matplotlib-{matplotlib.__version__}"
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat" / f"glyph-classes-{made_by}"
     if not folder.exists():
         write_glyph_classes(folder)
     return folder / part
@@ -339,8 +344,10 @@ def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
         IMAGE: [{"bytes": _png(glyphs.images_NHW[row]), "path": None} for row in rows],
         ID: [f"U+{code:04X} {face}" for code, face in kept],
         LABEL: [label_of[code] for code, _ in kept],
+        CAPTION: [glyphs.names[code] for code, _ in kept],
     }
-    return Dataset.from_dict(columns, features=Features({IMAGE: ImageFeature(), ID: Value("string"), LABEL: names}))
+    features = Features({IMAGE: ImageFeature(), ID: Value("string"), LABEL: names, CAPTION: Value("string")})
+    return Dataset.from_dict(columns, features=features)
 
 
 def _png(image_HW: NDArray[np.uint8]) -> bytes:

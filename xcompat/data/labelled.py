@@ -30,6 +30,7 @@ class LabelledSource(ImageSource):
     """Where labelled images come from: the fields of :class:`ImageSource`, ``label_column`` found when not given, and these.
 
     Args:
+        caption_column: the column with the images' captions, for an old model that embeds texts; found when not given.
         classes: the class order: names, or a file as `xcompat.data.load_classes` reads it.
         class_column: the column of that file, or of the ``classes.tsv`` beside the data, that holds the names.
 
@@ -40,6 +41,7 @@ class LabelledSource(ImageSource):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # YAML reads class 7 as a number
 
+    caption_column: str | None = None
     classes: list[str] | str | None = None
     class_column: str | None = None
 
@@ -88,7 +90,7 @@ class LabelledImages:
         _require_pairs(self.labels(), self.classes)
 
 
-def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = None) -> LabelledImages:
+def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = None, captions: bool = False) -> LabelledImages:
     """Load images with classes, from every format of `xcompat.data.load_pairs`.
 
     A label is the class's name, or its index: an integer, the ``.cls`` of a webdataset, or digits that are no class's name.
@@ -100,6 +102,7 @@ def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = 
     Args:
         source: what to load; a string is its ``path``.
         classes: names of the classes in order, over whatever the source says.
+        captions: whether to keep the images' captions, and to require them.
 
     Returns:
         The images. A class may be without images unless the order was given by ``classes`` and the source has no ``limit``.
@@ -112,7 +115,7 @@ def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = 
 
     source = LabelledSource(path=source) if isinstance(source, str) else source
     described = source.model_dump(exclude={"classes", "class_column"})
-    dataset = load_pairs(PairSource(**described, captions=False, labels=True))
+    dataset = load_pairs(PairSource(**described, captions=captions, labels=True))
     assert isinstance(dataset, datasets.Dataset)
     _require_distinct_ids(dataset, source)
     given = list(classes) if classes is not None else _given_classes(source)

@@ -155,7 +155,13 @@ class Sampling:
 
 
 def who_queries_whom(
-    old: C, new_view: C, new: C | None, independent: C | None, further: Mapping[str, C], upgraded: C | None = None
+    old: C,
+    new_view: C,
+    new: C | None,
+    independent: C | None,
+    further: Mapping[str, C],
+    upgraded: C | None = None,
+    old_on_new: bool = False,
 ) -> list[tuple[str, str, C, C]]:
     """Check that the models fit together and list the cases.
 
@@ -166,35 +172,46 @@ def who_queries_whom(
         independent: the new model without any training for compatibility.
         further: more query models in the old space, by name.
         upgraded: the old gallery mapped towards the new model, for methods that map galleries.
+        old_on_new: whether old queries search the new model's gallery too.
 
     Returns:
         (query, gallery, query model, gallery model) per case, in the report's order.
 
     Raises:
-        XcompatError: a name is taken, items differ, or dimensions do not fit.
+        XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
     """
-    taken = {"old", "new", "independent", "new_view"} & further.keys()
-    if taken:
-        raise XcompatError(f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name")
-    for name, model in {"new_view": new_view, "new": new, "independent": independent, "upgraded": upgraded, **further}.items():
-        if model is not None:
-            old.require_same_items(model, name)
     stays = old if upgraded is None else upgraded
-    for name, model, gallery in (("new_view", new_view, stays), *((name, model, old) for name, model in further.items())):
-        if model.dim != gallery.dim:
-            raise XcompatError(
-                f"{name} has {model.dim} dimensions but the old gallery has {gallery.dim}; pass its view of the old space"
-            )
+    _require_fitting(old, stays, {"new_view": new_view, "new": new, "independent": independent, "upgraded": upgraded}, further)
+    if old_on_new and upgraded is not None:
+        raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
     pairs = [("old", "old", old, old)]
     if independent is not None:
         pairs.append(("independent", "old", fit_dim(independent, old.dim), old))
     pairs += [(name, "old", model, old) for name, model in further.items()]
     pairs.append(("new", "old", new_view, stays))
+    if old_on_new:
+        pairs.append(("old", "new", old, new_view))
     if new is not None:
         pairs.append(("new", "new", new, new))
     if independent is not None:
         pairs.append(("independent", "independent", independent, independent))
     return pairs
+
+
+def _require_fitting(old: C, stays: C, roles: Mapping[str, C | None], further: Mapping[str, C]) -> None:
+    """Refuse models that were evaluated on other items, or whose queries are of another dimension than the gallery that stays."""
+    taken = {"old", "new", "independent", "new_view"} & further.keys()
+    if taken:
+        raise XcompatError(f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name")
+    for name, model in {**roles, **further}.items():
+        if model is not None:
+            old.require_same_items(model, name)
+    searching = {"new_view": (roles["new_view"], stays)} | {name: (model, old) for name, model in further.items()}
+    for name, (model, gallery) in searching.items():
+        if model is not None and model.dim != gallery.dim:
+            raise XcompatError(
+                f"{name} has {model.dim} dimensions but the old gallery has {gallery.dim}; pass its view of the old space"
+            )
 
 
 def fit_dim(model: C, dim: int) -> C:

@@ -100,6 +100,7 @@ def evaluate_labelled_cases(
     independent: EmbeddedImages | None,
     extra: Mapping[str, EmbeddedImages] | Iterable[tuple[str, EmbeddedImages]] = (),
     upgraded: EmbeddedImages | None = None,
+    old_on_new: bool = False,
     ks: Sequence[int] = (1, 5),
     chunk_size: int = 1024,
     n_resamples: int = 1000,
@@ -116,6 +117,7 @@ def evaluate_labelled_cases(
         extra: further query models in the old space: each gives the case ``name/old``.
         upgraded: the old gallery after it was mapped towards the new model (FCT); then ``new/old`` searches it, with queries of
             ``new_view``, which must be of its dimension.
+        old_on_new: whether to measure ``old/new`` too: old queries on the new model's gallery, in the space that both share.
         ks: cut-offs of CMC.
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws over queries.
@@ -125,9 +127,10 @@ def evaluate_labelled_cases(
         Cases, verdict, ranks, average precision of every query.
 
     Raises:
-        XcompatError: the models were not evaluated on the same items, dimensions do not fit, or there is nothing to measure.
+        XcompatError: the models were not evaluated on the same items, dimensions do not fit, there is nothing to measure, or old
+            queries cannot search the new gallery because the old one is mapped instead.
     """
-    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded)
+    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
     ranked = {
         (query, gallery): _rank(f"{query}/{gallery}", queries, items, chunk_size) for query, gallery, queries, items in pairs
     }

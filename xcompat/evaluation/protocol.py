@@ -126,6 +126,7 @@ def evaluate_cases(
     independent: EmbeddedPairs | None,
     extra: Mapping[str, EmbeddedPairs] | Iterable[tuple[str, EmbeddedPairs]] = (),
     upgraded: EmbeddedPairs | None = None,
+    old_on_new: bool = False,
     ks: Sequence[int] = (1, 5, 10, 50),
     chunk_size: int = 1024,
     n_resamples: int = 1000,
@@ -144,6 +145,7 @@ def evaluate_cases(
         extra: further query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
         upgraded: the old gallery after it was mapped towards the new model (FCT); then ``new/old`` searches it, with queries of
             the new model's dimension.
+        old_on_new: whether to measure ``old/new`` too: old queries on the new model's gallery, in the space that both share.
         ks: cut-offs of the recall; those that do not leave anything out of a gallery are dropped with a note.
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws; queries with one id are drawn together.
@@ -155,7 +157,7 @@ def evaluate_cases(
     Raises:
         XcompatError: if the models were not evaluated on the same items, dimensions do not fit, or there is nothing to measure.
     """
-    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded)
+    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
     ranks = {
         (query, gallery, direction): _direction_ranks(f"{query}/{gallery}", queries, items, direction, chunk_size)
         for query, gallery, queries, items in pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Embedder:
         dim: dimension of what :meth:`embed` returns.
         logit_scale: scale of its own training, if known.
         compatible_with: versions whose galleries share its space.
+        reads: what it embeds of an image with a caption; a text encoder has captions (bt2.txt §4.7).
     """
 
     model: Encoder | CompatModel
@@ -41,10 +42,11 @@ class Embedder:
     dim: int
     logit_scale: float | None = None
     compatible_with: list[Fingerprint] = field(default_factory=list)
+    reads: Literal["images", "captions"] = "images"
 
     def __post_init__(self) -> None:
         """Lay convolutions out as they are fastest: MobileNets embed 1.6 times as fast on a CPU, and rank as before."""
-        self.model.to(memory_format=torch.channels_last)
+        torch.nn.Module.to(self.model, memory_format=torch.channels_last)
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ _MEANINGS = {
     "old/old": "old queries, old gallery: what users have today",
     "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
+    "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",
     "independent/independent": "a plain new model on its own gallery: the ceiling",
 }

@@ -167,6 +167,8 @@ def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
     """Return the old model if it can embed each batch anew."""
     if isinstance(old, StoredModel):
         raise XcompatError(f"{old.name} holds embeddings and no model: set data.old_embeddings to cached")
+    if old.reads == "captions":
+        raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")
     if stage.part.training.get("dataloader_num_workers"):
         raise XcompatError(
             "with data.old_embeddings online the old model makes part of each batch: leave out dataloader_num_workers"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.data.cache import file_stamps
-from xcompat.data.schema import IMAGE, TEXT
+from xcompat.data.schema import CAPTION, IMAGE, TEXT, captions_of
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
@@ -41,7 +41,12 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
 def cached_images(
     embedder: Embedder | StoredModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01
 ) -> EmbeddingCache:
-    """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run."""
+    """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run.
+
+    Of a model that reads captions, embed the first caption of every image instead.
+    """
+    if isinstance(embedder, Embedder) and embedder.reads == "captions":
+        return cached_captions(embedder, [captions_of(value)[0] for value in pairs[CAPTION]], cache_dir)
     digest = images_digest(pairs)
     return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
 

@@ -17,8 +17,9 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import XcompatError
 from xcompat.progress import console, silence_libraries
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, DataSettings, EvaluationSettings, Recipe, StageRecipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
+from xcompat.training.settings import DataSettings, EvaluationSettings
 
 BATCH = 4
 PAIRS = 12
@@ -107,19 +108,17 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     for role in ROLES:
         source = getattr(part, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
-            usual = "resnet" if part.data.images is not None else "open_clip" if source.name.startswith("hf-hub:") else "clip"
+            sees = part.data.images is not None and not (role == "old" and part.data.old_reads == "captions")
+            usual = "resnet" if sees else "open_clip" if source.name.startswith("hf-hub:") else "clip"
             model_type = source.model_type or usual
             where = folder / source.name.replace("/", "--")
             # one name is one model wherever a recipe mentions it
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
             replaced[role] = {"name": name}
     data = replaced.get("data", {})
-    for key in ("pairs", "test"):
+    for key in ("pairs", "test", "images", "queries", "gallery"):
         if data.get(key):
-            data[key] = {"path": _tiny_pairs(folder, key)}
-    for key in ("images", "queries", "gallery"):
-        if data.get(key):
-            data[key] = {"path": _tiny_classes(folder, key)}
+            data[key] = {"path": _tiny_images(folder, key)}
     for key in ("subset", "test_subset"):
         data.pop(key, None)
     if data.get("texts"):
@@ -135,31 +134,18 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
     return StageRecipe(**replaced)
 
 
-def _tiny_pairs(folder: Path, name: str) -> str:
-    """Write a dozen coloured squares with captions, short enough that the stand-ins do not cut off what tells them apart."""
+def _tiny_images(folder: Path, name: str) -> str:
+    """Write a dozen coloured squares of three classes, with captions so short that the stand-ins do not cut them off."""
     from PIL import Image
 
     where = folder / name
     if not where.exists():
         where.mkdir()
-        pixels = np.random.default_rng(0).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
-        for row, image in enumerate(pixels):
-            Image.fromarray(image).save(where / f"{row}.png")
-        lines = ["image,caption", *(f"{row}.png,{name} {row}" for row in range(PAIRS))]
-        (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(where)
-
-
-def _tiny_classes(folder: Path, name: str) -> str:
-    """Write a dozen coloured squares of three classes, one folder each."""
-    from PIL import Image
-
-    where = folder / name
-    if not where.exists():
         pixels = np.random.default_rng(len(name)).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
         for row, image in enumerate(pixels):
-            (where / f"class {row % 3}").mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(where / f"class {row % 3}" / f"{name}-{row}.png")
+            Image.fromarray(image).save(where / f"{name}-{row}.png")
+        lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % 3}" for row in range(PAIRS))]
+        (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
 
 

@@ -14,7 +14,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import ReportContent
-from xcompat.training.recipe import EvaluationSettings
+from xcompat.training.settings import EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
 
 KS = (1, 5, 10, 50)
@@ -107,7 +107,12 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
     clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
     kept = Contestants(**{role: clean.get(role) for role in roles}, extra=extra)
-    common: dict[str, Any] = {"chunk_size": settings.chunk_size, "n_resamples": settings.resamples, "seed": seed}
+    common: dict[str, Any] = {
+        "old_on_new": settings.old_on_new,
+        "chunk_size": settings.chunk_size,
+        "n_resamples": settings.resamples,
+        "seed": seed,
+    }
     models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
     if isinstance(kept.old, EmbeddedImages):
         return evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common), kept

@@ -7,103 +7,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
+from xcompat.training.settings import DataSettings, EvaluationSettings, Section
 
 STAGE_PREFIX = "stage:"
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Parts of a stage that name a model whose embeddings are cached."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ZeroShotSettings(_Section):
-    """Zero-shot classification from prompts.
-
-    Args:
-        images: labelled images (with ``label_column``).
-        classes: file with one class name a line, in the order of the labels.
-        templates: prompts, ``{}`` standing for the class; their embeddings are averaged.
-    """
-
-    images: PairSource
-    classes: str
-    templates: list[str] = ["a photo of a {}"]
-
-
-class DataSettings(_Section):
-    """What a stage learns from and is tested on.
-
-    Args:
-        pairs: images with captions.
-        texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
-        texts_limit: use the first so many texts.
-        test: images with captions that no stage trains on.
-        zero_shot: labelled images for classification from prompts.
-        images: labelled images, for methods that learn from classes.
-        subset: which classes and samples of ``images`` the stage learns from.
-        queries: labelled images that are searched for.
-        gallery: labelled images that are searched; the queries themselves unless given.
-        test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
-        old_embeddings: whether the old embeddings that a method reads are of plain images, computed once, or of the same
-            augmented view as the new ones, computed in every epoch.
-        augmentation: random changes to training images; none unless given.
-        one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
-        embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
-        shuffle_buffer: for streaming pairs, how many samples are shuffled among each other.
-    """
-
-    pairs: PairSource | None = None
-    texts: list[CorpusSource | PairSource] = []
-    texts_limit: int | None = Field(None, ge=1)
-    test: PairSource | None = None
-    zero_shot: ZeroShotSettings | None = None
-    images: LabelledSource | None = None
-    subset: Subset | None = None
-    queries: LabelledSource | None = None
-    gallery: LabelledSource | None = None
-    test_subset: Subset | None = None
-    old_embeddings: Literal["cached", "online"] = "cached"
-    augmentation: Augmentation | None = None
-    one_per_id: bool = False
-    embeddings_of: Literal["texts", "images"] = "texts"
-    shuffle_buffer: int = Field(10_000, ge=0)
-
-    def tests(self) -> bool:
-        """Return whether there is anything to judge a model on."""
-        return self.test is not None or self.queries is not None
-
-
-class EvaluationSettings(_Section):
-    """How the result is judged.
-
-    Args:
-        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
-        resamples: bootstrap draws.
-        chunk_size: rows per block of the similarity matrix; results do not depend on it.
-        compare_with: earlier stages whose queries are shown beside the new model's.
-        examples: example searches in the report.
-        tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
-    """
-
-    ks: list[int] | None = None
-    resamples: int = Field(1000, ge=100)
-    chunk_size: int = Field(1024, ge=1)
-    compare_with: list[str] = []
-    examples: int = Field(3, ge=0)
-    tsne_pairs: int = Field(500, ge=0)
-
-
-class StageRecipe(_Section):
+class StageRecipe(Section):
     """Everything one training stage needs.
 
     Args:
@@ -130,9 +49,9 @@ class StageRecipe(_Section):
     side_info: EncoderSource | None = None
     new_side_info: EncoderSource | None = None
     projection: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     data: DataSettings = DataSettings()
-    training: dict[str, Any] = {}
+    training: dict[str, Any] = Field(default_factory=dict)
     prompt_lr_factor: float = Field(100.0, gt=0)
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
@@ -190,7 +109,7 @@ class StageRecipe(_Section):
         return self
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A named sequence of stages.
 
     Args:
@@ -206,7 +125,7 @@ class Recipe(_Section):
     output_dir: Path
     cache_dir: Path
     seed: int = 0
-    seeds: list[int] = []
+    seeds: list[int] = Field(default_factory=list)
     stages: list[StageRecipe]
 
     @model_validator(mode="after")

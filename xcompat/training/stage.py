@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ class Stage:
         source = self.part.old
         if source is not None and is_stored(source.name):
             return StoredModel(source.name)
-        return self.embedder("old")
+        return replace(self.embedder("old"), reads=self.part.data.old_reads)
 
     def independent(self) -> Embedder | None:
         """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
@@ -102,7 +103,7 @@ class Stage:
             raise XcompatError(
                 f"{self.part.name}: method {self.part.method} learns from labelled images; name them under data.images"
             )
-        labelled = load_labelled(data.images)
+        labelled = load_labelled(data.images, captions=data.old_reads == "captions")
         return select(labelled, data.subset).reindexed() if data.subset is not None else labelled
 
     def test_captions(self) -> list[str]:

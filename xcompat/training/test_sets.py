@@ -15,7 +15,6 @@ from xcompat.data import (
     LabelledImages,
     LabelledSource,
     PairSource,
-    Subset,
     flatten_captions,
     load_classes,
     load_labelled,
@@ -32,7 +31,7 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import cached_captions, cached_images
-from xcompat.training.recipe import DataSettings, ZeroShotSettings
+from xcompat.training.settings import DataSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
     import datasets
@@ -71,14 +70,14 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
         The test set; None when the section names none.
     """
     if data.queries is not None:
-        queries = _judged_on(data.queries, data.test_subset)
-        return LabelledTestSet(queries, _judged_on(data.gallery, data.test_subset) if data.gallery is not None else queries)
+        queries = _judged_on(data.queries, data)
+        return LabelledTestSet(queries, _judged_on(data.gallery, data) if data.gallery is not None else queries)
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
 
 
-def _judged_on(source: LabelledSource, subset: Subset | None) -> LabelledImages:
-    labelled = load_labelled(source)
-    return select(labelled, subset) if subset is not None else labelled
+def _judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
+    labelled = load_labelled(source, captions=data.old_reads == "captions")
+    return select(labelled, data.test_subset) if data.test_subset is not None else labelled
 
 
 @dataclass

@@ -21,7 +21,7 @@ from xcompat.data import (
     collate_embeddings,
     stream_pairs,
 )
-from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS
+from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import is_main_process, process_state, rank
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders.processor import Processor
@@ -33,8 +33,9 @@ from xcompat.progress import console
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.recipe import DataSettings, StageRecipe
+from xcompat.training.recipe import StageRecipe
 from xcompat.training.schedule import ScheduleCallback
+from xcompat.training.settings import DataSettings
 from xcompat.training.sharding import shardable, unsharded
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def labelled_data(
     collator = PairCollator(processor, data.augmentation, two_views)
     if online is not None:
         collator = OnlineOldCollator(processor, data.augmentation, two_views, online)
-    return PairDataset(images.dataset, seed=seed, image_extra=extra, bad=bad), collator
+    unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
+    return PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad), collator
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
@@ -168,7 +170,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     bar, interrupt = ProgressCallback(part.name), InterruptCallback()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         model = shardable(model)
-    model = model.to(memory_format=torch.channels_last)  # a small ResNet's step takes two thirds of the time on a CPU
+    torch.nn.Module.to(model, memory_format=torch.channels_last)  # a small ResNet's step takes two thirds of the time on a CPU
     trainer = Trainer(
         model=model.train(),
         args=settings,

@@ -20,8 +20,9 @@ from xcompat.progress import console
 from xcompat.report import Report, ReportContent, load_report, print_report, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import EvaluationSettings, apply_override, explain, load_recipe
+from xcompat.training.recipe import apply_override, explain, load_recipe
 from xcompat.training.run import run_recipe
+from xcompat.training.settings import EvaluationSettings
 from xcompat.training.stage import device
 from xcompat.training.test_sets import load_pair_test_set
 

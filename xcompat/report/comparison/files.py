@@ -72,6 +72,7 @@ def _row(row: Row) -> dict[str, Any]:
         "name": row.name,
         "method": row.method,
         **galleries,
+        **({"from_old": _by_direction(row.from_old)} if row.from_old else {}),
         "compatible": row.compatible,
         "not_hurt": row.not_hurt,
         "gain": _by_direction(row.gains),

@@ -79,6 +79,7 @@ class MethodRow(Row):
         not_hurt: with how many new/new was not below independent/independent; None where that was not measured.
         gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
         behind_best: new/old - new/old of the best method likewise; empty for the best one.
+        from_old: (direction, metric) -> of old queries on the new gallery, old/new; empty where that was not measured.
         extra_dims: dimensions of the new model's embeddings beyond the old one's.
         parameters: see :class:`Contender`.
         maps_galleries: see :class:`Contender`.
@@ -90,6 +91,7 @@ class MethodRow(Row):
     not_hurt: int | None
     gains: dict[Key, PairedDifference]
     behind_best: dict[Key, PairedDifference]
+    from_old: dict[Key, Spread]
     extra_dims: int
     parameters: int
     maps_galleries: bool
@@ -169,6 +171,7 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
             *_verdicts(each),
             gains=differences(values[each.name], floor),
             behind_best=differences(values[each.name], values[best.name]) if each is not best else {},
+            from_old=_spreads(each, "old/new"),
             extra_dims=max(report.new.dim - report.old.dim for report in each.reports.values()),
             parameters=each.parameters,
             maps_galleries=each.maps_galleries,

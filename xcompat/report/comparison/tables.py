@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from xcompat.evaluation import PairedDifference
-from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
+from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.wording import gain, interval, metric_name, spread
 
 NOTHING = "–"
+OLD_QUERIES = "from old"
 
 
 class TableRow(NamedTuple):
@@ -101,25 +102,29 @@ def summary(comparison: Comparison) -> str:
 
 def _values(comparison: Comparison, direction: str, title: str) -> Table:
     columns = {
-        (side, key): f"{metric_name(key[1])}\non {side}"
-        for side in ("old", "own")
+        (side, key): f"{metric_name(key[1])}\n{side if side == OLD_QUERIES else f'on {side}'}"
+        for side in ("old", "own", OLD_QUERIES)
         for row in comparison.rows
-        for key in _gallery(row, side)
+        for key in _cases(row, side)
         if key[0] == direction
     }
     rows = []
     for row in comparison.rows:
-        values = [_gallery(row, side).get(key) for side, key in columns]
+        values = [_cases(row, side).get(key) for side, key in columns]
         rows.append(TableRow(row.name, [spread(*value) if value else NOTHING for value in values], row.name == comparison.best))
     explanation = (
         "On old: queries on the old gallery, new/old for a method, old/old the floor. On own: queries on the gallery that the "
         "model embedded itself, new/new for a method, independent/independent the ceiling. Mean ± standard deviation over seeds."
     )
+    if any(side == OLD_QUERIES for side, _ in columns):
+        explanation += " From old: old queries on the gallery that the method's model embedded, in the space that both share."
     return Table(title, explanation, list(columns.values()), rows)
 
 
-def _gallery(row: Row, side: str) -> dict[Key, tuple[float, float | None]]:
-    return {**(row.old_gallery if side == "old" else row.own_gallery)}
+def _cases(row: Row, side: str) -> dict[Key, Spread]:
+    if side == OLD_QUERIES:
+        return row.from_old if isinstance(row, MethodRow) else {}
+    return row.old_gallery if side == "old" else row.own_gallery
 
 
 def _differences(

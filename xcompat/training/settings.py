@@ -1,0 +1,97 @@
+"""The sections of a recipe: what a stage learns from and is tested on, and how the result is judged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ZeroShotSettings(Section):
+    """Zero-shot classification from prompts.
+
+    Args:
+        images: labelled images (with ``label_column``).
+        classes: file with one class name a line, in the order of the labels.
+        templates: prompts, ``{}`` standing for the class; their embeddings are averaged.
+    """
+
+    images: PairSource
+    classes: str
+    templates: list[str] = ["a photo of a {}"]
+
+
+class DataSettings(Section):
+    """What a stage learns from and is tested on.
+
+    Args:
+        pairs: images with captions.
+        texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
+        texts_limit: use the first so many texts.
+        test: images with captions that no stage trains on.
+        zero_shot: labelled images for classification from prompts.
+        images: labelled images, for methods that learn from classes.
+        subset: which classes and samples of ``images`` the stage learns from.
+        queries: labelled images that are searched for.
+        gallery: labelled images that are searched; the queries themselves unless given.
+        test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
+        old_reads: what the old model embeds of a labelled image: the image, or its caption as a text encoder does (bt2.txt §4.7).
+        old_embeddings: whether the old embeddings that a method reads are of plain images, computed once, or of the same
+            augmented view as the new ones, computed in every epoch.
+        augmentation: random changes to training images; none unless given.
+        one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
+        embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
+        shuffle_buffer: for streaming pairs, how many samples are shuffled among each other.
+    """
+
+    pairs: PairSource | None = None
+    texts: list[CorpusSource | PairSource] = []
+    texts_limit: int | None = Field(None, ge=1)
+    test: PairSource | None = None
+    zero_shot: ZeroShotSettings | None = None
+    images: LabelledSource | None = None
+    subset: Subset | None = None
+    queries: LabelledSource | None = None
+    gallery: LabelledSource | None = None
+    test_subset: Subset | None = None
+    old_reads: Literal["images", "captions"] = "images"
+    old_embeddings: Literal["cached", "online"] = "cached"
+    augmentation: Augmentation | None = None
+    one_per_id: bool = False
+    embeddings_of: Literal["texts", "images"] = "texts"
+    shuffle_buffer: int = Field(10_000, ge=0)
+
+    def tests(self) -> bool:
+        """Return whether there is anything to judge a model on."""
+        return self.test is not None or self.queries is not None
+
+
+class EvaluationSettings(Section):
+    """How the result is judged.
+
+    Args:
+        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
+        old_on_new: whether old queries are searched on the new gallery too, in the space that both share: what clients that still
+            have the old model find after a backfill, or texts among images where the old model is a text encoder.
+        resamples: bootstrap draws.
+        chunk_size: rows per block of the similarity matrix; results do not depend on it.
+        compare_with: earlier stages whose queries are shown beside the new model's.
+        examples: example searches in the report.
+        tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
+    """
+
+    ks: list[int] | None = None
+    old_on_new: bool = False
+    resamples: int = Field(1000, ge=100)
+    chunk_size: int = Field(1024, ge=1)
+    compare_with: list[str] = []
+    examples: int = Field(3, ge=0)
+    tsne_pairs: int = Field(500, ge=0)
