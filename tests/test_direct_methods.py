@@ -27,7 +27,7 @@ from xcompat.models.unibct import refined_weights
 from xcompat.training import schedule as schedule_module
 from xcompat.training.recipe import StageRecipe
 from xcompat.training.schedule import ScheduleCallback, embed_training_set
-from xcompat.training.trainer import train
+from xcompat.training.trainer import Data, train
 
 NAMES = ["unibct", "nccl", "advbct"]
 CLASSES = ["cat", "dog", "shoe", "tree"]
@@ -452,7 +452,7 @@ def test_a_run_that_continues_has_the_same_prototypes(labelled: PairDataset, fol
         old = OldKnowledge(len(CLASSES), np.arange(7) % 2, stored.numpy())
         model = build("unibct", folder_of, old, refresh_at=[0.4, 0.7])  # before the steps 2 and 4
         means = model.prototypes_Cd.clone()
-        train(model, (labelled, PairCollator(model.processor)), part, 0, folder)
+        train(model, Data(labelled, PairCollator(model.processor)), part, 0, folder)
         assert not torch.allclose(model.prototypes_Cd, means) and (model.prototypes_Cd[2:] == 0).all()
         return {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -81,14 +81,6 @@ class LabelledImages:
         _, labels_N = np.unique(self.labels(), return_inverse=True)
         return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.kept())
 
-    def require_pairs(self) -> None:
-        """Refuse a class whose images cannot be each other's positives.
-
-        Raises:
-            XcompatError: a class has fewer than two images.
-        """
-        _require_pairs(self.labels(), self.classes)
-
 
 def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = None, captions: bool = False) -> LabelledImages:
     """Load images with classes, from every format of `xcompat.data.load_pairs`.

@@ -146,8 +146,8 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
     if NEW_EMBEDS in model.columns:
         extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
-    head, two_views = part.options.get("head"), SECOND_PIXEL_VALUES in model.columns
-    return model, labelled_data(part.data, images, model.processor, stage.recipe.seed, extra, head, two_views, online)
+    two_views = SECOND_PIXEL_VALUES in model.columns
+    return model, labelled_data(part, images, model.processor, stage.recipe.seed, extra, two_views, online)
 
 
 def _old_knowledge(stage: Stage, old: Embedder | StoredModel) -> OldKnowledge:

@@ -62,19 +62,22 @@ class ProgressCallback(TrainerCallback):
 
 
 class EpochCallback(TrainerCallback):
-    """Tell the data set which epoch it is; accelerate tells only the sampler when several processes train.
+    """Tell what draws samples which epoch it is.
+
+    Where several processes train, accelerate tells the sampler alone, and not even that in the epoch in which a run continues.
 
     Args:
-        dataset: with ``set_epoch``, or without, and then nothing happens.
+        draws: data set and sampler, with ``set_epoch``, or without, and then nothing happens.
     """
 
-    def __init__(self, dataset: object) -> None:
-        self.dataset = dataset
+    def __init__(self, *draws: object) -> None:
+        self.draws = draws
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Set the epoch; after resuming in the middle of one it is a fraction."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(int((state.epoch or 0.0) + 1e-6))
+        for draw in self.draws:
+            if hasattr(draw, "set_epoch"):
+                draw.set_epoch(int((state.epoch or 0.0) + 1e-6))
 
 
 class DivergenceCallback(TrainerCallback):

@@ -125,6 +125,7 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
         data["texts"] = [{"path": _tiny_texts(folder)}]
     data.pop("zero_shot", None)
     data.pop("texts_limit", None)
+    data["samples_per_class"] = BATCH // 2  # of two classes
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}

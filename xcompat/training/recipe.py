@@ -99,6 +99,18 @@ class StageRecipe(Section):
                     raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
         return value
 
+    @property
+    def batch_size(self) -> int:
+        """Return how many samples each process learns from at a time."""
+        from transformers import TrainingArguments
+
+        return int(self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
+        return self.options.get("head") == "triplet"
+
     def sources(self) -> list[EncoderSource]:
         """Return the trained models that the stage is made from."""
         return [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
@@ -106,6 +118,16 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:
         self.name = self.name or self.method
+        return self
+
+    @model_validator(mode="after")
+    def _whole_classes_fill_a_batch(self) -> StageRecipe:
+        each, batch = self.data.samples_per_class, self.batch_size
+        if self.is_balanced and (batch % each or batch < 2 * each):
+            raise ValueError(
+                f"a batch of triplets holds {each} images (data.samples_per_class) of each of its classes, two or more, and "
+                f"training.per_device_train_batch_size is {batch}; make it a multiple of {each}, at least {2 * each}"
+            )
         return self
 
 

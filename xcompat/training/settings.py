@@ -47,6 +47,7 @@ class DataSettings(Section):
         old_embeddings: whether the old embeddings that a method reads are of plain images, computed once, or of the same
             augmented view as the new ones, computed in every epoch.
         augmentation: random changes to training images; none unless given.
+        samples_per_class: K, how many images of a class a batch holds with a head of triplets; not read with others.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
         shuffle_buffer: for streaming pairs, how many samples are shuffled among each other.
@@ -65,6 +66,7 @@ class DataSettings(Section):
     old_reads: Literal["images", "captions"] = "images"
     old_embeddings: Literal["cached", "online"] = "cached"
     augmentation: Augmentation | None = None
+    samples_per_class: int = Field(4, ge=2)
     one_per_id: bool = False
     embeddings_of: Literal["texts", "images"] = "texts"
     shuffle_buffer: int = Field(10_000, ge=0)

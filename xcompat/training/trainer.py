@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import parse_flag_from_env
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from xcompat.data import (
     BadSamples,
+    ClassBalancedSampler,
     EmbeddingPairDataset,
     LabelledImages,
     PairCollator,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
     import datasets
 
-    Data = tuple[Dataset[Any] | "datasets.IterableDataset", Callable[[Any], Any]]
-
 DEFAULTS: dict[str, Any] = {
     "dataloader_drop_last": True,  # ranks must gather equal shapes, and a padded batch would hold false negatives
     "logging_steps": 10,
@@ -53,6 +52,20 @@ DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0,
 }
 """What differs from transformers' defaults; a recipe may set each."""
+
+
+class Data(NamedTuple):
+    """What a stage learns from.
+
+    Args:
+        dataset: the training set.
+        collator: makes a batch of its samples.
+        sampler: which samples make a batch, for all processes together; shuffled ones if None.
+    """
+
+    dataset: Dataset[Any] | datasets.IterableDataset
+    collator: Callable[[Any], Any]
+    sampler: Sampler[int] | None = None
 
 
 def pair_data(
@@ -87,47 +100,51 @@ def pair_data(
         # cannot be gathered, and the Trainer does not drop a stream's last batch: so it starts again until max_steps.
         # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative.
         unusable = BadSamples(data.pairs.max_bad_share)
-        return stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed, bad=unusable).repeat(None), collator
+        return Data(stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed, bad=unusable).repeat(None), collator)
     extra: dict[str, Any] = (
         {} if old is None else {"image_extra": {OLD_EMBEDS: old[0]}, "caption_extra": {OLD_TEXT_EMBEDS: old[1]}}
     )
     bad = BadSamples(data.pairs.max_bad_share, len(pairs)) if data.pairs is not None else None
-    return PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, **extra), collator
+    return Data(PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, **extra), collator)
 
 
 def labelled_data(
-    data: DataSettings,
+    part: StageRecipe,
     images: LabelledImages,
     processor: Processor,
     seed: int,
     extra: dict[str, Any],
-    head: str | None,
     two_views: bool = False,
     online: Embedder | None = None,
 ) -> Data:
     """Make the training set of a method that reads labelled images.
 
     Args:
-        data: the recipe's data section.
+        part: the stage; with a head of triplets every batch holds a few classes, equally many images of each.
         images: the labelled images.
         processor: the new encoder's preprocessing.
         seed: of everything random that happens to a sample.
         extra: more columns, one row for each image.
-        head: the classification head; ``triplet`` needs two images of every class.
         two_views: whether the method compares two augmented views of each image.
         online: the frozen old model, when it embeds each batch anew.
 
     Returns:
-        The data set and its collator.
+        The data set, its collator, and the sampler of triplets.
+
+    Raises:
+        XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
     """
-    if head == "triplet":
-        images.require_pairs()
+    sampler = None
+    if part.is_balanced:
+        each = part.data.samples_per_class
+        sampler = ClassBalancedSampler(images.labels(), part.batch_size // each, each, classes=images.classes, seed=seed)
     bad = BadSamples(images.max_bad_share, len(images.dataset))
-    collator = PairCollator(processor, data.augmentation, two_views)
+    collator = PairCollator(processor, part.data.augmentation, two_views)
     if online is not None:
-        collator = OnlineOldCollator(processor, data.augmentation, two_views, online)
+        collator = OnlineOldCollator(processor, part.data.augmentation, two_views, online)
     unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
-    return PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad), collator
+    dataset = PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad)
+    return Data(dataset, collator, sampler)
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
@@ -145,7 +162,23 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
     if "images" in (new.info.kind, old.info.kind):
         caches = [new, old, *(column for column in extra.values() if isinstance(column, EmbeddingCache))]
         rows = np.flatnonzero(np.all([cache.readable() for cache in caches], axis=0))
-    return EmbeddingPairDataset(new, old, rows, extra), collate_embeddings
+    return Data(EmbeddingPairDataset(new, old, rows, extra), collate_embeddings)
+
+
+class SampledTrainer(Trainer):
+    """The stock Trainer, drawing from a sampler of ours where there is one.
+
+    Args:
+        sampler: of samples for all processes; accelerate deals its batches to them in turn.
+        arguments: the Trainer's own.
+    """
+
+    def __init__(self, sampler: Sampler[int] | None, **arguments: Any) -> None:  # noqa: ANN401 - the Trainer's own
+        self.sampler = sampler
+        super().__init__(**arguments)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
 
 
 def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: Path) -> CompatModel:
@@ -153,7 +186,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
 
     Args:
         model: as its method built it.
-        data: training set and collator.
+        data: training set, collator and perhaps a sampler.
         part: the stage.
         seed: of data order and noise.
         folder: where checkpoints go.
@@ -164,29 +197,27 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     Raises:
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
     """
-    dataset, collator = data
+    dataset, collator, sampler = data
     settings = training_arguments(part, seed, folder)
-    _check_size(dataset, settings)
+    _check_size(sampler if sampler is not None else dataset, settings)
     bar, interrupt = ProgressCallback(part.name), InterruptCallback()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         model = shardable(model)
     torch.nn.Module.to(model, memory_format=torch.channels_last)  # a small ResNet's step takes two thirds of the time on a CPU
-    trainer = Trainer(
+    trainer = SampledTrainer(
+        sampler,
         model=model.train(),
         args=settings,
         train_dataset=dataset,
         data_collator=collator,
-        callbacks=[bar, EpochCallback(dataset), DivergenceCallback(), interrupt, ScheduleCallback(model, dataset, collator)],
-        optimizer_cls_and_kwargs=(
-            AdamWFactory,  # type: ignore[arg-type]  # the Trainer takes factories of optimisers too
-            {
-                "lr": settings.learning_rate,
-                "prompt_lr_factor": part.prompt_lr_factor,
-                "weight_decay": settings.weight_decay,
-                "betas": (settings.adam_beta1, settings.adam_beta2),
-                "eps": settings.adam_epsilon,
-            },
-        ),
+        callbacks=[
+            bar,
+            EpochCallback(dataset, sampler),
+            DivergenceCallback(),
+            interrupt,
+            ScheduleCallback(model, dataset, collator),
+        ],
+        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part.prompt_lr_factor)),
     )
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
@@ -233,6 +264,16 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
         raise XcompatError(f"{part.name}: the training section does not fit: {' '.join(str(error).split())}") from None
 
 
+def _adamw(settings: TrainingArguments, prompt_lr_factor: float) -> dict[str, Any]:
+    return {
+        "lr": settings.learning_rate,
+        "prompt_lr_factor": prompt_lr_factor,
+        "weight_decay": settings.weight_decay,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
+
+
 def last_complete_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that was written to its end, or None.
 
@@ -256,13 +297,13 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _check_size(dataset: Any, settings: TrainingArguments) -> None:  # noqa: ANN401 - any data set
-    if not hasattr(dataset, "__len__"):
+def _check_size(drawn: Any, settings: TrainingArguments) -> None:  # noqa: ANN401 - any data set, or a sampler
+    if not hasattr(drawn, "__len__"):
         if settings.max_steps <= 0:
             raise XcompatError("streaming pairs have no length; set training.max_steps")
         return
     batch = settings.train_batch_size * settings.world_size
-    if len(dataset) < batch:
+    if len(drawn) < batch:
         raise XcompatError(
-            f"{len(dataset)} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"
+            f"{len(drawn)} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"
         )
