@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from xcompat.data.schema import SIDE_INFO
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestant, EmbeddedImages, Evaluation, evaluate_cases, evaluate_labelled_cases, readable
+from xcompat.evaluation import (
+    Contestant,
+    EmbeddedImages,
+    Evaluation,
+    evaluate_cases,
+    evaluate_labelled_cases,
+    linear_cka,
+    readable,
+)
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -32,6 +40,7 @@ class Contestants:
         independent: the new model without any training for compatibility.
         extra: other query models in the old space, by name.
         upgraded: the old gallery mapped towards the new model, where the method does that.
+        side_info: what is stored beside the old gallery and mapped with it, where there is some.
     """
 
     old: Any
@@ -40,6 +49,7 @@ class Contestants:
     independent: Any = None
     extra: Mapping[str, Any] | None = None
     upgraded: Any = None
+    side_info: Any = None
 
 
 def embed_new(
@@ -55,7 +65,8 @@ def embed_new(
         cache_dir: folder of embedding caches.
 
     Returns:
-        The old model, the model's view of the old space, its own embeddings, and the mapped gallery if it maps galleries.
+        The old model, the model's view of the old space, its own embeddings, and the mapped gallery and the side-information
+        that it was mapped with if the model maps galleries.
 
     Raises:
         FingerprintMismatchError: the model was not made for that gallery, or the map not for that encoder.
@@ -74,7 +85,7 @@ def embed_new(
     if model.maps_galleries:
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
-        return Contestants(old, own, own, independent, upgraded=upgraded)
+        return Contestants(old, own, own, independent, upgraded=upgraded, side_info=side_info)
     view = map_contestant(
         raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, old.fingerprint), model.device
     )
@@ -102,7 +113,7 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
     Returns:
         The evaluation, and the contestants without unreadable images.
     """
-    roles = ("old", "new_view", "new", "independent", "upgraded")
+    roles = ("old", "new_view", "new", "independent", "upgraded", "side_info")
     present = {role: model for role in roles if (model := getattr(contestants, role)) is not None}
     clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
@@ -115,8 +126,22 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
     }
     models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
     if isinstance(kept.old, EmbeddedImages):
-        return evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common), kept
-    return evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common), kept
+        evaluation = evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common)
+    else:
+        evaluation = evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common)
+    if kept.side_info is not None:
+        evaluation = replace(evaluation, notes=[*evaluation.notes, _complementarity(kept.old, kept.side_info)])
+    return evaluation, kept
+
+
+def _complementarity(old: Contestant, side_info: Contestant) -> str:
+    """Say how alike the gallery is to both models (fct.txt §5.3)."""
+    which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
+    try:
+        alike = linear_cka(old.matrices()["images"], side_info.matrices()["images"])
+    except XcompatError as error:  # a model that collapsed embeds all images alike, which the report shows in its own way
+        return f"{which} is not known: {error}."
+    return f"{which}: {alike:.2f} (1 says that side-information adds nothing linear)."
 
 
 def make_report(
