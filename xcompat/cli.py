@@ -64,7 +64,7 @@ def embed(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def evaluate(
     target: Annotated[Optional[Path], typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,  # noqa: UP045
     overrides: Overrides = None,
-    data: Annotated[Optional[Path], typer.Option(help="Images with captions to test a checkpoint on.")] = None,  # noqa: UP045
+    data: Annotated[Optional[Path], typer.Option(help="Images to test a checkpoint on.")] = None,  # noqa: UP045
     old: Annotated[Optional[str], typer.Option(help="The old model, or a folder with its embeddings as .npy.")] = None,  # noqa: UP045
     new: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,  # noqa: UP045
     new_own: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,  # noqa: UP045
@@ -72,7 +72,12 @@ def evaluate(
     output: Annotated[Optional[Path], typer.Option(help="Where the report goes.")] = None,  # noqa: UP045
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
 ) -> None:
-    """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report."""
+    """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report.
+
+    For a checkpoint, KEY=VALUE says how to read the images of --data. They have captions (caption_column=NAME); they have classes
+    if the model embeds no texts, or if label_column=NAME, classes=FILE, class_column=NAME or gallery=PATH is given.
+    gallery=PATH names the images that are searched, else the queries search each other.
+    """
     from xcompat.training.verdict import evaluate_checkpoint, evaluate_embeddings, evaluate_recipe
 
     if new is not None:

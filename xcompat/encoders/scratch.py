@@ -70,6 +70,8 @@ class ScratchSource(BaseModel):
         return "text_config" not in CONFIG_MAPPING[self.model["model_type"]].sub_configs
 
 
+FROM_SCRATCH = "from scratch"
+"""The name of an encoder that was never loaded from anywhere."""
 _EVERY_CONFIGURATION = {field.name for field in fields(PreTrainedConfig)}
 
 
@@ -99,7 +101,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
     pooler = getattr(model, "pooler", None)
     description = {
         "library": ImageEncoder.library,
-        "name": "from scratch",
+        "name": FROM_SCRATCH,
         "revision": None,
         "config": config.to_dict(),
         # A pooler with a linear layer only stands between the class token and what reads it.
@@ -154,7 +156,7 @@ def _image_text_encoder(source: ScratchSource, texts: Iterable[str]) -> tuple[En
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     filled = source.model | {"text_config": text_config | ids | {"vocab_size": len(tokenizer)}}
     config = AutoConfig.for_model(**filled)
-    description = {"library": "transformers", "name": "from scratch", "revision": None, "config": config.to_dict()}
+    description = {"library": "transformers", "name": FROM_SCRATCH, "revision": None, "config": config.to_dict()}
     encoder = build_transformers_encoder(description)
     return encoder, make_processor(_square_images(image_edge(config), source), tokenizer, config)
 

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
-from xcompat.data import PairSource
+from xcompat.data import LabelledSource, PairSource
 from xcompat.encoders import EncoderSource
+from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedPairs
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import is_checkpoint, load_embedder
+from xcompat.models.embedder import Embedder, is_checkpoint, load_embedder
+from xcompat.models.stored import StoredModel, is_stored
 from xcompat.progress import console
 from xcompat.report import Report, ReportContent, load_report, print_report, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import apply_override, explain, load_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.settings import EvaluationSettings
+from xcompat.training.settings import DataSettings, EvaluationSettings
 from xcompat.training.stage import device
-from xcompat.training.test_sets import load_pair_test_set
+from xcompat.training.test_sets import EvaluationSet, PairTestSet, load_test_set
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
+ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
+"""Keys that say that a checkpoint is to be judged on images with classes, whatever else it embeds."""
+
+Source = TypeVar("Source", PairSource, LabelledSource)
 
 
 def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
@@ -55,13 +61,18 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
 
 
 def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path) -> Report:
-    """Judge a saved checkpoint on images with captions.
+    """Judge a saved checkpoint on images with captions, or on images with classes.
+
+    The images have classes if the model embeds no texts, or if an override is about classes; else they have captions. The models
+    are those of a run: an independent one only where the checkpoint is a map over its embeddings, or is judged with captions.
 
     Args:
         folder: a checkpoint of this library.
-        data: images with captions.
-        overrides: how to read them: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``.
-        old: the old model; the one named in the checkpoint if None.
+        data: the images.
+        overrides: how to read them: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``, or of
+            :class:`~xcompat.data.LabelledSource`, such as ``label_column=folder``; ``gallery=PATH`` names images, read likewise,
+            that are searched in the place of the queries themselves.
+        old: the old model, or a folder of what it once embedded; the one named in the checkpoint if None.
         output: where the report goes.
 
     Returns:
@@ -75,32 +86,67 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     if not is_checkpoint(str(folder)):
         raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
     if data is None:
-        raise XcompatError(f"name the images with captions that {folder} is to be tested on with --data")
+        raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
     model: CompatModel = AutoModel.from_pretrained(str(folder)).for_inference().to(device())
     versions = model.compatible_with
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
-    old_embedder = load_embedder(old or versions[0].name, device())
-    if old_embedder.fingerprint not in versions:  # before anything is embedded
-        versions[0].require(old_embedder.fingerprint, f"the gallery of {old_embedder.name}")
-    described = model.config.encoder
-    new_embedder = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
-    test = load_pair_test_set(_source(data, overrides))
+    old_name = old or versions[0].name
+    old_model = StoredModel(old_name) if is_stored(old_name) else load_embedder(old_name, device())
+    if old_model.fingerprint not in versions:  # before anything is embedded
+        versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
+    plain = _plain(model) if model.embeds_in_memory else None
+    test = _test_set(data, overrides, _embeds_texts(model, plain))
+    if isinstance(test, PairTestSet) and plain is None:
+        plain = _plain(model)
     cache_dir = output / "cache"
-    independent, old_pairs = test.embed(new_embedder, cache_dir), test.embed(old_embedder, cache_dir)
-    contestants = embed_new(model, old_pairs, independent, test, cache_dir)
+    independent = test.embed(plain, cache_dir) if plain is not None else None
+    contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
     return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
 
 
-def _source(data: Path, overrides: Sequence[str]) -> PairSource:
+def _plain(model: CompatModel) -> Embedder | None:
+    """Load the new model as it was before any training for compatibility; one that began with random weights was none."""
+    described = model.config.encoder
+    if described is None:
+        raise XcompatError(f"{model.name_or_path} was fitted on embeddings alone: judge embeddings, with --old and --new")
+    if described["name"] == FROM_SCRATCH:
+        return None
+    return load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
+
+
+def _embeds_texts(model: CompatModel, plain: Embedder | None) -> bool:
+    """Return whether the model, or what it is a map of, has a place for texts."""
+    asked = model if plain is None else plain.model
+    processor = model.processor if plain is None else plain.processor
+    try:
+        asked.embed_texts(**{name: ids.to(device()) for name, ids in processor.texts(["a text"]).items()})
+    except XcompatError:
+        return False
+    return True
+
+
+def _test_set(data: Path, overrides: Sequence[str], embeds_texts: bool) -> EvaluationSet:
     given: dict[str, Any] = {"path": str(data)}
     for override in overrides:
         apply_override(given, override)
+    if embeds_texts and not given.keys() & set(ABOUT_CLASSES):
+        settings = DataSettings(test=_source(PairSource, given, "--data"))
+    else:
+        searched = given.pop("gallery", None)
+        gallery = _source(LabelledSource, given | {"path": searched}, "gallery") if searched is not None else None
+        settings = DataSettings(queries=_source(LabelledSource, given, "--data"), gallery=gallery)
+    test = load_test_set(settings)
+    assert test is not None
+    return test
+
+
+def _source(kind: type[Source], given: dict[str, Any], where: str) -> Source:
     try:
-        return PairSource(**given)
+        return kind(**given)
     except ValidationError as error:
-        raise XcompatError(f"--data: {explain(error, PairSource)}") from None
+        raise XcompatError(f"{where}: {explain(error, kind)}") from None
 
 
 def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path) -> Report:
