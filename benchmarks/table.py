@@ -1,18 +1,22 @@
-"""Print a report's cases as a Markdown table, as RESULTS.md and the README show them.
+"""Print a report's cases, or a comparison's methods, as a Markdown table, as RESULTS.md and the README show them.
 
-python benchmarks/table.py runs/quickstart
+python benchmarks/table.py runs/quickstart runs/study_query_map
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from xcompat.files import read_json
 from xcompat.report import Report, load_report
+from xcompat.report.wording import gain, interval, metric_name, spread
 
 DIRECTIONS = ("text-to-image", "image-to-text")
+COMPARED = ("cmc@1", "map@1.0", "recall@1", "recall@10")
 
 
 def markdown(report: Report) -> str:
@@ -46,6 +50,36 @@ def markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
+def comparison_markdown(study: dict[str, Any]) -> str:
+    """Make the tables of a comparison: a row per model, mean ± standard deviation over seeds in percent, a table per direction.
+
+    Args:
+        study: a `compare.json`.
+
+    Returns:
+        Lines of Markdown.
+    """
+    tables = []
+    for direction in study["test"]:
+        known = list(study["rows"][0]["old_gallery"][direction])
+        metrics = [name for name in known if name in COMPARED] or known[:1]
+        first, names = metrics[0], [metric_name(metric) for metric in metrics]
+        heads = [*(f"new/old {name}" for name in names), f"gain at {names[0]}", *(f"new/new {name}" for name in names)]
+        lines = [direction, "", "| " + " | ".join(["method", *heads, "compatible"]) + " |", "|---|" + "---:|" * (len(heads) + 1)]
+        for row in study["rows"]:
+            old, own = (row[side].get(direction, {}) for side in ("old_gallery", "own_gallery"))
+            found, owned = ([spread(**side[name]) if name in side else "" for name in metrics] for side in (old, own))
+            difference = row.get("gain", {}).get(direction, {}).get(first)
+            gained = f"{gain(difference['mean'])} ({interval((difference['low'], difference['high']))})" if difference else ""
+            verdict = f"{row['compatible']} of {len(study['seeds'])}" if row["method"] else ""
+            name = f"**{row['name']}**" if row["name"] == study["best"] else row["name"]
+            lines.append("| " + " | ".join([name, *found, gained, *owned, verdict]) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        Console(soft_wrap=True).print(markdown(load_report(Path(folder))), markup=False)
+    for folder in map(Path, sys.argv[1:]):
+        compared = folder / "compare.json"
+        table = comparison_markdown(read_json(compared)) if compared.is_file() else markdown(load_report(folder))
+        Console(soft_wrap=True).print(table, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from xcompat.evaluation import (
 )
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import METHODS
-from xcompat.report import Report, ReportContent, load_report
+from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import Comparison, Contender, Spread, compare, print_comparison, write_comparison
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import values_per_query
@@ -39,6 +40,7 @@ from xcompat.report.storage import save_report
 from xcompat.training.compare import compare_recipe, outside_parameters
 from xcompat.training.recipe import parse_recipe
 
+ROOT = Path(__file__).resolve().parents[1]
 N_ITEMS, N_CLASSES = 61, 12
 RESAMPLES = 100
 SEEDS = (0, 1, 2)
@@ -339,6 +341,30 @@ def test_markdown_tables_are_tables(written: tuple[Comparison, Path]) -> None:
     for block in blocks:
         assert len({line.count("|") for line in block.splitlines()}) == 1
         assert block.splitlines()[1].startswith("|---|---:|")
+
+
+def test_the_table_of_results_holds_numbers_of_the_comparison(
+    written: tuple[Comparison, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, folder = written
+    monkeypatch.setattr(sys, "argv", ["table.py", str(folder)])
+    runpy.run_path(str(ROOT / "benchmarks" / "table.py"), run_name="__main__")
+    blocks = re.findall(r"(?:^\|.*\|\n)+", capsys.readouterr().out, re.MULTILINE)
+    assert len(blocks) == len(found.sizes)
+    for block, direction in zip(blocks, found.sizes, strict=True):
+        heads, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
+        headline = "cmc@1" if direction == "image-to-image" else "recall@1"
+        name = wording.metric_name(headline)
+        told = {cells[0].strip("*"): dict(zip(heads, cells, strict=True)) for cells in lines}
+        assert list(told) == [row.name for row in found.rows] and ("new/new mAP@1.0" in heads) == (headline == "cmc@1")
+        for row in found.methods:
+            cells, gained = told[row.name], row.gains[direction, headline]
+            assert cells["method"] == (f"**{row.name}**" if row.name == found.best else row.name)
+            assert cells[f"new/old {name}"] == wording.spread(*row.old_gallery[direction, headline])
+            assert cells[f"new/new {name}"] == wording.spread(*row.own_gallery[direction, headline])
+            assert cells[f"gain at {name}"] == f"{wording.gain(gained.mean)} ({wording.interval((gained.low, gained.high))})"
+            assert cells["compatible"] == f"{row.compatible} of {len(SEEDS)}"
+        assert told["old"]["compatible"] == told["old"][f"gain at {name}"] == told["old"][f"new/new {name}"] == ""
 
 
 def test_page_is_self_contained(written: tuple[Comparison, Path]) -> None:
