@@ -326,6 +326,11 @@ def test_unknown_option_names_the_nearest() -> None:
         xcompat.ProjectionConfig(noise_sd=0.1)
 
 
+def test_unknown_value_of_an_option_names_the_nearest() -> None:
+    with pytest.raises(XcompatError, match="QueryMapConfig has no shape 'resdual'; did you mean 'residual'"):
+        xcompat.QueryMapConfig(shape="resdual")
+
+
 def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

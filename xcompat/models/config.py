@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+import torch
 from transformers import PreTrainedConfig
 
 from xcompat.errors import XcompatError, nearest
@@ -26,7 +27,7 @@ class CompatConfig(PreTrainedConfig):
         logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
 
     Raises:
-        XcompatError: for an unknown key, naming the nearest known one.
+        XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
     """
 
     model_type: ClassVar[str] = "xcompat"
@@ -44,6 +45,9 @@ class CompatConfig(PreTrainedConfig):
             if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
                 own = known - _TRANSFORMERS_KEYS
                 raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, own)}")
+        for name, hint in get_type_hints(type(self), localns={"torch": torch}).items():  # torch: in transformers' own hints
+            if get_origin(hint) is Literal and (given := getattr(self, name)) not in get_args(hint):
+                raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), get_args(hint))}")
         super().__post_init__(**kwargs)
 
 
