@@ -15,7 +15,7 @@ from xcompat.data import load_pairs, load_texts
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts, length_sorted_batches
 from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder, load_embedder, penultimate
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
 
@@ -113,6 +113,14 @@ def test_another_model_or_other_data_are_refused(folder_of: dict[str, str], old_
         embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "other")
     with pytest.raises(XcompatError, match="no texts to embed"):
         embed_texts(load_embedder(folder_of["clip"]), [], tmp_path / "e", "digest")
+
+
+def test_what_overflows_the_stored_type_is_refused(folder_of: dict[str, str], pairs_folder: str, tmp_path: Path) -> None:
+    embedder = penultimate(load_embedder(folder_of["clip"]))
+    with torch.no_grad():
+        embedder.model.model.model.vision_model.post_layernorm.weight.mul_(1e6)
+    with pytest.raises(XcompatError, match="makes values that float16, the type of caches, does not hold"):
+        embed_images(embedder, load_pairs(pairs_folder), tmp_path / "c", "digest")
 
 
 def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,17 +15,18 @@ from transformers import AutoModel
 
 import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
-from xcompat.errors import XcompatError
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.models import METHODS
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
-from xcompat.training.evaluate import Contestants, make_report
+from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
-from xcompat.training.run import run_recipe
+from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.stage import Stage
-from xcompat.training.test_sets import LabelledTestSet
+from xcompat.training.test_sets import LabelledTestSet, load_test_set
+from xcompat.training.verdict import evaluate_checkpoint
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -114,6 +115,62 @@ def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_pa
     pixels = plain.processor.images([Image.new("RGB", (16, 16), "red"), Image.new("RGB", (16, 16), "blue")])
     with torch.inference_mode():
         assert torch.equal(model.embed_images(pixels), plain.embed_images(pixels))
+
+
+def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"method": "query_map", "new": trained["independent"], "cache_dir": str(tmp_path / "cache")}
+    recipe = recipe_of(trained, **changes, options={"input": "penultimate"}, output_dir=str(tmp_path / "run"))
+    embed_recipe(recipe)
+    filled = set((tmp_path / "cache").iterdir())
+    run_recipe(recipe)
+    assert set((tmp_path / "cache").iterdir()) == filled, "nothing is left to embed"
+    cases = {case.label: case for case in load_report(tmp_path / "run").cases}
+    assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    stage = Stage(recipe, recipe.stages[0])
+    plain = stage.embedder("new")
+    features = torch.from_numpy(stage.cache(stage.as_input(plain))[:])
+    pixels = plain.processor.images([open_image(record["image"]) for record in stage.images.dataset])
+    with torch.inference_mode():
+        torch.testing.assert_close(features, plain.model.encoder.image_features(pixels), atol=1e-3, rtol=1e-3)  # float16
+        torch.testing.assert_close(model.self_view(features), plain.embed({"pixel_values": pixels}), atol=2e-3, rtol=0)
+        view, expected = model.view(features), load_embedder(str(tmp_path / "run")).embed({"pixel_values": pixels})
+    torch.testing.assert_close(view, expected, atol=2e-3, rtol=0)
+    test_images = Path(trained["data"]["queries"]["path"])
+    judged = evaluate_checkpoint(tmp_path / "run" / "model", test_images, ["label_column=folder"], None, tmp_path / "report")
+    again = {case.label: case.metrics for case in judged.cases}
+    assert again["new/old"]["map@1.0"] == pytest.approx(cases["new/old"].metrics["map@1.0"], abs=1e-6)
+
+
+def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"method": "query_map", "new": trained["independent"], "evaluation": None}
+    run_recipe(recipe_of(trained, **changes, options={"input": "penultimate"}, output_dir=str(tmp_path / "run")))
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    test = load_test_set(recipe_of(trained).stages[0].data)
+    assert test is not None
+    old, independent = (test.embed(load_embedder(trained[role]), tmp_path / "cache") for role in ("old", "independent"))
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        embed_new(model, old, old, test, tmp_path / "cache")
+    model.config.encoder["name"] = trained["old"]  # whoever trained another model into the folder
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        embed_new(model, old, independent, test, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "query_map", "data": {"test": {"path": "pairs"}}}, "data.test has captions.*set options.input to embedding"),
+        ({"method": "query_map", "new": "plain"}, "has no penultimate features.*set options.input to embedding"),
+    ],
+)
+def test_penultimate_features_that_are_not_there_are_refused_before_training(
+    changes: dict[str, Any], message: str, trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    new = image_folder_of["resnet"] if changes.get("new") == "plain" else trained["independent"]
+    options = {"input": "penultimate"}
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, **{**changes, "new": new}, options=options, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(

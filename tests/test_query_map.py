@@ -1,19 +1,30 @@
-"""The query map: its loss against a double loop, where it starts, and what it does without labels."""
+"""The query map: its loss against a double loop, where it starts, what it does without labels, and on penultimate features."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import ARCHITECTURES, IMAGE_ARCHITECTURES, TEXTS
+from PIL import Image
 from torch.nn import functional as F
+from transformers import AutoModel
 
-from xcompat.errors import XcompatError
+from xcompat.encoders import load_encoder
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.penultimate import Penultimate
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.losses import bank_contrast_loss
-from xcompat.models import QueryMapConfig, QueryMapModel, describe_old
+from xcompat.models import METHODS, IndependentModel, QueryMapConfig, QueryMapModel, describe_old
+from xcompat.models.backbone import BackboneModel
+from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import Moments, solve_procrustes
+from xcompat.models.embedder import load_embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -101,3 +112,142 @@ def test_it_refuses_prototypes_alone() -> None:
     model = make()
     with pytest.raises(XcompatError, match="query_map needs an old embedding of every training image"):
         model.prepare(OldKnowledge(2, np.zeros(0, np.int64), given_prototypes_Cd=np.eye(2, 4, dtype=np.float32)), np.eye(2, 6))
+
+
+# ------------------------------------------------------------------------------------------------- penultimate features
+
+OLD = describe_old(Fingerprint.from_string("old"), dim=4)
+PROJECTED = ("blip", "clip", "clip_vision_model", "vision-text-dual-encoder")
+BACKBONES = [name for name, model in METHODS.items() if issubclass(model, BackboneModel)]
+BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 2, "dim": 6}, "mixbct": {"dim": 4}}
+
+
+def before_the_projection(architecture: str, encoder: Encoder, pixels: torch.Tensor) -> torch.Tensor:
+    """Compute with the library's image tower alone what its projection is given."""
+    output = encoder.model.vision_model(pixel_values=pixels)
+    return output.last_hidden_state[:, 0] if architecture == "blip" else output.pooler_output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *IMAGE_ARCHITECTURES])
+def test_penultimate_features_are_what_the_last_layer_reads(
+    architecture: str, folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    encoder, processor = load_encoder({**folder_of, **image_folder_of}[architecture])
+    if architecture not in PROJECTED:
+        with pytest.raises(XcompatError, match=f"{architecture} has no penultimate features.*set options.input to embedding"):
+            Penultimate(encoder, encoder.name)
+        return
+    pixels = processor.images(images)
+    source = Penultimate(encoder, encoder.name)
+    features = source.embed_images(pixels)
+    assert features.shape == (4, source.head.in_features) and features.dtype == torch.float32
+    assert torch.equal(features, before_the_projection(architecture, encoder, pixels))
+    assert torch.equal(F.normalize(source.head(features), dim=-1), encoder.embed_images(pixels))
+    assert not source.head._forward_pre_hooks, "nothing stays behind"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", BACKBONES)
+def test_a_trained_projection_is_the_last_layer_unless_something_follows_it(
+    method: str, image_folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    options = {"dim": 6} | BACKBONE_OPTIONS.get(method, {})
+    if issubclass(METHODS[method], ClassifiedModel):
+        options["classes"] = ["cat", "dog"]
+    old = OLD if METHODS[method].compares_with_old else None
+    model = METHODS[method].from_encoder(image_folder_of["resnet"], old=old, **options)
+    if method in ("bt2", "simclr"):
+        with pytest.raises(XcompatError, match="has no penultimate features"):
+            Penultimate(model, method)
+        return
+    pixels, source = model.processor.images(images), Penultimate(model, method)
+    features = source.embed_images(pixels)
+    assert torch.equal(features, model.encoder.image_features(pixels))
+    assert torch.equal(F.normalize(source.head(features), dim=-1), model.embed_images(pixels))
+
+
+@torch.no_grad()
+def test_without_a_projection_of_its_own_a_backbone_ends_in_that_of_its_encoder(
+    folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    model = IndependentModel.from_encoder(folder_of["clip"], classes=["cat", "dog"])
+    pixels = model.processor.images(images)
+    features = Penultimate(model, "model").embed_images(pixels)
+    assert torch.equal(features, before_the_projection("clip", model.encoder, pixels))
+    with pytest.raises(XcompatError, match="model has no penultimate features"):
+        Penultimate(IndependentModel.from_encoder(image_folder_of["resnet"], classes=["cat", "dog"]), "model")
+
+
+@pytest.fixture
+def features(folder_of: dict[str, str], images: list[Image.Image]) -> torch.Tensor:
+    """Return the penultimate features (4, 32) of the tiny CLIP."""
+    embedder = penultimate(load_embedder(folder_of["clip"]))
+    return embedder.embed({"pixel_values": embedder.processor.images(images)}).clone()
+
+
+def on_penultimate(folder: str, features: torch.Tensor, **options: object) -> QueryMapModel:
+    model = QueryMapModel.from_encoder(folder, old=OLD, input="penultimate", **options)
+    model.prepare(OldKnowledge(3, LABELS[:4].numpy(), unit(4, 4, 1).numpy()), features.numpy())
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["linear", "residual", "projection"])
+def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
+    shape: str, folder_of: dict[str, str], images: list[Image.Image], features: torch.Tensor, tmp_path: Path
+) -> None:
+    encoder, processor = load_encoder(folder_of["clip"])
+    pixels = processor.images(images)
+    model = on_penultimate(folder_of["clip"], features, shape=shape)
+    embeds = model.embed_images(pixels)
+    assert torch.equal(embeds, before_the_projection("clip", encoder, pixels)) and model.config.embedding_dim == 32
+    torch.testing.assert_close(model.self_view(embeds), encoder.embed_images(pixels), atol=1e-6, rtol=0)
+    view = model.view(embeds)
+    assert view.shape == (4, 4) and model.stored_dim == 4
+    torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
+    torch.testing.assert_close(model.view(3 * embeds), view, atol=1e-6, rtol=0)  # their direction is mapped
+    with pytest.raises(XcompatError, match="penultimate features are of images alone.*set options.input to embedding"):
+        model.embed_texts(**processor.texts(TEXTS))
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(again.embed_images(pixels), embeds) and again.fingerprint() == model.fingerprint()
+    assert torch.equal(again.view(embeds), view) and torch.equal(again.self_view(embeds), model.self_view(embeds))
+    trained = {name for name, parameter in again.named_parameters() if parameter.requires_grad}
+    assert set(again.state_dict()) - trained == {"head.weight", "head.bias"}
+    assert load_embedder(str(tmp_path)).dim == 4, "the next update sees its view"
+
+
+def test_penultimate_features_start_at_procrustes_between_directions(folder_of: dict[str, str], features: torch.Tensor) -> None:
+    model = on_penultimate(folder_of["clip"], features)
+    directions = features / features.square().sum(dim=1, keepdim=True).sqrt()
+    weight, bias = solve_procrustes(Moments.of([(directions, unit(4, 4, 1))]), centre=True)
+    start = F.normalize(directions @ weight.float() + bias.float(), dim=-1)
+    torch.testing.assert_close(model.view(features), start, atol=1e-6, rtol=1e-5)
+    batch = {"new_embeds": features, "old_embeds": unit(4, 4, 1), "labels": LABELS[:4], "index": torch.arange(4)}
+    loss = bank_contrast_loss(
+        start, batch["old_embeds"], batch["old_embeds"], 15.0, LABELS[:4], LABELS[:4], *[torch.arange(4)] * 2
+    )
+    torch.testing.assert_close(model(**batch).loss, loss, atol=1e-5, rtol=1e-5)  # the pull is 0 where it starts
+
+
+def test_a_map_of_penultimate_features_belongs_to_a_model_that_has_some(
+    folder_of: dict[str, str], old_folder: str, features: torch.Tensor
+) -> None:
+    with pytest.raises(XcompatError, match="siglip has no penultimate features"):
+        QueryMapModel.from_encoder(folder_of["siglip"], old=OLD, input="penultimate")
+    with pytest.raises(XcompatError, match="needs the new model, whose last layer it takes"):
+        make(input="penultimate")
+    with pytest.raises(XcompatError, match="QueryMapConfig has no input 'penultima'; did you mean 'penultimate'"):
+        make(input="penultima")
+    model = on_penultimate(folder_of["clip"], features)
+    model._outside_encoder = []
+    model.config.encoder["name"] = old_folder
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        model.embed_images(torch.zeros(1, 3, 32, 32))
+
+
+def test_features_and_embeddings_have_two_identities(folder_of: dict[str, str]) -> None:
+    plain = load_embedder(folder_of["clip"])
+    other = penultimate(plain)
+    assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)

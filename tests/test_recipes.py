@@ -119,6 +119,17 @@ def test_a_projection_from_elsewhere_is_a_stand_in_too(monkeypatch: pytest.Monke
     dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
 
 
+def test_a_stand_in_has_the_last_layer_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.report.report.render_report", lambda *_: None)
+    raw = {
+        "old": "some/old",
+        "new": "some/new",
+        "data": {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}},
+        "stages": [{"name": name, "options": {"input": name}} for name in ("embedding", "penultimate")],
+    }
+    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+
+
 def test_the_augmentation_of_the_paper() -> None:
     recipe = load_recipe(ROOT / "recipes" / "clip" / "b32_to_l14.yaml")
     phi, xbt = recipe.stages

@@ -259,6 +259,11 @@ def _embed(
             for shard in mine:
                 stop = min(starts[shard] + shard_rows, rows)
                 embeds = embed_shard(starts[shard], stop, lambda n: rate_of(bar, task, n, kind))
+                if (np.abs(embeds) > np.finfo(info.dtype).max).any():
+                    raise XcompatError(
+                        f"{embedder.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of "
+                        "length 1 (options.input: embedding)"
+                    )
                 with atomic_path(_shard_path(path, shard)) as temporary, temporary.open("wb") as file:
                     np.save(file, embeds.astype(info.dtype), allow_pickle=False)
         barrier()

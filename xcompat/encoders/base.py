@@ -35,6 +35,8 @@ class Encoder(nn.Module, ABC):
     has_text: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
     """Parts of parameter names that embeddings do not depend on: training them would leave gradients undefined."""
+    image_head_name: ClassVar[str | None] = None
+    """What the library calls the layer that ends its image towers, if that is a layer."""
     model: Any  # what the library's own module offers is known to its subclass only
     prompts: VisualPrompts | None
 
@@ -72,6 +74,12 @@ class Encoder(nn.Module, ABC):
     def layer_classes(self) -> set[str]:
         """Return the names of the classes that FSDP shards as one piece each."""
         return set(getattr(self.model, "_no_split_modules", None) or ())
+
+    @property
+    def image_head(self) -> nn.Linear | None:
+        """Return the linear layer whose output are the image features; None if they do not come out of one."""
+        head = getattr(self.model, self.image_head_name, None) if self.image_head_name is not None else None
+        return head if isinstance(head, nn.Linear) else None
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:

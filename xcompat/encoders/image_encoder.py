@@ -65,6 +65,7 @@ class ImageEncoder(Encoder):
 
     library: ClassVar[str] = "transformers-image"
     has_text: ClassVar[bool] = False
+    image_head_name: ClassVar[str | None] = "visual_projection"
     unused: ClassVar[tuple[str, ...]] = ("mask_token",)
 
     def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ class TransformersEncoder(Encoder):
     """A model with ``get_image_features`` and ``get_text_features``."""
 
     library: ClassVar[str] = "transformers"
+    image_head_name: ClassVar[str | None] = "visual_projection"
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`Encoder.image_features`."""
@@ -112,6 +113,7 @@ class BlipEncoder(TransformersEncoder):
     """BLIP's retrieval heads: class tokens through ``vision_proj`` and ``text_proj``."""
 
     unused: ClassVar[tuple[str, ...]] = (*Encoder.unused, "crossattention", "itm_head")  # its matching head looks at both
+    image_head_name: ClassVar[str | None] = "vision_proj"
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`Encoder.image_features`."""

@@ -45,6 +45,12 @@ class BackboneModel(CompatModel):
         projected = config.dim is not None or config.embedding_dim != width
         self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
 
+    @property
+    def image_head(self) -> nn.Linear | None:
+        """Return the linear layer whose output are the features; None if they do not come out of one."""
+        assert self.encoder is not None
+        return self.neck if isinstance(self.neck, nn.Linear) else self.encoder.image_head
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return embeddings before normalisation.
 

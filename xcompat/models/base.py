@@ -21,6 +21,7 @@ from xcompat.distributed import is_main_process
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -150,9 +151,8 @@ class CompatModel(PreTrainedModel):
             The model in float32, in evaluation mode, the encoder's weights those given.
         """
         loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
-        fingerprint = loaded.fingerprint(processor)
-        description = loaded.description | {"fingerprint": fingerprint.digest}
-        dim = cls.embedding_dim_for(loaded.embedding_dim, old, options)
+        description = loaded.description | {"fingerprint": loaded.fingerprint(processor).digest, "dim": loaded.embedding_dim}
+        dim = cls.embedding_dim_for(loaded, old, options)
         config = cls.config_class(encoder=description, old=old, embedding_dim=dim, **options)
         model = cls(config, encoder=loaded)
         model._processor = processor
@@ -160,9 +160,9 @@ class CompatModel(PreTrainedModel):
         return model.eval()
 
     @classmethod
-    def embedding_dim_for(cls, width: int, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D for an encoder of some width: here that width."""
-        return width
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+        """Return D for an encoder: here its own dimension."""
+        return encoder.embedding_dim
 
     def set_trainable(self) -> None:
         """Set ``requires_grad`` as the method's configuration says; by default everything trains."""
@@ -179,7 +179,7 @@ class CompatModel(PreTrainedModel):
             self._processor = load_processor(self.config.encoder, EncoderSource(name=self.name_or_path))
         return self._processor
 
-    def _get_encoder(self) -> Encoder | CompatModel:
+    def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
         """Return what embeds: the encoder inside, or the frozen one outside that a map belongs to."""
         if self.encoder is not None:
             return self.encoder

@@ -86,6 +86,11 @@ class Bt2Model(PrototypedModel):
         compatible = self.old_basis(torch.cat([extra, turned[:, :old_room]], dim=-1))
         return torch.cat([compatible, turned[:, old_room:]], dim=-1), own
 
+    @property
+    def image_head(self) -> nn.Linear | None:
+        """Return None: orthogonal basis changes follow the last linear layer."""
+        return None
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
         return self._parts(pixel_values)[0]

@@ -80,9 +80,9 @@ class ClassifiedModel(BackboneModel):
         return super().from_encoder(encoder, old, **options)
 
     @classmethod
-    def embedding_dim_for(cls, width: int, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
-        base = options.get("dim") or (old["dim"] if old is not None and cls.compares_with_old else width)
+        base = options.get("dim") or (old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim)
         return int(base + options.get("extra_dim", cls.config_class.extra_dim))
 
     def build_for_training(self) -> None:

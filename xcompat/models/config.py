@@ -19,7 +19,7 @@ class CompatConfig(PreTrainedConfig):
     """What every compatible model's ``config.json`` says.
 
     Args:
-        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` (of the unadapted encoder).
+        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` and ``dim`` (unadapted).
         old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
             ``compatible_with``, the earlier versions whose galleries share its space.
         embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.

@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
@@ -36,7 +37,7 @@ class Embedder:
         reads: what it embeds of an image with a caption; a text encoder has captions (bt2.txt §4.7).
     """
 
-    model: Encoder | CompatModel
+    model: Encoder | CompatModel | Penultimate
     processor: Processor
     fingerprint: Fingerprint
     dim: int
@@ -112,6 +113,22 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)
     return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale)
+
+
+def penultimate(embedder: Embedder) -> Embedder:
+    """Embed images by what a model's last linear layer reads, under an identity of its own, so that caches keep both apart.
+
+    Args:
+        embedder: the frozen model.
+
+    Returns:
+        The same model, giving (B, P) features that are not normalised.
+
+    Raises:
+        XcompatError: its embedding does not come out of a linear layer.
+    """
+    model = Penultimate(embedder.model, embedder.name)
+    return Embedder(model, embedder.processor, embedder.fingerprint.derived("penultimate"), model.head.in_features)
 
 
 def is_checkpoint(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.penultimate import Penultimate
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
@@ -27,6 +28,8 @@ class QueryMapConfig(CompatConfig):
     """Configuration of :class:`QueryMapModel`.
 
     Args:
+        input: what is mapped: ``embedding`` of the new model, or its ``penultimate`` features, which its last linear layer reads:
+            of images alone, and only where such a layer makes the embedding.
         shape: ``linear``, x·W + b; ``residual``, that and a network that starts at zero; ``projection``, XBT's φ from random
             weights. A map with hidden layers learns the training classes by heart and loses those it has not seen.
         loss: ``bank``, contrast against the old embeddings of the training set; ``prototypes``, classification by the old class
@@ -38,6 +41,7 @@ class QueryMapConfig(CompatConfig):
 
     model_type = "xcompat-query_map"
 
+    input: Literal["embedding", "penultimate"] = "embedding"
     shape: Literal["linear", "residual", "projection"] = "linear"
     loss: Literal["bank", "prototypes", "cosine"] = "bank"
     scale: float = 15.0
@@ -51,6 +55,9 @@ class QueryMapModel(CompatModel):
     L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) + pull·(1 − cos(φ(x_i), start(x_i))) over the old
     embeddings o_j of the training set, which never change: an exact bank needs no queue and no old model. The sample's own old
     embedding is left out. Without labels it is the only positive. New/new is that of the independent model, bit for bit.
+
+    On penultimate features x is their direction. What the model embeds are then the features (B, P) as they are; ``self_view``
+    makes the new model's own embeddings of them, by a copy of its last layer.
 
     Args:
         config: the configuration.
@@ -72,6 +79,13 @@ class QueryMapModel(CompatModel):
         super().__init__(config, encoder)
         assert config.old is not None
         new_dim, old_dim = config.embedding_dim, config.old["dim"]
+        self.head: nn.Linear | None = None
+        if config.input == "penultimate":
+            if config.encoder is None:
+                raise XcompatError(
+                    "input penultimate needs the new model, whose last layer it takes; use from_encoder or a recipe"
+                )
+            self.head = nn.Linear(new_dim, config.encoder["dim"])
         self.linear: nn.Linear | None = None
         self.network: Projection | None = None
         if config.shape != "projection":
@@ -86,12 +100,31 @@ class QueryMapModel(CompatModel):
         for name in ("bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
             self.register_buffer(name, None, persistent=False)  # made anew from the caches; no part of what is shared
         self.post_init()
+        self.set_trainable()
+
+    @classmethod
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+        """Return D: that of what is mapped."""
+        if options.get("input") == "penultimate":
+            return Penultimate(encoder, encoder.name).head.in_features
+        return super().embedding_dim_for(encoder, old, options)
+
+    def set_trainable(self) -> None:
+        """Train the map, and leave the new model's last layer as it is."""
+        if self.head is not None:
+            self.head.requires_grad_(False)
+
+    def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
+        """Return what makes the input of the map."""
+        encoder = super()._get_encoder()
+        return Penultimate(encoder, self.config.encoder["name"]) if self.head is not None else encoder
 
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the bank, and start at the closed form (see :meth:`CompatModel.prepare`)."""
+        """Keep the bank and the last layer, and start at the closed form (see :meth:`CompatModel.prepare`)."""
         old_Nd = old.embeddings("query_map")
         assert new_ND is not None
-        moments = Moments.of(readable_pairs(new_ND, old_Nd))
+        self._copy_head()
+        moments = Moments.of((self._inputs(new_BD), old_Bd) for new_BD, old_Bd in readable_pairs(new_ND, old_Nd))
         self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
         if self.linear is not None:
             with torch.no_grad():
@@ -103,16 +136,34 @@ class QueryMapModel(CompatModel):
             if self.config.loss == "prototypes":
                 self.prototypes_Cd = old.weights("prototypes").to(self.device)
 
+    def _copy_head(self) -> None:
+        if self.head is None:
+            return
+        given = self._outside_encoder
+        encoder = self._get_encoder()
+        assert isinstance(encoder, Penultimate)
+        self.head.load_state_dict({"bias": torch.zeros_like(self.head.bias), **encoder.head.state_dict()})
+        self._outside_encoder = given  # one loaded for its last layer shall not be in memory while the map is trained
+
+    def _inputs(self, embeds: Tensor) -> Tensor:
+        """Return x: embeddings are of length 1 already, penultimate features are not."""
+        return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
+
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
         self.require_version(version)
+        inputs = self._inputs(embeds)
         if self.linear is None:
             assert self.network is not None
-            return self.network(embeds)
-        mapped = self.linear(embeds.float())
+            return self.network(inputs)
+        mapped = self.linear(inputs)
         if self.network is not None:
-            mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, embeds.float())
+            mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, inputs)
         return F.normalize(mapped, dim=-1)
+
+    def self_view(self, embeds: Tensor) -> Tensor:
+        """Return the new model's own embeddings (see :meth:`CompatModel.self_view`)."""
+        return embeds if self.head is None else F.normalize(self.head(embeds.float()), dim=-1)
 
     def forward(
         self,
@@ -125,7 +176,7 @@ class QueryMapModel(CompatModel):
         """Compute the loss of the mapped new embeddings.
 
         Args:
-            new_embeds: (B, D) embeddings of the new model, L2-normalised.
+            new_embeds: (B, D) embeddings of the new model, L2-normalised, or its penultimate features as they are.
             old_embeds: (B, d) embeddings of the old model, L2-normalised.
             labels: (B,) int64 classes; without them a sample's only positive is its own old embedding.
             index: (B,) int64 rows of the samples in the bank.
@@ -142,7 +193,7 @@ class QueryMapModel(CompatModel):
             loss = self._loss(mapped, old_embeds, labels, index)
             if self.config.pull:
                 start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
-                loss = loss + self.config.pull * angular_alignment_loss(mapped, new_embeds.float() @ start_Dd + start_d)
+                loss = loss + self.config.pull * angular_alignment_loss(mapped, self._inputs(new_embeds) @ start_Dd + start_d)
         return CompatOutput(loss=loss, image_embeds=mapped)
 
     def _loss(self, mapped_Bd: Tensor, old_Bd: Tensor, labels: Tensor | None, index: Tensor | None) -> Tensor:

@@ -48,6 +48,11 @@ class SimClrModel(UnlabelledModel):
         self.norm = nn.BatchNorm1d(config.embedding_dim)
         self.post_init()
 
+    @property
+    def image_head(self) -> nn.Linear | None:
+        """Return None: a batch norm follows the last linear layer."""
+        return None
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`BackboneModel.features`."""
         return self.norm(super().features(pixel_values))

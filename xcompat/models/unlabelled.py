@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
+from xcompat.encoders.base import Encoder
 from xcompat.models.backbone import BackboneModel
 from xcompat.outputs import CompatOutput
 
@@ -19,9 +20,9 @@ class UnlabelledModel(BackboneModel):
     compares_with_old = False
 
     @classmethod
-    def embedding_dim_for(cls, width: int, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the backbone's width."""
-        return options.get("dim") or width
+        return options.get("dim") or encoder.embedding_dim
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from xcompat.data.schema import (
 )
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.base import Encoder
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -70,7 +71,10 @@ def train_stage(stage: Stage) -> CompatModel:
 
 def fill_caches(stage: Stage, role: str) -> None:
     """Embed what the stage's training will read of the model in a role."""
-    embedder = stage.old() if role == "old" else stage.embedder(role)
+    if role == "new":
+        embedder: Embedder | StoredModel = stage.as_input(stage.embedder(role))
+    else:
+        embedder = stage.old() if role == "old" else stage.embedder(role)
     wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
     if role in SIDES:
         if role in stage.method.columns_if_known:
@@ -87,8 +91,8 @@ def fill_caches(stage: Stage, role: str) -> None:
 
 def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
     """Build a map and what it learns from; the encoders are gone when this returns."""
-    new, old = stage.embedder("new"), stage.old()
-    described = _describe_encoder(new)
+    plain, old = stage.embedder("new"), stage.old()
+    described, new = _describe_encoder(plain), stage.as_input(plain)
     sides: dict[str, Any] = {role: stage.embedder(role).describe_old() for role in SIDES if _reads(stage, role)}
     config = stage.method.config_class(
         encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **stage.part.options
@@ -276,5 +280,6 @@ def _describe_encoder(embedder: Embedder) -> dict[str, Any]:
     if isinstance(model, CompatModel):
         own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": None, "config": {}}
     else:
+        assert isinstance(model, Encoder)
         own = model.description
-    return own | {"fingerprint": embedder.fingerprint.digest}
+    return own | {"fingerprint": embedder.fingerprint.digest, "dim": embedder.dim}

@@ -42,13 +42,15 @@ def dry_run_recipe(recipe: Recipe) -> None:
         table.add_row(part.name, part.method, _name(part.old), _name(part.new), _check_files(part))
     console.print(table)
     silence_libraries()
+    mapped = [part.new for part in recipe.stages if part.options.get("input") == "penultimate"]
+    projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Recipe(
             name=recipe.name,
             output_dir=Path(folder) / "run",
             cache_dir=Path(folder) / "cache",
             seed=recipe.seed,
-            stages=[stand_in for part in recipe.stages for stand_in in _stand_in_stages(part, Path(folder))],
+            stages=[stand_in for part in recipe.stages for stand_in in _stand_in_stages(part, Path(folder), projected)],
         )
         console.quiet = True  # the figures of random weights mean nothing
         try:
@@ -86,9 +88,9 @@ def _check_files(part: StageRecipe) -> str:
     return "\n".join(dict.fromkeys(described))
 
 
-def _stand_in_stages(part: StageRecipe, folder: Path) -> list[StageRecipe]:
+def _stand_in_stages(part: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:
     """Return the stage on stand-ins, after one that trains the φ it takes from elsewhere."""
-    stage = _stand_in_stage(part, folder)
+    stage = _stand_in_stage(part, folder, projected)
     if part.projection is None or part.projection.startswith(STAGE_PREFIX):
         return [stage]
     phi = StageRecipe(
@@ -103,14 +105,12 @@ def _stand_in_stages(part: StageRecipe, folder: Path) -> list[StageRecipe]:
     return [phi, stage.model_copy(update={"projection": STAGE_PREFIX + phi.name})]
 
 
-def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
+def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> StageRecipe:
     replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
     for role in ROLES:
         source = getattr(part, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
-            sees = part.data.images is not None and not (role == "old" and part.data.old_reads == "captions")
-            usual = "resnet" if sees else "open_clip" if source.name.startswith("hf-hub:") else "clip"
-            model_type = source.model_type or usual
+            model_type = source.model_type or _usual_type(part, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
             # one name is one model wherever a recipe mentions it
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
@@ -133,6 +133,13 @@ def _stand_in_stage(part: StageRecipe, folder: Path) -> StageRecipe:
         short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=part.evaluation.compare_with)
         replaced["evaluation"] = short.model_dump()
     return StageRecipe(**replaced)
+
+
+def _usual_type(part: StageRecipe, role: str, name: str, projected: set[str]) -> str:
+    """Return the architecture of a stand-in; one of which penultimate features are read has a last linear layer."""
+    if part.data.images is not None and not (role == "old" and part.data.old_reads == "captions"):
+        return "clip_vision_model" if name in projected else "resnet"
+    return "open_clip" if name.startswith("hf-hub:") else "clip"
 
 
 def _tiny_images(folder: Path, name: str) -> str:

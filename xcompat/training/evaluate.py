@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.data.schema import SIDE_INFO
+from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     Contestant,
@@ -20,7 +21,7 @@ from xcompat.evaluation import (
 )
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.report import ReportContent
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
@@ -58,7 +59,7 @@ def embed_new(
     """Embed a test set with a compatible model.
 
     Args:
-        model: the model; a map over embeddings is applied to ``independent``.
+        model: the model; a map over embeddings is applied to ``independent``, one over penultimate features to these.
         old: the old model's embeddings.
         independent: the new model's embeddings without any training for compatibility.
         test: the test set.
@@ -78,10 +79,12 @@ def embed_new(
             raise XcompatError(f"{name} is a map over embeddings of the new model; name that model under new")
         described = model.config.encoder
         Fingerprint(described["fingerprint"], described["name"]).require(independent.fingerprint, f"what {name} is applied to")
-        raw = independent
+        # its own embeddings are the new model's; those that self_view makes of cached features are rounded differently
+        own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
+        raw = _map_input(model, independent, test, cache_dir)
     else:
         raw = test.embed(Embedder(model, model.processor, fingerprint, model.config.embedding_dim), cache_dir)
-    own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
+        own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
     if model.maps_galleries:
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
@@ -90,6 +93,16 @@ def embed_new(
         raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, old.fingerprint), model.device
     )
     return Contestants(old, view, own, independent)
+
+
+def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
+    """Return what a map over embeddings reads of the test set."""
+    if getattr(model.config, "input", None) != "penultimate":
+        return independent
+    described = model.config.encoder
+    new = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), model.device)
+    independent.fingerprint.require(new.fingerprint, f"the model at {described['name']}")
+    return test.embed(penultimate(new), cache_dir)
 
 
 def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:

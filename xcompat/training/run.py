@@ -18,7 +18,7 @@ from xcompat.evaluation import Contestant
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.report import load_report, print_report, write_report
@@ -132,7 +132,10 @@ class StageRun(Stage):
                 continue
             fill_caches(self, role)
             if test is not None:
-                test.embed(self.old() if role == "old" else self.embedder(role), self.recipe.cache_dir)
+                embedder = self.old() if role == "old" else self.embedder(role)
+                test.embed(embedder, self.recipe.cache_dir)
+                if role == "new" and isinstance(embedder, Embedder):
+                    test.embed(self.as_input(embedder), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 

@@ -12,10 +12,11 @@ from xcompat.data import LabelledImages, load_labelled, load_pairs, load_texts, 
 from xcompat.distributed import process_state
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource
+from xcompat.encoders.penultimate import IMAGES_ALONE
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.models import METHODS, CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
@@ -75,6 +76,24 @@ class Stage:
         if not isinstance(source, EncoderSource):
             raise XcompatError(f"{self.part.name}: method {self.part.method} needs a trained {role} model; name it under {role}")
         return load_embedder(self.resolved(source), device())
+
+    def as_input(self, new: Embedder) -> Embedder:
+        """Return the new model as a map over cached embeddings reads it.
+
+        Args:
+            new: the new model.
+
+        Returns:
+            The model itself, or in the role of its penultimate features.
+
+        Raises:
+            XcompatError: its penultimate features are asked for, and it has none, or there are captions to be judged on.
+        """
+        if self.part.options.get("input") != "penultimate":
+            return new
+        if self.part.data.test is not None:
+            raise XcompatError(f"{self.part.name}: data.test has captions, and {IMAGES_ALONE}")
+        return penultimate(new)
 
     def old(self) -> Embedder | StoredModel:
         """Load the old model, or what is left of one that is gone.

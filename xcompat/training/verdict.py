@@ -118,6 +118,8 @@ def _plain(model: CompatModel) -> Embedder | None:
 
 def _embeds_texts(model: CompatModel, plain: Embedder | None) -> bool:
     """Return whether the model, or what it is a map of, has a place for texts."""
+    if getattr(model.config, "input", None) == "penultimate":  # features of images
+        return False
     asked = model if plain is None else plain.model
     processor = model.processor if plain is None else plain.processor
     try:
