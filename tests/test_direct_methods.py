@@ -307,7 +307,7 @@ def test_radii_are_numpys(counts: list[int], seed: int) -> None:
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_the_boundary_loss_is_its_loop(threshold: float | None, folder_of: dict[str, str]) -> None:
-    model = build("advbct", folder_of, threshold=threshold, adversarial_weight=0.0)
+    model = build("advbct", folder_of, threshold=threshold, adversarial_weight=0.0, boundary_weight=1.0)
     features, labels, old = batch()
     centres, radii = model.centres_Cd, model.radii_C
     largest = float(np.nanmedian(radii[:3].numpy())) if threshold is None else threshold
@@ -323,7 +323,7 @@ def test_the_boundary_loss_is_its_loop(threshold: float | None, folder_of: dict[
 
 def test_balls_grow_only(folder_of: dict[str, str]) -> None:
     for threshold, sign in ((2.0, 1), (0.0, -1)):  # towards T above the radius, back to the radius from T below it
-        model = build("advbct", folder_of, threshold=threshold, adversarial_weight=0.0)
+        model = build("advbct", folder_of, threshold=threshold, adversarial_weight=0.0, boundary_weight=1.0)
         model.growth_C.data.fill_(-2.0 * sign)
         features, labels, old = batch()
         model.radii_C.clamp_(max=0.2)

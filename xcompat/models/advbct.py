@@ -26,14 +26,15 @@ class AdvBctConfig(ClassifiedConfig):
 
     Args:
         adversarial_weight: on the discriminator's loss at the start of training.
-        boundary_weight: on the loss of leaving the class's ball.
+        boundary_weight: on the loss of leaving the class's ball. Public code has 1, at which the discriminator wins; chosen on
+            validation faces (``recipes/vision/search_glyphs.yaml``).
         threshold: T, the radius that balls may grow to, at most 2; None for the median old radius. Public code has 1, .5 and .4.
     """
 
     model_type = "xcompat-advbct"
 
     adversarial_weight: float = 1.0
-    boundary_weight: float = 1.0
+    boundary_weight: float = 10.0
     threshold: float | None = None
 
 

@@ -15,14 +15,15 @@ class ContrastConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        temperature: τ; public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat.
+        temperature: τ; public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat. Chosen on validation
+            faces (``recipes/vision/search_glyphs.yaml``).
         topk_negatives: the hardest negatives of each kind alone; None for all.
     """
 
     model_type = "xcompat-contrast"
 
     compat_weight: float = 1.0
-    temperature: float = 0.05
+    temperature: float = 0.1
     topk_negatives: int | None = None
 
 

@@ -25,13 +25,13 @@ class LceConfig(MappedConfig):
     Args:
         alignment_weight: λ_a, of one minus the cosine between mapped and target centres; the public code's 100 is of a mean
             square over the d dimensions, and is 200/d here.
-        boundary_weight: λ_b.
+        boundary_weight: λ_b. Both were chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
     """
 
     model_type = "xcompat-lce"
 
-    alignment_weight: float = 1.0
-    boundary_weight: float = 1.0
+    alignment_weight: float = 10.0
+    boundary_weight: float = 10.0
 
 
 class LceModel(MappedModel):

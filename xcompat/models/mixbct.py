@@ -21,14 +21,15 @@ class MixBctConfig(ClassifiedConfig):
     Args:
         mixed_share: α, the share of a batch whose new features are replaced by old ones.
         keep: the share of each class's old embeddings that is credible: the nearest to the class's centre.
-        head: how features are classified; plain softmax would need features of one length.
+        head: how features are classified; plain softmax would need features of one length. Chosen on validation faces
+            (``recipes/vision/search_glyphs.yaml``).
     """
 
     model_type = "xcompat-mixbct"
 
     mixed_share: float = 0.3
     keep: float = 0.9
-    head: HeadKind = "normalized_softmax"
+    head: HeadKind = "arcface"
 
 
 class MixBctModel(ClassifiedModel):

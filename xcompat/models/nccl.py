@@ -26,7 +26,8 @@ class NcclConfig(ClassifiedConfig):
     Args:
         feature_weight: α.
         logit_weight: β; public code has .01, tuned on a term that has no gradient there.
-        temperature: t; public code has 1, at which a softmax over cosines is nearly flat.
+        temperature: t; public code has 1, at which a softmax over cosines is nearly flat. Chosen on validation faces
+            (``recipes/vision/search_glyphs.yaml``).
         bank_size: most old embeddings that a sample is compared with, drawn once from the credible ones of the training set.
         max_entropy: an old embedding is credible when the entropy of its class is at most this share of the largest possible one.
     """
@@ -35,7 +36,7 @@ class NcclConfig(ClassifiedConfig):
 
     feature_weight: float = 1.0
     logit_weight: float = 0.01
-    temperature: float = 0.1
+    temperature: float = 0.05
     bank_size: int = 8192
     max_entropy: float = 0.5
 

@@ -24,7 +24,7 @@ class RbtConfig(MappedConfig):
         start: the fixed map before the blocks: ``procrustes``, the rotation that brings the source nearest to the target, or
             ``identity`` as in the paper (the first dimensions, or zeros appended, where dimensions differ).
         blocks: how many residual blocks there are.
-        bottleneck: their width.
+        bottleneck: their width, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
         paths: parallel paths in each.
         similarity_weight: of the squared distance.
         kl_weight: of the divergence of what the target's prototypes make of both.
@@ -35,7 +35,7 @@ class RbtConfig(MappedConfig):
 
     start: Literal["procrustes", "identity"] = "procrustes"
     blocks: int = 4
-    bottleneck: int = 16
+    bottleneck: int = 64
     paths: int = 4
     similarity_weight: float = 1.0
     kl_weight: float = 1.0
