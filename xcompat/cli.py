@@ -12,6 +12,7 @@ import typer
 
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
+from xcompat.gallery_cli import app as gallery_app
 
 INTERRUPTED = 130  # what Typer makes of Ctrl-C
 DISK_FULL = (os.strerror(errno.ENOSPC), "PytorchStreamWriter failed writing", ". unexpected pos ")
@@ -23,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(gallery_app, name="gallery")
 
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time

@@ -250,10 +250,11 @@ class CompatModel(PreTrainedModel):
     def fingerprint(self) -> Fingerprint:
         """Return the identity of this model: encoder, adapters, heads and preprocessing."""
         own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
-        # names and folders are no part of what a model computes; digests stand for the models they belong to
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
-        parts = json.loads(json.dumps(own | {"processor": self.processor.describe()}, default=str))
+        # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
+        seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
+        parts = json.loads(json.dumps(own | seen, default=str))
         return Fingerprint.from_module(self, parts, self.name_or_path or type(self).__name__)
 
     @property
@@ -263,8 +264,7 @@ class CompatModel(PreTrainedModel):
 
     def _version_dims(self) -> list[tuple[Fingerprint, int]]:
         """Return the versions whose galleries can be searched with the dimension of each, the nearest first."""
-        old = self.config.old
-        versions = [] if old is None else [old, *old.get("compatible_with", [])]
+        versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:

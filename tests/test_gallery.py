@@ -1,0 +1,397 @@
+"""Galleries against a dictionary: what is added is found, what is committed stays, what is refused changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.manifest import read_manifest
+
+DIM = 8
+CLIP = Fingerprint.from_string("clip")
+Make = Callable[..., Gallery]
+
+
+def vectors(count: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+
+
+def names(count: int, prefix: str = "item") -> list[str]:
+    return [f"{prefix} {number}" for number in range(count)]
+
+
+@pytest.fixture(params=["faiss", "milvus"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Return a maker of galleries in each backend."""
+    milvus = str(tmp_path / "vectors.db") if request.param == "milvus" else None
+
+    def made(name: str = "gallery", **options: Any) -> Gallery:
+        return Gallery.create(tmp_path / name, CLIP, **{"dim": DIM, "milvus": milvus, **options})
+
+    return made
+
+
+def naive(stored: dict[str, np.ndarray], queries: np.ndarray, k: int, metric: str = "cosine") -> list[list[str]]:
+    ids, matrix = list(stored), np.array(list(stored.values()), np.float64)
+    queries = queries.astype(np.float64)
+    if metric == "cosine":
+        matrix, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (matrix, queries))
+    scores = -((queries[:, None] - matrix[None]) ** 2).sum(-1) if metric == "l2" else queries @ matrix.T
+    return [[ids[row] for row in order] for order in np.argsort(-scores, axis=1)[:, :k].tolist()]
+
+
+def found(gallery: Gallery, queries: np.ndarray, k: int, **options: Any) -> list[list[str]]:
+    return [[hit.id for hit in hits] for hits in gallery.search(queries, CLIP, top_k=k, **options)]
+
+
+# ------------------------------------------------------------------------------------------------------------- content
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
+def test_hits_are_those_of_a_loop_over_all_segments(make: Make, metric: str) -> None:
+    gallery = make(metric=metric)
+    embeds = vectors(60)
+    for start in range(0, 60, 20):
+        gallery.add(embeds[start : start + 20], names(60)[start : start + 20])
+        gallery.commit()
+    assert len(gallery) == 60 and len(gallery.segments) == 3 and gallery.versions == [CLIP]
+    expected = naive(dict(zip(names(60), embeds, strict=True)), vectors(5, 1), 7, metric)
+    assert found(gallery, vectors(5, 1), 7) == expected
+    best = gallery.search(embeds[[3]], CLIP, top_k=1)[0][0]
+    assert best.version == CLIP and (metric != "cosine" or best.score == pytest.approx(1.0, abs=1e-5))
+
+
+def test_nothing_is_there_before_the_commit_and_everything_after_reopening(make: Make) -> None:
+    gallery = make()
+    gallery.add(vectors(5), names(5), [{"n": number} for number in range(5)])
+    assert len(gallery) == 0 and found(gallery, vectors(1), 3) == [[]]
+    assert gallery.commit() == 1
+    again = Gallery.open(gallery.path)
+    assert len(again) == 5 and [hit.metadata for hit in again.search(vectors(5)[[2]], CLIP, top_k=1)[0]] == [{"n": 2}]
+    assert again.find(["item 1", "nobody"]) == [CLIP, None]
+
+
+def test_what_was_not_committed_is_forgotten(make: Make) -> None:
+    with make() as gallery:
+        gallery.add(vectors(5), names(5))
+    assert len(Gallery.open(gallery.path)) == 0 and Gallery.open(gallery.path).verify() == []
+    gallery.add(vectors(5), names(5))
+    gallery.commit()
+    assert len(gallery) == 5
+
+
+def test_removed_and_replaced_items(make: Make) -> None:
+    gallery = make()
+    gallery.add(vectors(30), names(30))
+    gallery.commit()
+    gallery.remove(["item 3", "item 4"])
+    gallery.add(vectors(2, 9), ["item 5", "new"], replace=True)
+    gallery.commit("tidy")
+    stored = dict(zip(names(30), vectors(30), strict=True)) | dict(zip(["item 5", "new"], vectors(2, 9), strict=True))
+    del stored["item 3"], stored["item 4"]
+    assert len(gallery) == len(stored) == 29
+    assert found(gallery, vectors(4, 2), 29) == naive(stored, vectors(4, 2), 29)
+    assert gallery.verify() == []
+
+
+def test_filters_are_exact(make: Make) -> None:
+    gallery = make()
+    gallery.add(vectors(40), names(40), [{"colour": ["red", "blue", "green"][n % 3], "n": n} if n else None for n in range(40)])
+    gallery.commit()
+    stored = dict(zip(names(40), vectors(40), strict=True))
+    red = {name: stored[name] for number, name in enumerate(names(40)) if number and number % 3 == 0}
+    assert found(gallery, vectors(3, 1), 5, where={"colour": "red"}) == naive(red, vectors(3, 1), 5)
+    some = {"item 7": stored["item 7"], "item 8": stored["item 8"]}
+    assert found(gallery, vectors(3, 1), 5, where={"n": [7, 8, 99]}) == naive(some, vectors(3, 1), 5)
+    assert found(gallery, vectors(3, 1), 5, where={"colour": "mauve"}) == [[], [], []]
+
+
+def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
+    gallery = make()
+    for number in range(4):
+        gallery.add(vectors(5, number), names(5, f"part {number}"))
+        gallery.commit()
+    gallery.remove(names(5, "part 0"))
+    gallery.commit("remove")
+    assert [manifest.rows for manifest in gallery.generations()] == [0, 5, 10, 15, 20, 15]
+    assert gallery.rollback(2) == 6 and len(gallery) == 10 and gallery.find(["part 0 1", "part 2 1"]) == [CLIP, None]
+    assert gallery.rollback(5) == 7 and len(gallery) == 15
+    before = found(gallery, vectors(3, 7), 15)
+    gallery.compact()
+    assert found(gallery, vectors(3, 7), 15) == before and len(gallery.segments) == 1 and gallery.verify() == []
+    assert [manifest.by for manifest in gallery.generations()] == ["compact"]
+    with pytest.raises(XcompatError, match="has no generation 2"):
+        gallery.rollback(2)
+    assert found(Gallery.open(gallery.path), vectors(3, 7), 15) == before
+
+
+Steps = st.lists(
+    st.tuples(st.sampled_from(["add", "replace", "remove", "commit", "compact", "rollback"]), st.integers(0, 9)), max_size=14
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=Steps)
+def test_any_history_ends_like_that_of_a_dictionary(
+    steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gallery = Gallery.create(tmp_path_factory.mktemp("history") / "g", CLIP, dim=DIM)
+    stored: dict[str, np.ndarray] = {}
+    states = {0: dict(stored)}
+    for number, (step, argument) in enumerate(steps):
+        name, embeds = f"item {argument}", vectors(1, 100 + number)
+        if step in ("add", "replace") and (step == "replace" or name not in stored):
+            gallery.add(embeds, [name], replace=step == "replace")
+            stored[name] = embeds[0]
+        elif step == "remove" and name in stored:
+            gallery.remove([name])
+            del stored[name]
+        elif step == "commit":
+            states[gallery.commit()] = dict(stored)
+        elif step == "compact":
+            states[gallery.commit()] = dict(stored)
+            gallery.compact()
+            states = {gallery.generation: dict(stored)}
+        elif step == "rollback":
+            generation = sorted(states)[argument % len(states)]
+            stored = dict(states[generation])
+            states[gallery.rollback(generation)] = dict(stored)
+    gallery.commit()
+    assert len(gallery) == len(stored) and gallery.verify() == []
+    if stored:
+        assert found(Gallery.open(gallery.path), vectors(2, 1), 12) == naive(stored, vectors(2, 1), 12)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: g.add(vectors(1), ["item 1"]), "'item 1' is in the gallery already"),
+        (lambda g: g.add(vectors(2), ["x", "x"]), "the id 'x' is given twice"),
+        (lambda g: g.add(vectors(2), ["x"]), "there are 2 embeddings but 1 ids"),
+        (lambda g: g.add(vectors(1), ["x"], [{"a": 1}, {}]), "1 ids but 2 metadata"),
+        (lambda g: g.add(vectors(1), ["x"], [{"a": float("nan")}]), "cannot be written as JSON"),
+        (lambda g: g.add(vectors(1), ["x"], ["text"]), "not an object of keys and values"),
+        (lambda g: g.add(vectors(1), [""]), "is no id"),
+        (lambda g: g.add(vectors(1), ["two\nlines"]), "is no id"),
+        (lambda g: g.add(np.zeros((1, DIM)), ["x"]), "the embedding of 'x' is zero"),
+        (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
+        (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, these embeddings have 5"),
+        (
+            lambda g: g.add(vectors(1), ["x"], version=Fingerprint.from_string("other")) or g.add(vectors(1, dim=5), ["y"]),
+            "8 dimens",
+        ),
+        (lambda g: g.remove(["nobody"]), "'nobody' is not in the gallery"),
+        (lambda g: g.search(vectors(1, dim=5), CLIP), "the queries have 5 dimensions"),
+        (lambda g: g.search(np.full((1, DIM), np.inf), CLIP), "query 0 is not finite"),
+        (lambda g: g.search(np.zeros((1, DIM)), CLIP), "query 0 is zero"),
+        (lambda g: g.search(vectors(1), CLIP, merge="mean"), "no way 'mean' to merge"),
+        (lambda g: g.rollback(9), "has no generation 9"),
+        (lambda g: Gallery.create(g.path, CLIP, dim=3), "is not empty"),
+        (lambda g: Gallery.create(g.path / "in", CLIP), "give the dimension of its embeddings as dim"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss makes no index 'Flatt'"),
+        (lambda g: Gallery.open(g.path / "no"), "is no gallery"),
+    ],
+)
+def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery], object], message: str, tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(10), names(10))
+    gallery.commit()
+    before = read_manifest(gallery.path)
+    with pytest.raises(XcompatError, match=message):
+        change(gallery)
+    gallery.close()
+    assert read_manifest(gallery.path) == before and gallery.verify() == []
+    assert found(Gallery.open(gallery.path), vectors(10)[[4]], 1) == [["item 4"]]
+
+
+def test_equal_dimensions_never_pass_by_luck(make: Make) -> None:
+    gallery = make()
+    gallery.add(vectors(3), names(3))
+    gallery.commit()
+    with pytest.raises(FingerprintMismatchError, match=r"queries of dino@\w+ cannot be compared with the clip@\w+ embeddings"):
+        gallery.search(vectors(1), Fingerprint.from_string("dino"))
+
+
+def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(3), names(3))
+    gallery.commit()
+    gallery.add(vectors(1, 5), ["waiting"])
+    code = (
+        "import sys; from xcompat import Fingerprint; from xcompat.retrieval import Gallery; import numpy as np\n"
+        "gallery = Gallery.open(sys.argv[1]); print(len(gallery.search(np.ones((1, 8)), Fingerprint.from_string('clip'))[0]))\n"
+        "gallery.add(np.ones((1, 8)), ['other'])"
+    )
+    other = subprocess.run([sys.executable, "-c", code, str(gallery.path)], capture_output=True, text=True, check=False)
+    assert other.stdout.strip() == "3" and "another process is writing to" in other.stderr
+    gallery.commit()
+    assert len(gallery) == 4
+    gallery.add(vectors(1, 6), ["free again"])
+    gallery.commit()
+
+
+def test_a_writer_adds_to_the_newest_state(tmp_path: Path) -> None:
+    first = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    second = Gallery.open(first.path)
+    first.add(vectors(1), ["a"])
+    first.commit()
+    second.add(vectors(1, 1), ["b"])
+    second.commit()
+    assert sorted(Gallery.open(first.path).find(["a", "b"]), key=str) == [CLIP, CLIP]
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and "generations" not in path.parts
+    )
+
+
+def test_every_altered_or_truncated_file_is_found_and_named(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="SQ8")
+    gallery.add(vectors(10_000), names(10_000), side_info_NS=vectors(10_000, 3, 4))
+    gallery.commit()
+    gallery.remove(["item 3"])
+    gallery.commit()
+    files = files_of(gallery.path)
+    kinds = {"index.faiss", "rows.arrow", "vectors.npy", "side_info.npy", "id_hashes.npy", "id_order.npy", "gallery.json"}
+    assert kinds <= {file.name for file in files} and any(file.parent.name == "removed" for file in files)
+    for file in files:
+        good = file.read_bytes()
+        for bad in (good[:-1], good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :], b""):
+            file.write_bytes(bad)
+            try:
+                wrong = Gallery.open(gallery.path).verify()
+            except XcompatError as error:  # a manifest that cannot be read
+                wrong = [str(error)]
+            assert len(wrong) >= 1 and str(file) in wrong[0], file
+        file.write_bytes(good)
+    assert Gallery.open(gallery.path).verify() == []
+
+
+@pytest.mark.parametrize("call", range(0, 60, 3))
+def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file system call that changes something is a place to die at; the last committed state opens and verifies."""
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(10), names(10))
+    gallery.commit()
+    count = 0
+
+    class Killed(BaseException):
+        """Not an error that anything catches."""
+
+    def dying(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == call + 1:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr("os.fsync", dying(__import__("os").fsync))
+    monkeypatch.setattr(Path, "replace", dying(Path.replace))
+    monkeypatch.setattr(Path, "unlink", dying(Path.unlink))
+    monkeypatch.setattr("numpy.save", dying(np.save))
+    states = {10: "before", 18: "after"}
+    try:
+        gallery.add(vectors(10, 1), names(10, "more"))
+        gallery.remove(["item 1", "item 2"])
+        gallery.commit()
+        gallery.compact()
+    except Killed:
+        pass
+    monkeypatch.undo()
+    gallery.close()
+    survivor = Gallery.open(gallery.path)
+    assert len(survivor) in states and survivor.verify() == []
+    stored = dict(zip(names(10), vectors(10), strict=True))
+    if len(survivor) == 18:
+        stored |= dict(zip(names(10, "more"), vectors(10, 1), strict=True))
+        del stored["item 1"], stored["item 2"]
+    assert found(survivor, vectors(2, 5), 20) == naive(stored, vectors(2, 5), 20)
+    survivor.add(vectors(1, 8), ["life goes on"])
+    survivor.compact() if call % 2 else survivor.commit()
+    assert Gallery.open(gallery.path).verify() == []
+
+
+def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(10), names(10))
+    gallery.commit()
+    gallery.add(vectors(10, 1), names(10, "more"))
+    monkeypatch.setattr("numpy.save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        gallery.commit()
+    gallery.close()
+    monkeypatch.undo()
+    assert len(Gallery.open(gallery.path)) == 10 and Gallery.open(gallery.path).verify() == []
+    assert not [path for path in (gallery.path / "segments").iterdir() if path.name.startswith(".")], "nothing half-written"
+
+
+def test_a_forged_manifest_does_not_lead_out_of_the_gallery(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(1), ["a"])
+    gallery.commit()
+    file = gallery.path / "gallery.json"
+    file.write_text(file.read_text().replace(gallery.segments[0].record.name, "../../../../../../etc"))
+    with pytest.raises(XcompatError, match="is damaged"):
+        Gallery.open(gallery.path)
+
+
+# ------------------------------------------------------------------------------------------------------------- indexes
+
+
+@pytest.mark.parametrize("index", ["Flat", "HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "SQ8", "PQ4x4"])
+def test_every_index_finds_and_gives_back_what_it_was_given(index: str, tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    embeds = vectors(12_000)
+    gallery.add(embeds, names(12_000))
+    gallery.commit()
+    assert gallery.segments[0].record.index == index
+    gallery.remove(names(100))
+    gallery.commit()
+    unit = embeds / np.linalg.norm(embeds, axis=1, keepdims=True)
+    np.testing.assert_allclose(gallery.segments[0].vectors(200, 300), unit[200:300], atol=1e-6)
+    hits = found(gallery, embeds[[50, 500]], 20)
+    assert not set(hits[0]) & set(names(100)), "what was removed is not found"
+    exact = naive(dict(zip(names(12_000)[100:], embeds[100:], strict=True)), embeds[[500]], 20)[0]
+    assert len(set(hits[1]) & set(exact)) >= (20 if index in ("Flat",) else 2)
+
+
+def test_too_few_to_train_an_index_are_searched_exactly_until_they_are_enough(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF8,Flat")
+    gallery.add(vectors(100), names(100))
+    gallery.commit()
+    assert gallery.segments[0].record.index == "Flat"
+    gallery.add(vectors(12_000, 1), names(12_000, "more"))
+    gallery.commit()
+    gallery.compact()
+    assert [segment.record.index for segment in gallery.segments] == ["IVF8,Flat"] and len(gallery) == 12_100
+
+
+def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")
+    embeds = vectors(12_000)
+    gallery.add(embeds, names(12_000))
+    gallery.commit()
+    exact = naive(dict(zip(names(12_000), embeds, strict=True)), vectors(3, 1), 5)
+    assert found(gallery, vectors(3, 1), 5, parameters="nprobe=64") == exact
+    with pytest.raises(XcompatError, match="do not fit the index"):
+        found(gallery, vectors(3, 1), 5, parameters="nprobes=64")

@@ -1,0 +1,260 @@
+"""Galleries of several versions: which queries fit, in which view, how their scores are merged, and how galleries move on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.models import FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.merging import Candidates, merge_candidates
+from xcompat.retrieval.upgrading import plan_upgrade
+
+OLD = Fingerprint.from_string("old")
+D, d, N = 12, 8, 200
+
+
+def unit(count: int, dim: int, seed: int) -> np.ndarray:
+    rows = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def old_gallery(folder: Path, count: int = N, **options: Any) -> Gallery:
+    gallery = Gallery.create(folder, OLD, dim=d, **options)
+    gallery.add(unit(count, d, 0), [str(number) for number in range(count)], [{"n": number} for number in range(count)])
+    gallery.commit()
+    return gallery
+
+
+def query_map() -> ProcrustesModel:
+    """Return a map of new queries into the old space."""
+    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
+    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
+
+
+def gallery_map(**options: Any) -> FctModel:
+    """Return a map of old galleries into the new space."""
+    torch.manual_seed(0)
+    return FctModel(FctConfig(old=describe_old(OLD, d), embedding_dim=D, **options)).eval()
+
+
+def ids(hits: list[list[Any]]) -> list[list[str]]:
+    return [[hit.id for hit in found] for found in hits]
+
+
+def test_queries_of_a_map_search_the_old_gallery_in_its_view(tmp_path: Path) -> None:
+    gallery, model, queries = old_gallery(tmp_path / "g"), query_map(), unit(5, D, 3)
+    view = model.view(torch.from_numpy(queries)).detach().numpy()
+    assert ids(gallery.search(queries, model, top_k=4)) == ids(gallery.search(view, OLD, top_k=4))
+
+
+def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Path) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), query_map()
+    gallery.add(unit(50, D, 4), [f"new {number}" for number in range(50)], version=model)
+    gallery.commit()
+    assert gallery.counts() == {OLD: N, model.stored_fingerprint(): 50}
+    hits = gallery.search(unit(50, D, 4)[[7]], model, top_k=N + 50, merge="raw")[0]
+    assert hits[0].id == "new 7" and hits[0].version == model.stored_fingerprint() and len(hits) == N + 50
+    assert {hit.version for hit in hits} == {OLD, model.stored_fingerprint()}
+    view = model.view(torch.from_numpy(unit(50, D, 4)[[7]])).detach().numpy()
+    assert ids(gallery.search(view, OLD, top_k=9, merge="raw")) == [[hit.id for hit in hits[:9]]], "old clients find them too"
+
+
+def test_an_expanded_model_is_compared_by_its_first_dimensions(folder_of: dict[str, str], tmp_path: Path) -> None:
+    gallery = old_gallery(tmp_path / "g")
+    model = OcaModel.from_encoder(folder_of["clip"], old=describe_old(OLD, d), classes=["a", "b"], extra_dim=4).for_inference()
+    assert model.stored_dim == d + 4
+    own = unit(30, d + 4, 5)
+    gallery.add(own, [f"new {number}" for number in range(30)], version=model)
+    gallery.commit()
+    queries = unit(3, d + 4, 6)
+    hits = gallery.search(queries, model, top_k=N + 30, merge="raw")
+    cut = queries[:, :d] / np.linalg.norm(queries[:, :d], axis=1, keepdims=True)
+    for query, found in enumerate(hits):
+        scores = {hit.id: hit.score for hit in found}
+        np.testing.assert_allclose([scores[str(row)] for row in range(N)], unit(N, d, 0) @ cut[query], atol=1e-5)
+        np.testing.assert_allclose([scores[f"new {row}"] for row in range(30)], own @ queries[query], atol=1e-5)
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared with the"):
+        gallery.search(unit(1, d, 1), OLD)
+
+
+def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[str, str], tmp_path: Path) -> None:
+    embedder, other = load_embedder(old_folder), load_embedder(folder_of["clip"])
+    gallery = Gallery.create(tmp_path / "g", embedder)
+    embeds = embedder.embed(embedder.processor.texts(["a dog", "two cats"]))
+    gallery.add(embeds, ["dog", "cats"])
+    gallery.commit()
+    assert ids(gallery.search(embeds, embedder, top_k=1)) == [["dog"], ["cats"]]
+    with pytest.raises(FingerprintMismatchError, match="query with the model that made them"):
+        gallery.search(np.ones((1, embedder.dim)), other)
+
+
+# ------------------------------------------------------------------------------------------------------------- upgrade
+
+
+def test_an_upgrade_maps_every_embedding_and_can_be_undone(tmp_path: Path) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
+    gallery.remove(["5"])
+    gallery.commit()
+    queries = unit(4, D, 3)
+    with pytest.raises(FingerprintMismatchError, match="this model maps galleries of old@.*run `xcompat gallery upgrade`"):
+        gallery.search(queries, model)
+    assert gallery.upgrade(model, batch_size=64) == N - 1 == len(gallery)
+    mapped = model.upgrade(torch.from_numpy(unit(N, d, 0))).detach().numpy()
+    kept = [row for row in range(N) if row != 5]
+    best = [str(kept[row]) for row in np.argmax(queries @ mapped[kept].T, axis=1)]
+    hits = gallery.search(queries, model, top_k=1)
+    assert [found[0].id for found in hits] == best and hits[0][0].metadata == {"n": int(best[0])}
+    assert gallery.versions == [model.fingerprint().derived("upgrade")] and gallery.verify() == []
+    with pytest.raises(FingerprintMismatchError):
+        gallery.search(unit(1, d, 0), OLD)
+    gallery.rollback(1)
+    assert gallery.versions == [OLD] and ids(gallery.search(unit(N, d, 0)[[5]], OLD, top_k=1)) == [["5"]]
+
+
+def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
+    gallery.add(unit(N, d, 1), [f"b{number}" for number in range(N)])
+    gallery.commit()
+    mapped: list[int] = []
+    original = FctModel.upgrade
+
+    def counting(self: FctModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        if len(mapped) == 5:
+            raise KeyboardInterrupt
+        mapped.append(len(embeds))
+        return original(self, embeds, side)
+
+    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * D * 4)
+    monkeypatch.setattr(FctModel, "upgrade", counting)
+    with pytest.raises(KeyboardInterrupt):
+        gallery.upgrade(model, batch_size=50)
+    assert mapped == [50] * 5 and Gallery.open(gallery.path).versions == [OLD]
+    mapped.clear()
+    monkeypatch.setattr(
+        FctModel, "upgrade", lambda self, embeds, side=None: mapped.append(len(embeds)) or original(self, embeds, side)
+    )
+    again = Gallery.open(gallery.path)
+    assert again.upgrade(model, batch_size=50) == 2 * N
+    assert mapped == [50] * 3 and len(again) == 2 * N and again.verify() == []
+    expected = original(model, torch.from_numpy(np.concatenate([unit(N, d, 0), unit(N, d, 1)]))).detach().numpy()
+    stored = np.concatenate([segment.vectors(0, len(segment)) for segment in again.segments])
+    np.testing.assert_allclose(stored, expected, atol=1e-6)
+    assert not list(again.path.glob("upgrade-*.json"))
+
+
+def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> None:
+    side, new_side = describe_old(Fingerprint.from_string("side"), 3), describe_old(Fingerprint.from_string("new side"), 5)
+    model = gallery_map(side_info=side, new_side_info=new_side)
+    gallery = Gallery.create(tmp_path / "g", OLD, dim=d)
+    gallery.add(unit(20, d, 0), [str(number) for number in range(20)], side_info_NS=unit(20, 3, 1))
+    gallery.commit()
+    gallery.upgrade(model)
+    old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
+    with torch.inference_mode():
+        np.testing.assert_allclose(gallery.segments[0].vectors(0, 20), model.upgrade(old, psi).numpy(), atol=1e-6)
+        np.testing.assert_allclose(gallery.segments[0].side_info(0, 20), model.upgrade_side(old, psi).numpy(), atol=1e-6)
+    bare = old_gallery(tmp_path / "bare")
+    with pytest.raises(XcompatError, match="was trained with side-information"):
+        bare.upgrade(model)
+    assert bare.verify() == [] and bare.versions == [OLD]
+
+
+def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
+    gallery = old_gallery(tmp_path / "g")
+    with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):
+        gallery.upgrade(query_map())
+    other = Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d)
+    other.add(unit(3, d, 0), ["a", "b", "c"])
+    other.commit()
+    with pytest.raises(FingerprintMismatchError, match="maps embeddings of old@.*this gallery holds someone else@"):
+        other.upgrade(gallery_map())
+    plan = plan_upgrade(gallery, gallery_map())
+    assert plan.items == N and plan.nbytes == N * D * 4 and gallery.versions == [OLD]
+
+
+# --------------------------------------------------------------------------------------------------------- faiss index
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "HNSW8"])
+def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_path: Path) -> None:
+    import faiss
+
+    index = faiss.index_factory(d, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(unit(N, d, 0))
+    if wrapped:
+        index = faiss.IndexIDMap(index)
+        index.add_with_ids(unit(N, d, 0), np.arange(1000, 1000 + N))
+    else:
+        index.add(unit(N, d, 0))
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    before = (tmp_path / "own.faiss").read_bytes()
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [f"i{number}" for number in range(N)], OLD)
+    assert gallery.metric == "cosine" and len(gallery) == N
+    assert sum(path.stat().st_size for path in (tmp_path / "g").rglob("*") if path.is_file()) < len(before) + 20_000
+    assert ids(gallery.search(unit(N, d, 0)[[9]], OLD, top_k=1)) == [["i9"]]
+    gallery.add(unit(3, d, 7), ["x", "y", "z"])
+    gallery.remove(["i9"])
+    gallery.commit()
+    assert gallery.find(["i9", "x"]) == [None, OLD]
+    assert gallery.upgrade(gallery_map()) == N + 2 and (tmp_path / "own.faiss").read_bytes() == before
+    gallery.rollback(1)
+    (tmp_path / "own.faiss").write_bytes(before[:-5])
+    assert any("own.faiss" in line for line in Gallery.open(tmp_path / "g").verify())
+
+
+def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
+    import faiss
+
+    index = faiss.IndexFlatL2(d)
+    index.add(unit(5, d, 0))
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    five = [str(number) for number in range(5)]
+    with pytest.raises(XcompatError, match="holds 5 vectors, and there are 4 ids"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", five[:4], OLD)
+    with pytest.raises(XcompatError, match="is given twice"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [*five[:4], "0"], OLD)
+    (tmp_path / "text.faiss").write_text("no index")
+    with pytest.raises(XcompatError, match="is no readable faiss index"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "text.faiss", five, OLD)
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", five, OLD)
+    assert gallery.metric == "l2" and ids(gallery.search(unit(5, d, 0)[[2]], OLD, top_k=1)) == [["2"]]
+
+
+# ------------------------------------------------------------------------------------------------------------- merging
+
+
+def two_versions(offset: float) -> tuple[list[Candidates], np.ndarray]:
+    """Return what 20 queries find in two halves of the same scores, the second of which is shifted and stretched."""
+    scores = np.sort(np.random.default_rng(0).normal(size=(20, 40)).astype(np.float32), axis=1)[:, ::-1]
+    halves = []
+    for number, stretch in ((0, 1.0), (1, 0.2)):
+        mine = scores[:, number::2] * stretch + offset * number
+        rows = np.tile(np.arange(20), (20, 1))
+        halves.append(Candidates(mine, np.full_like(rows, number), rows, mine))
+    return halves, scores
+
+
+def test_standardised_scores_undo_a_shift_and_a_stretch() -> None:
+    halves, _ = two_versions(5.0)
+    _, raw, _ = merge_candidates(halves, 10, "raw")
+    _, standardised, _ = merge_candidates(halves, 10, "standardised")
+    assert (raw == 1).all(), "raw scores see one version alone"
+    assert 0.3 < standardised.mean() < 0.7
+    _, ranks, rows = merge_candidates(halves, 10, "rank")
+    assert ranks[0].tolist() == [0, 1] * 5 and rows[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("merge", ["raw", "standardised", "rank"])
+def test_one_version_is_ranked_as_it_is(merge: Any, tmp_path: Path) -> None:
+    gallery = old_gallery(tmp_path / "g")
+    queries = unit(4, d, 3)
+    assert ids(gallery.search(queries, OLD, top_k=9, merge=merge)) == ids(gallery.search(queries, OLD, top_k=9, merge="raw"))

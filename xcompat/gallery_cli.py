@@ -1,0 +1,143 @@
+"""``xcompat gallery``: verbs only, nothing is computed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval import Gallery
+
+app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]
+ModelName = Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")]
+
+
+@app.command()
+def build(
+    pictures: Annotated[Optional[Path], typer.Argument(help="Folder of pictures, or shards.")] = None,  # noqa: UP045 - typer
+    model: ModelName = "",
+    out: Annotated[Path, typer.Option(help="Folder of the gallery.")] = Path("gallery"),
+    index: Annotated[str, typer.Option(help="faiss factory string, such as Flat, HNSW32 or IVF1024,PQ64.")] = "Flat",
+    milvus: Annotated[Optional[str], typer.Option(help="URI of a Milvus that holds the vectors.")] = None,  # noqa: UP045
+    from_faiss: Annotated[Optional[Path], typer.Option(help="A faiss index to adopt where it is.")] = None,  # noqa: UP045
+    ids: Annotated[Optional[Path], typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,  # noqa: UP045
+) -> None:
+    """Embed pictures into a new gallery, or adopt a faiss index; started again, it continues."""
+    from xcompat.retrieval import Gallery, commands
+
+    _require_model(model)
+    if from_faiss is not None:
+        if ids is None:
+            raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
+        commands.adopt(out, from_faiss, ids, model)
+    elif pictures is not None:
+        embedder = _load(model)
+        is_begun = (out / "gallery.json").exists()
+        gallery = Gallery.open(out) if is_begun else Gallery.create(out, embedder, index=index, milvus=milvus)
+        commands.fill(gallery, pictures, embedder, replace=False)
+    else:
+        raise XcompatError("name the pictures to embed, or an index to adopt with --from-faiss")
+
+
+@app.command()
+def search(
+    gallery: Folder,
+    query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
+    model: ModelName = "",
+    top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
+    where: Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,  # noqa: UP045
+) -> None:
+    """Find what is nearest to a text or a picture, whichever models embedded the gallery."""
+    from xcompat.retrieval import commands
+
+    commands.search(_open(gallery), query, _load(model), top_k, where or [])
+
+
+@app.command()
+def add(
+    gallery: Folder,
+    pictures: Annotated[Path, typer.Argument(help="Folder of pictures, or shards.")],
+    model: ModelName = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Embed pictures anew that another model embedded.")] = False,
+) -> None:
+    """Embed more pictures, with the gallery's model or a newer one."""
+    from xcompat.retrieval import commands
+
+    commands.fill(_open(gallery), pictures, _load(model), replace)
+
+
+@app.command()
+def upgrade(
+    gallery: Folder,
+    model: ModelName = "",
+    backfill: Annotated[Optional[Path], typer.Option(help="The pictures, to embed them anew, most useful first.")] = None,  # noqa: UP045
+    budget: Annotated[Optional[int], typer.Option(min=1, help="How many pictures to embed in this call.")] = None,  # noqa: UP045
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
+) -> None:
+    """Map stored embeddings to a newer model, or embed pictures anew within a budget."""
+    from xcompat.retrieval import commands
+
+    if backfill is not None:
+        commands.backfill(_open(gallery), backfill, _load(model), budget, dry_run)
+    else:
+        commands.upgrade(_open(gallery), _load(model), dry_run)
+
+
+@app.command()
+def info(gallery: Folder, model: ModelName = "") -> None:
+    """Say what is in a gallery, what fits it, and which states can be returned to."""
+    from xcompat.retrieval import commands
+
+    commands.info(_open(gallery), _load(model) if model else None)
+
+
+@app.command()
+def verify(gallery: Folder) -> None:
+    """Read every file and compare it with what was written; exit with code 1 if one has changed."""
+    from xcompat.retrieval import commands
+
+    if not commands.verify(_open(gallery)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def rollback(gallery: Folder, generation: Annotated[int, typer.Argument(help="As `xcompat gallery info` lists them.")]) -> None:
+    """Return to an earlier state."""
+    from xcompat.retrieval import commands
+
+    commands.rollback(_open(gallery), generation)
+
+
+@app.command()
+def compact(gallery: Folder) -> None:
+    """Join small segments and free what only earlier states need; they cannot be returned to any more."""
+    from xcompat.retrieval import commands
+
+    commands.compact(_open(gallery))
+
+
+def _open(folder: Path) -> Gallery:
+    from xcompat.retrieval import Gallery
+
+    return Gallery.open(folder)
+
+
+def _load(model: str) -> Embedder:
+    from xcompat.models.embedder import load_embedder
+    from xcompat.progress import silence_libraries
+
+    _require_model(model)
+    silence_libraries()
+    return load_embedder(model)
+
+
+def _require_model(model: str) -> None:
+    if not model:
+        raise XcompatError("name the model with --model: a run's folder, a checkpoint, or a model by name")

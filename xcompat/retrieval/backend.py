@@ -1,0 +1,94 @@
+"""Where the vectors of segments live and are searched: faiss index files, or a Milvus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.retrieval.faiss_index import build_faiss, is_lossless, open_faiss
+from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
+
+INDEX_FILE = "index.faiss"
+
+
+class VectorIndex(Protocol):
+    """The vectors of one segment, numbered from 0."""
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors."""
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the vectors."""
+
+    def search(
+        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more, of rows that are kept."""
+
+    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Return stored vectors (stop - start, d)."""
+
+    def set_parameters(self, parameters: str) -> None:
+        """Set how hard the index looks."""
+
+
+class Backend(Protocol):
+    """Builds, opens and drops the vector indexes of a gallery."""
+
+    metric: Metric
+
+    def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
+        """Store the vectors of a segment; return the index they are searched by."""
+
+    def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
+        """Open the vectors of a segment."""
+
+    def keeps(self, index: str) -> bool:
+        """Return whether an index gives back vectors as they were, so that they need not be kept beside it."""
+
+    def drop(self, record: SegmentRecord) -> None:
+        """Forget the vectors of a segment that no generation names any more."""
+
+
+class FaissBackend:
+    """Index files inside the gallery's folder.
+
+    Args:
+        metric: how vectors are compared.
+        factory: faiss factory string of indexes to come.
+    """
+
+    def __init__(self, metric: Metric, factory: str) -> None:
+        self.metric, self.factory = metric, factory
+
+    def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
+        """See :meth:`Backend.build`."""
+        index, used = build_faiss(self.factory, dim, self.metric, blocks, rows)
+        index.write(folder / INDEX_FILE)
+        return used
+
+    def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
+        """See :meth:`Backend.open`."""
+        return open_faiss(Path(record.adopted) if record.adopted is not None else folder / INDEX_FILE, self.metric)
+
+    def keeps(self, index: str) -> bool:
+        """See :meth:`Backend.keeps`."""
+        return is_lossless(index)
+
+    def drop(self, record: SegmentRecord) -> None:
+        """See :meth:`Backend.drop`: its file goes with its folder."""
+
+
+def open_backend(manifest: Manifest) -> Backend:
+    """Return what holds the vectors of a gallery."""
+    if manifest.milvus is not None:
+        from xcompat.retrieval.milvus_index import MilvusBackend
+
+        return MilvusBackend(manifest.metric, manifest.milvus)
+    return FaissBackend(manifest.metric, manifest.index)

@@ -1,0 +1,157 @@
+"""Embed the pictures of a gallery anew with a newer model, within a budget, the most useful first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets as hf
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.data import BadSamples, iterate_images
+from xcompat.data.schema import ID
+from xcompat.errors import XcompatError
+from xcompat.models.embedder import Embedder
+from xcompat.retrieval.filling import BATCH, Added, add_rows, load_pictures
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.segment import BLOCK, Segment, id_hashes
+
+ASKED = 10_000
+"""Stored embeddings that search the gallery to find out which items are found often."""
+NEIGHBOURS = 10
+SEED = 0
+
+
+class BackfillPlan(NamedTuple):
+    """What a backfill would do.
+
+    Args:
+        items: pictures to embed in this call.
+        remaining: pictures that the model has not embedded, those among them.
+        seconds: estimated from one batch.
+    """
+
+    items: int
+    remaining: int
+    seconds: float
+
+
+def plan_backfill(gallery: Gallery, pictures: str | Path, embedder: Embedder, budget: int | None) -> BackfillPlan:
+    """Estimate a backfill without changing anything.
+
+    Args:
+        gallery: the gallery.
+        pictures: where its pictures are.
+        embedder: the newer model.
+        budget: most pictures to embed; None for all.
+
+    Returns:
+        The plan.
+
+    Raises:
+        XcompatError: none of the pictures is an item of the gallery.
+    """
+    dataset = load_pictures(pictures)
+    remaining = remaining_rows(gallery, dataset, embedder)
+    items = min(budget or len(remaining), len(remaining))
+    if not items:
+        return BackfillPlan(0, 0, 0.0)
+    _, images = next(iterate_images(dataset, BATCH, rows=remaining[:BATCH].tolist(), bad=BadSamples(1.0, len(remaining))))
+    started = time.perf_counter()
+    embedder.embed({"pixel_values": embedder.processor.images(images)})
+    return BackfillPlan(items, len(remaining), (time.perf_counter() - started) / len(images) * items)
+
+
+def backfill_gallery(gallery: Gallery, pictures: str | Path, embedder: Embedder, budget: int | None = None) -> Added:
+    """Embed pictures of a gallery anew and put the new embeddings in the place of the old ones.
+
+    Args:
+        gallery: the gallery.
+        pictures: where its pictures are.
+        embedder: the newer model.
+        budget: most pictures to embed in this call; None for all.
+
+    Returns:
+        The counts.
+
+    Raises:
+        XcompatError: none of the pictures is an item of the gallery, or another process writes.
+    """
+    dataset = load_pictures(pictures)
+    remaining = remaining_rows(gallery, dataset, embedder)
+    if budget is not None and budget < len(remaining):
+        ids = dataset[ID][:]
+        popular = popularity(gallery, [ids[row] for row in remaining.tolist()])
+        remaining = remaining[np.argsort(-popular, kind="stable")][:budget]
+    return add_rows(gallery, dataset, remaining, embedder, replace=True)
+
+
+def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) -> NDArray[np.int64]:
+    """Return the pictures that are in a gallery, embedded by another model.
+
+    Args:
+        gallery: the gallery.
+        dataset: its pictures, perhaps among others.
+        embedder: the model.
+
+    Returns:
+        Row numbers of the data set.
+
+    Raises:
+        XcompatError: none of the pictures is there.
+    """
+    versions = gallery.find(dataset[ID][:])
+    if all(version is None for version in versions):
+        raise XcompatError(
+            f"none of the {len(versions)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
+            f"built from, and the first one here is {dataset[0][ID]!r}"
+        )
+    return np.flatnonzero([version not in (None, embedder.fingerprint) for version in versions])
+
+
+def popularity(gallery: Gallery, ids: list[str]) -> NDArray[np.int64]:
+    """Count how often items are among the nearest of other items of their version (Radovanović et al. 2010, hubness).
+
+    What is found often is worth most when it is embedded well. Stored embeddings stand in for queries; of a large gallery, a
+    sample drawn with a fixed seed does.
+
+    Args:
+        gallery: the gallery.
+        ids: items of it.
+
+    Returns:
+        (N,) counts.
+    """
+    counts: dict[str, NDArray[np.int64]] = {}
+    for version in gallery.versions:
+        mine = [segment for segment in gallery.segments if segment.record.version == version.digest]
+        for segment, found in zip(mine, _found(mine), strict=True):
+            counts[segment.record.name] = found
+    popular_N = np.zeros(len(ids), np.int64)
+    hashes_N = id_hashes(ids)
+    for segment in gallery.segments:
+        positions, rows = segment.rows_of(ids, hashes_N)
+        popular_N[positions] = counts[segment.record.name][rows]
+    return popular_N
+
+
+def _found(segments: list[Segment]) -> list[NDArray[np.int64]]:
+    """Return how often each row of each segment is among the nearest of a sample of all of them."""
+    counts = [np.zeros(segment.record.rows, np.int64) for segment in segments]
+    generator = np.random.default_rng(SEED)
+    total = sum(map(len, segments))
+    for segment in segments:
+        rows = segment.present()
+        asked = np.sort(generator.choice(rows, size=min(len(rows), max(1, ASKED * len(rows) // total)), replace=False))
+        for _, items in segment.blocks(BLOCK, asked):
+            queries = items.embeds[0]
+            found = [other.index.search(queries, min(NEIGHBOURS + 1, other.record.rows), other.kept) for other in segments]
+            scores = np.concatenate([scores for scores, _ in found], axis=1)
+            # every query finds itself first; the place of the last neighbour that counts decides for all segments
+            last = -np.sort(-scores, axis=1)[:, min(NEIGHBOURS, scores.shape[1] - 1)]
+            for count, (own, places) in zip(counts, found, strict=True):
+                near = (own >= last[:, None]) & (places >= 0)
+                np.add.at(count, places[near], 1)
+    return counts

@@ -1,0 +1,153 @@
+"""What ``xcompat gallery`` does, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from xcompat.data.images import open_image
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.progress import console
+from xcompat.retrieval.filling import add_pictures
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.upgrading import plan_upgrade
+from xcompat.retrieval.versions import fits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xcompat.retrieval.versions import Model
+
+
+def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
+    """Make a gallery around a faiss index; a model that cannot be loaded is known by its name alone."""
+    version: Model
+    try:
+        version = load_embedder(model)
+    except XcompatError:
+        version = Fingerprint.from_string(model)
+        console.print(f"[yellow]![/] {escape(model)} cannot be loaded: only queries that claim this very name fit the gallery")
+    lines = ids.read_text(encoding="utf-8").splitlines()
+    gallery = Gallery.from_faiss(folder, index, lines, version)
+    console.print(f"[green]✓[/] {len(gallery):,} vectors of {gallery.versions[0]}, left where they are")
+
+
+def fill(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
+    """Embed pictures into a gallery."""
+    added = add_pictures(gallery, pictures, embedder, replace)
+    more = [f"{added.present:,} were there already"] if added.present else []
+    more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
+    console.print(f"[green]✓[/] {added.added:,} pictures added to {gallery.path}{''.join(f', {text}' for text in more)}")
+
+
+def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
+    """Print what is nearest to a text or a picture."""
+    wanted = dict(pair.partition("=")[::2] for pair in where)
+    hits = gallery.search(query_embeddings(embedder, query), asking(embedder), top_k, wanted or None)[0]
+    table = Table("", "score", "id", "version", "metadata")
+    for place, hit in enumerate(hits, 1):
+        about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
+        table.add_row(str(place), f"{hit.score:.3f}", escape(hit.id), escape(str(hit.version)), escape(about))
+    console.print(table if hits else "nothing found")
+
+
+def query_embeddings(embedder: Embedder, query: str) -> Tensor:
+    """Embed a text, or the picture that a path names, as the model itself does: (1, D)."""
+    processor = embedder.processor
+    batch = {"pixel_values": processor.images([open_image(query)])} if Path(query).is_file() else processor.texts([query])
+    if not isinstance(embedder.model, CompatModel):
+        return embedder.embed(batch)
+    with torch.inference_mode():
+        if "pixel_values" in batch:
+            return embedder.model.embed_images(batch["pixel_values"])
+        return embedder.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
+
+
+def asking(embedder: Embedder) -> Model:
+    """Return the model in the role of the query's: a compatible one itself, which knows its views."""
+    return embedder.model if isinstance(embedder.model, CompatModel) else embedder
+
+
+def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
+    """Map stored embeddings to a newer model."""
+    model = embedder.model
+    if not isinstance(model, CompatModel):
+        raise XcompatError(
+            f"{embedder.name} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill"
+        )
+    plan = plan_upgrade(gallery, model)
+    cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
+    console.print(f"{plan.items:,} embeddings to map: {cost}")
+    if not dry_run:
+        done = gallery.upgrade(model)
+        console.print(
+            f"[green]✓[/] {done:,} embeddings mapped; generation {gallery.generation}, undo with `xcompat gallery rollback`"
+        )
+
+
+def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
+    """Embed pictures of a gallery anew, the most useful first."""
+    from xcompat.retrieval.backfilling import backfill_gallery, plan_backfill
+
+    plan = plan_backfill(gallery, pictures, embedder, budget)
+    console.print(f"{plan.items:,} of {plan.remaining:,} pictures to embed: about {_duration(plan.seconds)}")
+    if not dry_run:
+        added = backfill_gallery(gallery, pictures, embedder, budget)
+        console.print(f"[green]✓[/] {added.added:,} embedded anew, {plan.remaining - added.added:,} to go")
+
+
+def info(gallery: Gallery, embedder: Embedder | None) -> None:
+    """Print what is in a gallery, what fits it, and its history."""
+    table = Table("version", "items", "dim", "queries that fit", title=f"{gallery.path}: {len(gallery):,} items")
+    for version, count in gallery.counts().items():
+        record = gallery.manifest.version(version.digest)
+        shared = f"also {', '.join(digest[:12] for digest in record.shares)}" if record.shares else ""
+        fitting = f"of {version}, and of models made compatible with it {shared}"
+        if embedder is not None:
+            fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
+        table.add_row(escape(str(version)), f"{count:,}", str(record.dim), escape(fitting))
+    console.print(table)
+    indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
+    console.print(f"metric {gallery.metric}; {len(gallery.segments)} segments; index {indexes}; {decimal(_size(gallery))}")
+    history = Table("generation", "made", "by", "items", title="states to return to")
+    for manifest in gallery.generations():
+        history.add_row(str(manifest.generation), manifest.made, escape(manifest.by), f"{manifest.rows:,}")
+    console.print(history)
+
+
+def verify(gallery: Gallery) -> bool:
+    """Print what is damaged; return whether nothing is."""
+    wrong = gallery.verify()
+    for line in wrong:
+        console.print(f"[red]✗[/] {escape(line)}")
+    if not wrong:
+        console.print(f"[green]✓[/] {gallery.path} is whole: {len(gallery):,} items in {len(gallery.segments)} segments")
+    return not wrong
+
+
+def rollback(gallery: Gallery, generation: int) -> None:
+    """Return to an earlier state."""
+    now = gallery.rollback(generation)
+    console.print(f"[green]✓[/] back at generation {generation}, which is now {now}: {len(gallery):,} items")
+
+
+def compact(gallery: Gallery) -> None:
+    """Tidy a gallery up."""
+    freed = gallery.compact()
+    console.print(f"[green]✓[/] {len(gallery.segments)} segments; {decimal(max(freed, 0))} freed")
+
+
+def _size(gallery: Gallery) -> int:
+    return sum(file.size for segment in gallery.segments for file in segment.record.files.values())
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

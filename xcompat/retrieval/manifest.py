@@ -1,0 +1,198 @@
+"""What a gallery says of itself on disk: one small file per generation, which names and checks every other file."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path
+from xcompat.fingerprint import Fingerprint
+
+SCHEMA = 1
+CURRENT = "gallery.json"
+GENERATIONS = "generations"
+SEGMENTS = "segments"
+REMOVED = "removed"
+Metric = Literal["cosine", "ip", "l2"]
+_NAME = r"^[0-9a-f]{16}$"  # names become paths: a changed manifest must not lead out of the gallery
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(_Record):
+    """A file as it was written.
+
+    Args:
+        size: bytes.
+        xxh3: 32 hexadecimal digits of XXH3-128, which finds damage and is no protection against forgery.
+    """
+
+    size: int
+    xxh3: str
+
+
+class VersionRecord(_Record):
+    """A model whose embeddings the gallery holds.
+
+    Args:
+        digest: its fingerprint.
+        name: what people call it.
+        dim: of its stored embeddings.
+        shares: digests of older models in whose space these embeddings are, so that their queries can search them.
+    """
+
+    digest: str
+    name: str
+    dim: int = Field(ge=1)
+    shares: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The version's identity."""
+        return Fingerprint(self.digest, self.name)
+
+
+class SegmentRecord(_Record):
+    """Embeddings of one version that were added together; its files never change.
+
+    Args:
+        name: of its folder.
+        version: digest of the model.
+        rows: how many embeddings.
+        index: what it is searched by: a faiss factory string.
+        files: file name -> what it was when it was written.
+        adopted: path of a faiss index that stays where it is; None when the index is one of ``files``.
+        adopted_file: what that was when it was adopted.
+        removed: name of the file that marks rows that are no longer there; None when all are.
+        removed_file: what that was when it was written.
+        n_removed: how many these are.
+    """
+
+    name: str = Field(pattern=_NAME)
+    version: str
+    rows: int = Field(ge=1)
+    index: str
+    files: dict[str, FileRecord]
+    adopted: str | None = None
+    adopted_file: FileRecord | None = None
+    removed: str | None = Field(None, pattern=r"^[0-9a-f]{16}-\d{8}\.npy$")
+    removed_file: FileRecord | None = None
+    n_removed: int = 0
+
+
+class Manifest(_Record):
+    """A committed state of the gallery.
+
+    Args:
+        generation: counts commits, from 0 for the empty gallery.
+        metric: ``cosine``, ``ip`` or ``l2``.
+        index: the faiss factory string of segments to come.
+        milvus: URI of the Milvus that holds the vectors; None when faiss does.
+        versions: in order of appearance.
+        segments: in order of appearance.
+        made: when, in UTC.
+        by: what made this generation, such as ``add``.
+        schema_version: of this format.
+    """
+
+    generation: int = 0
+    metric: Metric
+    index: str = "Flat"
+    milvus: str | None = None
+    versions: tuple[VersionRecord, ...] = ()
+    segments: tuple[SegmentRecord, ...] = ()
+    made: str = ""
+    by: str = "create"
+    schema_version: int = SCHEMA
+
+    def version(self, digest: str) -> VersionRecord:
+        """Return the version with a digest."""
+        return next(version for version in self.versions if version.digest == digest)
+
+    @property
+    def rows(self) -> int:
+        """Number of embeddings that are there."""
+        return sum(segment.rows - segment.n_removed for segment in self.segments)
+
+
+def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
+    """Read the current state of a gallery, or an earlier one.
+
+    Args:
+        folder: the gallery.
+        generation: which; None for the current one.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        XcompatError: there is no gallery, no such generation, or the file is damaged or of another format.
+    """
+    path = folder / CURRENT if generation is None else _generation_path(folder, generation)
+    if not path.is_file():
+        if generation is None:
+            raise XcompatError(f"{folder} is no gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
+        raise XcompatError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("schema_version") != SCHEMA:
+            raise XcompatError(f"{path} has format {found.get('schema_version')}, this version of xcompat reads {SCHEMA}")
+        return Manifest(**found)
+    except (AttributeError, TypeError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {folder / GENERATIONS} over it") from None
+
+
+def require_empty(folder: Path) -> None:
+    """Refuse a folder that holds something where a gallery is to be made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise XcompatError(f"{folder} is not empty; choose another folder, or add to the gallery that is there")
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Commit a state: from the moment the current file is replaced, everyone who opens the gallery sees it.
+
+    Args:
+        folder: the gallery.
+        manifest: what to commit.
+
+    Returns:
+        The manifest with the time it was made.
+    """
+    stamped = manifest.model_copy(update={"made": datetime.now(UTC).isoformat(timespec="seconds")})
+    text = stamped.model_dump_json(indent=1) + "\n"
+    for path in (_generation_path(folder, manifest.generation), folder / CURRENT):
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return stamped
+
+
+def is_current_whole(folder: Path) -> bool:
+    """Return whether the current state is, to the byte, what was written for its generation."""
+    kept = _generation_path(folder, read_manifest(folder).generation)
+    return kept.is_file() and kept.read_bytes() == (folder / CURRENT).read_bytes()
+
+
+def known_generations(folder: Path) -> list[int]:
+    """Return the generations that can be opened or rolled back to, the oldest first.
+
+    Args:
+        folder: the gallery.
+
+    Returns:
+        Their numbers, none above the current one: a later file is of a commit that was cut off.
+    """
+    current = read_manifest(folder).generation
+    found = sorted(int(path.stem) for path in (folder / GENERATIONS).glob("*.json") if path.stem.isdecimal())
+    return [number for number in found if number <= current]
+
+
+def _generation_path(folder: Path, generation: int) -> Path:
+    return folder / GENERATIONS / f"{generation:08d}.json"

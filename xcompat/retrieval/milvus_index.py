@@ -1,0 +1,160 @@
+"""Vectors in a Milvus: a local file through milvus-lite, or a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.retrieval.manifest import Metric, SegmentRecord
+
+INDEX = "AUTOINDEX"
+ROWS_PER_CALL = 4096  # of vectors, well below the 64 MB that a message may have
+FOUND_AT_MOST = 16384  # a limit of Milvus
+_METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # stored vectors are of length 1 where cosines are meant
+
+
+class MilvusBackend:
+    """One collection for each segment; ids, metadata and history stay in the gallery's folder.
+
+    Args:
+        metric: how vectors are compared.
+        uri: a file for milvus-lite, or ``http://host:19530``.
+    """
+
+    def __init__(self, metric: Metric, uri: str) -> None:
+        self.metric, self.uri = metric, uri
+
+    def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
+        """See :meth:`xcompat.retrieval.backend.Backend.build`."""
+        from pymilvus import DataType, MilvusClient
+
+        client = connect(self.uri)
+        schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("row", DataType.INT64, is_primary=True)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+        index = client.prepare_index_params()
+        index.add_index("vector", index_type=INDEX, metric_type=_METRICS[self.metric])
+        collection = _collection(name)
+        client.create_collection(collection, schema=schema, index_params=index, consistency_level="Strong")
+        row = 0
+        for block in _pieces(blocks):
+            client.insert(collection, [{"row": row + place, "vector": vector} for place, vector in enumerate(block)])
+            row += len(block)
+        client.flush(collection)
+        return INDEX
+
+    def open(self, record: SegmentRecord, folder: Path) -> MilvusIndex:
+        """See :meth:`xcompat.retrieval.backend.Backend.open`."""
+        return MilvusIndex(connect(self.uri), record, self.metric)
+
+    def keeps(self, index: str) -> bool:
+        """See :meth:`xcompat.retrieval.backend.Backend.keeps`: a collection holds vectors as they were."""
+        return True
+
+    def drop(self, record: SegmentRecord) -> None:
+        """See :meth:`xcompat.retrieval.backend.Backend.drop`."""
+        connect(self.uri).drop_collection(_collection(record.name))
+
+
+class MilvusIndex:
+    """The collection of one segment.
+
+    Args:
+        client: connected.
+        record: the segment.
+        metric: how vectors are compared.
+
+    Raises:
+        XcompatError: the collection is not there.
+    """
+
+    def __init__(self, client: Any, record: SegmentRecord, metric: Metric) -> None:  # noqa: ANN401 - pymilvus has no types
+        self.client, self.record, self.metric = client, record, metric
+        self.collection = _collection(record.name)
+        if not client.has_collection(self.collection):
+            raise XcompatError(f"Milvus has no collection {self.collection}; point the gallery to the Milvus it was built with")
+        client.load_collection(self.collection)
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors."""
+        return int(self.client.query(self.collection, filter="", output_fields=["count(*)"])[0]["count(*)"])
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the vectors."""
+        fields = self.client.describe_collection(self.collection)["fields"]
+        return int(next(field for field in fields if field["name"] == "vector")["params"]["dim"])
+
+    def set_parameters(self, parameters: str) -> None:
+        """Refuse: Milvus chooses them itself."""
+        raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")
+
+    def search(
+        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """See :meth:`xcompat.retrieval.backend.VectorIndex.search`."""
+        if k > FOUND_AT_MOST:
+            raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")
+        chosen: dict[str, Any] = {}
+        if kept_N is not None:
+            few = kept_N.sum() <= (~kept_N).sum()
+            listed = np.flatnonzero(kept_N if few else ~kept_N).tolist()
+            chosen = {"filter": f"row {'in' if few else 'not in'} {listed}"}
+        scores_Qk = np.full((len(queries_Qd), k), -np.inf, np.float32)
+        rows_Qk = np.full((len(queries_Qd), k), -1, np.int64)
+        for start in range(0, len(queries_Qd), ROWS_PER_CALL):
+            block = queries_Qd[start : start + ROWS_PER_CALL]
+            for query, hits in enumerate(self.client.search(self.collection, data=block.tolist(), limit=k, **chosen), start):
+                scores_Qk[query, : len(hits)] = [hit["distance"] for hit in hits]
+                rows_Qk[query, : len(hits)] = [hit["row"] for hit in hits]
+        return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+
+    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
+        """See :meth:`xcompat.retrieval.backend.VectorIndex.vectors`."""
+        found_nd = np.empty((stop - start, self.dim), np.float32)
+        for first in range(start, stop, ROWS_PER_CALL):
+            last = min(first + ROWS_PER_CALL, stop)
+            wanted = {"filter": f"row >= {first} and row < {last}", "output_fields": ["row", "vector"], "limit": last - first}
+            for entity in self.client.query(self.collection, **wanted):
+                found_nd[entity["row"] - start] = entity["vector"]
+        return found_nd
+
+
+@cache
+def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
+    """Connect once per process and URI: milvus-lite opens a file once.
+
+    Args:
+        uri: of the Milvus.
+
+    Returns:
+        The client.
+
+    Raises:
+        XcompatError: pymilvus is not installed, or nothing answers.
+    """
+    try:
+        from pymilvus import MilvusClient
+        from pymilvus.exceptions import MilvusException
+    except ImportError:
+        raise XcompatError("a gallery in Milvus needs pymilvus; install it with `pip install xcompat[milvus]`") from None
+    try:
+        return MilvusClient(uri)
+    except (MilvusException, OSError) as error:
+        raise XcompatError(f"no Milvus answers at {uri}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _collection(name: str) -> str:
+    return f"xcompat_{name}"
+
+
+def _pieces(blocks: Iterable[NDArray[np.float32]]) -> Iterable[NDArray[np.float32]]:
+    for block in blocks:
+        yield from (block[start : start + ROWS_PER_CALL] for start in range(0, len(block), ROWS_PER_CALL))

@@ -1,0 +1,132 @@
+"""One query against stored embeddings of several versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval.manifest import Manifest, VersionRecord
+from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
+from xcompat.retrieval.segment import Segment
+from xcompat.retrieval.staging import checked_embeddings
+from xcompat.retrieval.versions import query_view, require_views
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.versions import Model
+
+
+class Hit(NamedTuple):
+    """An item that was found.
+
+    Args:
+        id: of the item.
+        score: the higher, the nearer: a cosine, an inner product, or minus a squared distance.
+        version: the model that made its embedding.
+        metadata: what was stored with it.
+    """
+
+    id: str
+    score: float
+    version: Fingerprint
+    metadata: dict[str, Any] | None
+
+
+class Search:
+    """What is searched.
+
+    Args:
+        segments: of the gallery.
+        manifest: its state.
+        samples: kept between searches: digest of a version -> some of its embeddings.
+    """
+
+    def __init__(self, segments: Sequence[Segment], manifest: Manifest, samples: dict[str, NDArray[np.float32]]) -> None:
+        self.segments, self.manifest, self._samples = segments, manifest, samples
+
+    def find(
+        self,
+        embeds_QD: ArrayLike,
+        model: Model,
+        top_k: int,
+        where: dict[str, Any] | None,
+        merge: Merge,
+        parameters: str | None,
+    ) -> list[list[Hit]]:
+        """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
+        require_views(model, self.manifest)
+        present = {segment.record.version for segment in self.segments}
+        found = []
+        for version in (version for version in self.manifest.versions if version.digest in present):
+            queries_Qd = query_view(model, embeds_QD, version)
+            assert queries_Qd is not None
+            if queries_Qd.shape[1] != version.dim:
+                raise XcompatError(
+                    f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
+                )
+            queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
+            candidates = self._candidates(version, queries_Qd, top_k, where, parameters)
+            if merge == "standardised" and len(present) > 1:
+                candidates = candidates._replace(sample_QS=queries_Qd @ self._sample(version.digest).T)
+            found.append(candidates)
+        if not found:
+            return [[] for _ in range(len(np.atleast_2d(np.asarray(embeds_QD))))]
+        return self._hits(*merge_candidates(found, top_k, merge))
+
+    def _candidates(
+        self,
+        version: VersionRecord,
+        queries_Qd: NDArray[np.float32],
+        top_k: int,
+        where: dict[str, Any] | None,
+        parameters: str | None,
+    ) -> Candidates:
+        """Find the nearest items of one version."""
+        parts = []
+        for number, segment in enumerate(self.segments):
+            if segment.record.version != version.digest:
+                continue
+            kept_N = segment.kept if where is None else segment.matching(where)
+            if parameters is not None:
+                segment.index.set_parameters(parameters)
+            scores_Qk, rows_Qk = segment.index.search(queries_Qd, min(top_k, segment.record.rows), kept_N)
+            parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
+        joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
+        return Candidates(*merge_candidates([joined], top_k, "raw"))
+
+    def _sample(self, version: str) -> NDArray[np.float32]:
+        """Return embeddings of a version at equal distances, about ``SAMPLE`` of them."""
+        if version not in self._samples:
+            mine = [segment for segment in self.segments if segment.record.version == version]
+            total = sum(segment.record.rows for segment in mine)
+            parts = []
+            for segment in mine:
+                count = max(1, round(min(SAMPLE, total) * segment.record.rows / total))
+                rows = np.unique(np.linspace(0, segment.record.rows - 1, count).astype(np.int64))
+                parts += [segment.vectors(row, row + 1) for row in rows.tolist()]
+            self._samples[version] = np.concatenate(parts)
+        return self._samples[version]
+
+    def _hits(
+        self, scores_Qk: NDArray[np.float32], segments_Qk: NDArray[np.int64], rows_Qk: NDArray[np.int64]
+    ) -> list[list[Hit]]:
+        """Look up what was found."""
+        ids, metadata = np.empty(rows_Qk.shape, object), np.empty(rows_Qk.shape, object)
+        versions = [self.manifest.version(segment.record.version).fingerprint for segment in self.segments]
+        for number in np.unique(segments_Qk[rows_Qk >= 0]).tolist():
+            here = (segments_Qk == number) & (rows_Qk >= 0)
+            ids[here] = self.segments[number].ids(rows_Qk[here])
+            metadata[here] = self.segments[number].metadata(rows_Qk[here])
+        queries = zip(ids.tolist(), scores_Qk.tolist(), segments_Qk.tolist(), metadata.tolist(), rows_Qk.tolist(), strict=True)
+        return [
+            [
+                Hit(name, score, versions[segment], about)
+                for name, score, segment, about, row in zip(*columns, strict=True)
+                if row >= 0
+            ]
+            for columns in queries
+        ]

@@ -1,0 +1,341 @@
+"""One segment: embeddings that were added together, with ids, metadata and an index, in files that never change."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path
+from xcompat.retrieval.backend import Backend, VectorIndex
+from xcompat.retrieval.manifest import REMOVED, SEGMENTS, FileRecord, SegmentRecord
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
+    "rows.arrow",
+    "vectors.npy",
+    "side_info.npy",
+    "id_hashes.npy",
+    "id_order.npy",
+)
+BLOCK = 65536
+
+
+@dataclass
+class Items:
+    """Embeddings that wait for a commit.
+
+    Args:
+        embeds: blocks (n, d) float32.
+        ids: one per embedding.
+        metadata: one per embedding: a JSON text, or None.
+        side_info: blocks (n, S) float32; empty when there is none.
+    """
+
+    embeds: list[NDArray[np.float32]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    metadata: list[str | None] = field(default_factory=list)
+    side_info: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the embeddings take."""
+        return sum(block.nbytes for block in (*self.embeds, *self.side_info))
+
+
+def write_segment(folder: Path, items: Items, version: str, backend: Backend) -> SegmentRecord:
+    """Write a segment; it is part of the gallery when a manifest names it.
+
+    Args:
+        folder: the gallery.
+        items: what it holds; at least one.
+        version: digest of the model.
+        backend: where vectors are searched.
+
+    Returns:
+        What a manifest says of it.
+    """
+    name = secrets.token_hex(8)
+    dim = items.embeds[0].shape[1]
+    with atomic_path(folder / SEGMENTS / name) as temporary:
+        temporary.mkdir()
+        write_rows(temporary, items)
+        index = backend.build(name, temporary, items.embeds, len(items), dim)
+        if not backend.keeps(index):
+            _write_blocks(temporary / VECTORS_FILE, items.embeds, len(items))
+        if items.side_info:
+            _write_blocks(temporary / SIDE_FILE, items.side_info, len(items))
+        files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
+    return SegmentRecord(name=name, version=version, rows=len(items), index=index, files=files)
+
+
+def write_rows(folder: Path, items: Items) -> None:
+    """Write ids and metadata, and the order in which ids are looked up.
+
+    Args:
+        folder: of the segment.
+        items: its ids and metadata.
+    """
+    import pyarrow as pa
+
+    columns = {"id": pa.array(items.ids, pa.large_string()), "metadata": pa.array(items.metadata, pa.large_string())}
+    table = pa.table(columns)
+    with pa.OSFile(str(folder / ROWS_FILE), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    hashes_N = id_hashes(items.ids)
+    order_N = np.argsort(hashes_N, kind="stable")
+    np.save(folder / HASHES_FILE, hashes_N[order_N], allow_pickle=False)
+    np.save(folder / ORDER_FILE, order_N, allow_pickle=False)
+
+
+def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
+    array = np.lib.format.open_memmap(path, "w+", np.float32, (rows, blocks[0].shape[1]))
+    start = 0
+    for block in blocks:
+        array[start : start + len(block)] = block
+        start += len(block)
+    array.flush()
+
+
+class Segment:
+    """A segment as it is read: everything is mapped, nothing is loaded before it is needed.
+
+    Args:
+        folder: the gallery.
+        record: what the manifest says of it.
+        backend: where vectors are searched.
+    """
+
+    def __init__(self, folder: Path, record: SegmentRecord, backend: Backend) -> None:
+        self.gallery = folder
+        self.folder = folder / SEGMENTS / record.name
+        self.record = record
+        self._backend = backend
+
+    def __len__(self) -> int:
+        """Return how many embeddings are there, removed ones left out."""
+        return self.record.rows - self.record.n_removed
+
+    @cached_property
+    def index(self) -> VectorIndex:
+        """What the vectors are searched by."""
+        return self._backend.open(self.record, self.folder)
+
+    @cached_property
+    def _rows(self) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            return pa.ipc.open_file(pa.memory_map(str(self.folder / ROWS_FILE))).read_all()
+        except (OSError, pa.ArrowInvalid) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise XcompatError(f"{self.folder / ROWS_FILE} cannot be read ({reason}); see `xcompat gallery verify`") from None
+
+    @cached_property
+    def kept(self) -> NDArray[np.bool_] | None:
+        """Which rows are there; None when all are."""
+        if self.record.removed is None:
+            return None
+        packed = np.load(self.gallery / REMOVED / self.record.removed, allow_pickle=False)
+        return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
+
+    def present(self) -> NDArray[np.int64]:
+        """Return the rows that are there."""
+        return np.arange(self.record.rows) if self.kept is None else np.flatnonzero(self.kept)
+
+    def ids(self, rows_n: NDArray[np.int64]) -> list[str]:
+        """Return the ids of rows."""
+        return self._rows.column("id").take(_indices(rows_n)).to_pylist()
+
+    def metadata(self, rows_n: NDArray[np.int64]) -> list[dict[str, Any] | None]:
+        """Return the metadata of rows."""
+        return [None if text is None else json.loads(text) for text in self.metadata_text(rows_n)]
+
+    def metadata_text(self, rows_n: NDArray[np.int64]) -> list[str | None]:
+        """Return the metadata of rows as they are stored."""
+        return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
+
+    def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
+        """Return which rows have metadata of some values, removed ones left out.
+
+        Args:
+            where: key -> value, or list of values of which one must be there.
+
+        Returns:
+            (rows,) bool.
+        """
+        found_N = np.zeros(self.record.rows, bool)
+        for start in range(0, self.record.rows, BLOCK):
+            rows_n = np.arange(start, min(start + BLOCK, self.record.rows))
+            found_N[rows_n] = [_matches(metadata, where) for metadata in self.metadata(rows_n)]
+        return found_N if self.kept is None else found_N & self.kept
+
+    def rows_of(self, ids: Sequence[str], hashes_N: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find which of some ids are here.
+
+        Args:
+            ids: what is looked for.
+            hashes_N: their hashes.
+
+        Returns:
+            Positions in ``ids``, and the row of each.
+        """
+        sorted_H = np.load(self.folder / HASHES_FILE, mmap_mode="r", allow_pickle=False)
+        order_H = np.load(self.folder / ORDER_FILE, mmap_mode="r", allow_pickle=False)
+        first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
+        positions, rows = [], []
+        for position in np.flatnonzero(first_N < last_N).tolist():
+            candidates = np.asarray(order_H[first_N[position] : last_N[position]])
+            for row, name in zip(candidates.tolist(), self.ids(candidates), strict=True):
+                if name == ids[position] and (self.kept is None or self.kept[row]):
+                    positions.append(position)
+                    rows.append(row)
+        return np.array(positions, np.int64), np.array(rows, np.int64)
+
+    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Return stored vectors (stop - start, d), those of removed rows too."""
+        kept = self.folder / VECTORS_FILE
+        if kept.name in self.record.files:
+            return np.array(np.load(kept, mmap_mode="r", allow_pickle=False)[start:stop])
+        return self.index.vectors(start, stop)
+
+    def side_info(self, start: int, stop: int) -> NDArray[np.float32] | None:
+        """Return stored side-information (stop - start, S); None when there is none."""
+        if SIDE_FILE not in self.record.files:
+            return None
+        return np.array(np.load(self.folder / SIDE_FILE, mmap_mode="r", allow_pickle=False)[start:stop])
+
+    def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
+        """Yield what is there, block by block.
+
+        Args:
+            size: rows read at a time.
+            rows: only these, ascending; all that are there when None.
+
+        Yields:
+            Row numbers, and the items as they could be written to another segment.
+        """
+        rows = self.present() if rows is None else rows
+        for start in range(0, self.record.rows, size):
+            stop = min(start + size, self.record.rows)
+            rows_n = rows[np.searchsorted(rows, start) : np.searchsorted(rows, stop)]
+            if not len(rows_n):
+                continue
+            side = self.side_info(start, stop)
+            sides = [side[rows_n - start]] if side is not None else []
+            embeds_nd = self.vectors(start, stop)[rows_n - start]
+            yield rows_n, Items([embeds_nd], self.ids(rows_n), self.metadata_text(rows_n), sides)
+
+    def damaged(self) -> list[str]:
+        """Compare every file with what it was when it was written; return one line for each that differs."""
+        wrong = []
+        for name, record in self.record.files.items():
+            wrong += _difference(self.folder / name, record)
+        if self.record.removed is not None and self.record.removed_file is not None:
+            wrong += _difference(self.gallery / REMOVED / self.record.removed, self.record.removed_file)
+        if self.record.adopted is not None and self.record.adopted_file is not None:
+            wrong += _difference(Path(self.record.adopted), self.record.adopted_file)
+        return wrong
+
+
+def removed_rows(folder: Path, segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
+    """Mark rows as no longer there, for a manifest to come.
+
+    Args:
+        folder: the gallery.
+        segment: the segment.
+        generation: of that manifest.
+        rows_n: which rows.
+
+    Returns:
+        What it says of the segment.
+    """
+    kept_N = np.ones(segment.record.rows, bool) if segment.kept is None else segment.kept.copy()
+    kept_N[rows_n] = False
+    name = f"{segment.record.name}-{generation:08d}.npy"
+    with atomic_path(folder / REMOVED / name) as temporary, temporary.open("wb") as file:
+        np.save(file, np.packbits(~kept_N, bitorder="little"), allow_pickle=False)
+    written = file_record(folder / REMOVED / name)
+    return segment.record.model_copy(update={"removed": name, "removed_file": written, "n_removed": int((~kept_N).sum())})
+
+
+def file_record(path: Path) -> FileRecord:
+    """Return size and checksum of a file."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as handle:
+        while block := handle.read(1 << 22):
+            digest.update(block)
+    return FileRecord(size=path.stat().st_size, xxh3=digest.hexdigest())
+
+
+def check_ids(ids: Sequence[str]) -> None:
+    """Refuse what is no id, and ids that are there twice."""
+    seen: set[str] = set()
+    for name in ids:
+        if not str(name).strip() or not str(name).isprintable():
+            raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
+        if name in seen:
+            raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
+        seen.add(name)
+
+
+def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
+    """Return metadata as they are stored; refuse what is no JSON object."""
+    if metadata is None:
+        return [None] * len(ids)
+    if len(metadata) != len(ids):
+        raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata; give one for each")
+    texts: list[str | None] = []
+    for name, value in zip(ids, metadata, strict=True):
+        if value is not None and not isinstance(value, dict):
+            raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
+        try:
+            texts.append(None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False))
+        except (TypeError, ValueError) as error:
+            raise XcompatError(f"the metadata of {name!r} cannot be written as JSON: {error}") from None
+    return texts
+
+
+def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
+    """Hash ids, the same in every process."""
+    import pandas as pd
+
+    return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
+
+
+def _difference(path: Path, record: FileRecord) -> list[str]:
+    if not path.is_file():
+        return [f"{path} is missing"]
+    if path.stat().st_size != record.size:
+        return [f"{path} has {path.stat().st_size} bytes, it was written with {record.size}"]
+    return [] if file_record(path) == record else [f"{path} has changed since it was written"]
+
+
+def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(np.asarray(rows_n, np.int64))
+
+
+def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:
+    for key, wanted in where.items():
+        value = (metadata or {}).get(key)
+        if value not in wanted if isinstance(wanted, list) else value != wanted:
+            return False
+    return True

@@ -1,0 +1,230 @@
+"""What one writer prepares for the next generation: new segments, and rows that will no longer be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.retrieval.backend import Backend
+from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord, VersionRecord, read_manifest, write_manifest
+from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, id_hashes, removed_rows, write_segment
+
+FLUSH_BYTES = 2**28
+"""Embeddings that wait in memory before they are written to a segment."""
+LOCK = ".lock"
+_UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
+
+
+class Staging:
+    """Changes to a gallery that nobody sees before they are committed. While it lives no other process can write.
+
+    Args:
+        folder: the gallery.
+        backend: where vectors are searched.
+
+    Raises:
+        XcompatError: another process is writing.
+    """
+
+    def __init__(self, folder: Path, backend: Backend) -> None:
+        self.folder, self.backend = folder, backend
+        self._lock = FileLock(folder / LOCK, timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise XcompatError(f"another process is writing to {folder}; wait until it is done, and try again") from None
+        self.manifest = read_manifest(folder)  # of the last writer, who may have come after this gallery was opened
+        self._pending: dict[str, Items] = {}
+        self._pending_ids: set[str] = set()
+        self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
+        self._written: list[SegmentRecord] = []
+        self._removed: dict[str, NDArray[np.int64]] = {}
+        self._segments = {record.name: Segment(folder, record, backend) for record in self.manifest.segments}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits for a commit."""
+        return not (self._pending_ids or self._written or self._removed)
+
+    def release(self) -> None:
+        """Let others write."""
+        self._lock.release()
+
+    def add(self, version: VersionRecord, items: Items, replace: bool) -> None:
+        """Prepare embeddings that were checked.
+
+        Args:
+            version: which model made them.
+            items: one block.
+            replace: whether items with ids that are there take their place.
+
+        Raises:
+            XcompatError: an id is there already, or another dimension is known of the version.
+        """
+        known = self._versions.setdefault(version.digest, version)
+        if known.dim != version.dim:
+            raise XcompatError(f"embeddings of {version.fingerprint} have {known.dim} dimensions, these have {version.dim}")
+        present = self._find(items.ids)
+        if present and not replace:
+            name = items.ids[min(int(positions[0]) for positions, _ in present.values())]
+            count = sum(len(rows) for _, rows in present.values())
+            more = f" and {count - 1} more ids are" if count > 1 else " is"
+            raise XcompatError(f"{name!r}{more} in the gallery already; leave them out, or replace them (--replace)")
+        for segment, (_, rows) in present.items():
+            self.remove_rows(segment, rows)
+        self.put(version, items)
+        self.flush_if_large()
+
+    def put(self, version: VersionRecord, items: Items) -> None:
+        """Prepare embeddings whose ids are known to be free, such as those of rows that are dropped with the same commit."""
+        self._versions.setdefault(version.digest, version)
+        waiting = self._pending.setdefault(version.digest, Items())
+        waiting.embeds += items.embeds
+        waiting.ids += items.ids
+        waiting.metadata += items.metadata
+        waiting.side_info += items.side_info
+        self._pending_ids.update(items.ids)
+
+    def flush_if_large(self) -> list[SegmentRecord]:
+        """Write what waits in memory if it is much; return the segments."""
+        return self.flush() if sum(items.nbytes for items in self._pending.values()) >= FLUSH_BYTES else []
+
+    def _find(self, ids: Sequence[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Return where ids are: segment -> (positions among ``ids``, rows). Those that wait for a flush are flushed first."""
+        if not self._pending_ids.isdisjoint(ids):
+            self.flush()
+        hashes_N = id_hashes(ids)
+        found = {}
+        for name, segment in self._segments.items():
+            positions, rows = segment.rows_of(ids, hashes_N)
+            gone = np.isin(rows, self._removed.get(name, np.empty(0, np.int64)))
+            if not gone.all():
+                found[name] = positions[~gone], rows[~gone]
+        return found
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Prepare the removal of items.
+
+        Raises:
+            XcompatError: one is not there.
+        """
+        found = self._find(ids)
+        missing = set(range(len(ids))) - {int(position) for positions, _ in found.values() for position in positions}
+        if missing:
+            raise XcompatError(f"{ids[min(missing)]!r} is not in the gallery ({len(missing)} of {len(ids)} ids are not)")
+        for segment, (_, rows) in found.items():
+            self.remove_rows(segment, rows)
+
+    def remove_rows(self, segment: str, rows_n: NDArray[np.int64]) -> None:
+        """Prepare the removal of rows of a segment."""
+        self._removed[segment] = np.union1d(self._removed.get(segment, np.empty(0, np.int64)), rows_n)
+
+    def flush(self) -> list[SegmentRecord]:
+        """Write what waits in memory; return the segments."""
+        written = [
+            write_segment(self.folder, items, digest, self.backend) for digest, items in self._pending.items() if len(items)
+        ]
+        self._pending, self._pending_ids = {}, set()
+        self.take(written)
+        return written
+
+    def take(self, records: Iterable[SegmentRecord], versions: Iterable[VersionRecord] = ()) -> None:
+        """Prepare segments that are written already."""
+        self._versions.update({version.digest: version for version in versions})
+        for record in records:
+            self._written.append(record)
+            self._segments[record.name] = Segment(self.folder, record, self.backend)
+
+    def commit(self, by: str, dropped: Iterable[str] = ()) -> Manifest:
+        """Publish everything as the next generation.
+
+        Args:
+            by: what made the generation.
+            dropped: names of segments that it leaves out.
+
+        Returns:
+            The manifest; the one before if nothing changed.
+        """
+        self.flush()
+        gone = set(dropped)
+        if not (self._written or self._removed or gone):
+            return self.manifest
+        generation = self.manifest.generation + 1
+        records = []
+        for record in (*self.manifest.segments, *self._written):
+            rows = self._removed.get(record.name)
+            if rows is not None and len(rows):
+                record = removed_rows(self.folder, self._segments[record.name], generation, rows)
+            if record.name not in gone and record.n_removed < record.rows:
+                records.append(record)
+        manifest = self.manifest.model_copy(
+            update={"generation": generation, "versions": tuple(self._versions.values()), "segments": tuple(records), "by": by}
+        )
+        self.manifest = write_manifest(self.folder, manifest)
+        self._written, self._removed = [], {}
+        return self.manifest
+
+
+def check_items(
+    embeds_ND: NDArray[np.float32],
+    ids: Sequence[str],
+    metadata: Sequence[dict[str, Any] | None] | None,
+    side_info_NS: ArrayLike | None,
+    metric: Metric,
+) -> Items:
+    """Check what is to be added, and bring it into the form in which it is stored.
+
+    Args:
+        embeds_ND: (N, d) float32, copied; for cosines they become of length 1.
+        ids: N strings.
+        metadata: N JSON objects or Nones; None for none at all.
+        side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
+        metric: how the gallery compares.
+
+    Returns:
+        One block of items.
+
+    Raises:
+        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or there twice, or metadata are no JSON.
+    """
+    ids = list(ids)
+    side = np.array(side_info_NS, np.float32, ndmin=2) if side_info_NS is not None else None
+    for name, count in (("ids", len(ids)), ("side_info", len(embeds_ND if side is None else side))):
+        if count != len(embeds_ND):
+            raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
+    check_ids(ids)
+    unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
+    return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
+
+
+def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Any) -> NDArray[np.float32]:  # noqa: ANN401 - row -> text
+    """Refuse embeddings that cannot be compared; return them, of length 1 where cosines are asked for.
+
+    Args:
+        embeds_ND: (N, d) float32.
+        metric: how the gallery compares.
+        name: says what a row is, for the message.
+
+    Returns:
+        (N, d) float32, the given array where nothing had to be changed.
+
+    Raises:
+        XcompatError: an embedding is zero or not finite.
+    """
+    if embeds_ND.ndim != 2:
+        raise XcompatError(f"embeddings must be a matrix of rows, not an array of shape {embeds_ND.shape}")
+    length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
+    bad = np.flatnonzero(~np.isfinite(length_N) | (length_N == 0 if metric == "cosine" else False))
+    if bad.size:
+        what = "is zero and has no direction" if length_N[bad[0]] == 0 else "is not finite"
+        more = f" ({bad.size - 1} more are like it)" if bad.size > 1 else ""
+        raise XcompatError(f"{name(int(bad[0]))} {what}{more}; leave it out, or embed it again")
+    if metric == "cosine" and np.abs(length_N - 1).max(initial=0) > _UNIT:
+        return embeds_ND / length_N[:, None]
+    return embeds_ND

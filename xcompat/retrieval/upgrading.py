@@ -1,0 +1,156 @@
+"""Bring what is stored to a newer model: map the embeddings of a gallery, in bounded memory, continued after a kill."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.files import read_json, write_json
+from xcompat.progress import progress_bar, rate_of
+from xcompat.retrieval.manifest import SegmentRecord
+from xcompat.retrieval.segment import Items, Segment
+from xcompat.retrieval.staging import checked_embeddings
+from xcompat.retrieval.versions import identity, upgraded_version
+
+if TYPE_CHECKING:
+    from xcompat.models.base import CompatModel
+    from xcompat.retrieval.gallery import Gallery
+
+TRIED = 4096
+"""Embeddings that are mapped to estimate how long all will take."""
+
+
+class Plan(NamedTuple):
+    """What an upgrade would do.
+
+    Args:
+        items: embeddings to map.
+        seconds: estimated from a few thousand of them.
+        nbytes: estimated size of the new segments, beside which the old ones stay until a compaction.
+    """
+
+    items: int
+    seconds: float
+    nbytes: int
+
+
+class _Progress(BaseModel):
+    """What an upgrade that was cut off has written: source segment -> the row it got to, and segments made of it."""
+
+    done: dict[str, int] = {}
+    records: list[SegmentRecord] = []
+
+
+def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
+    """Estimate an upgrade without changing anything.
+
+    Args:
+        gallery: the gallery.
+        model: a model that maps galleries.
+
+    Returns:
+        The plan.
+
+    Raises:
+        XcompatError: the model maps no galleries, or the gallery holds nothing that it maps.
+    """
+    segments = _sources(gallery, model)
+    items = sum(map(len, segments))
+    _, first = next(segments[0].blocks(TRIED))
+    started = time.perf_counter()
+    _mapped(model, first)
+    per_item = (time.perf_counter() - started) / len(first)
+    return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
+
+
+def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> int:
+    """Map every embedding that the model maps, and commit.
+
+    Args:
+        gallery: the gallery.
+        model: a model that maps galleries.
+        batch_size: embeddings in memory at a time.
+
+    Returns:
+        How many were mapped.
+
+    Raises:
+        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or another process writes.
+    """
+    segments = _sources(gallery, model)
+    staging = gallery.staging()
+    version = upgraded_version(model)
+    journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
+    progress = _Progress(**read_json(journal)) if journal.exists() else _Progress()
+    progress = _still_there(gallery.path, progress)
+    staging.take(progress.records, [version])
+    total = sum(map(len, segments))
+    with progress_bar() as bar:
+        task = bar.add_task(f"mapping {gallery.path.name} to {version.name}", total=total, rate="")
+        for segment in segments:
+            begun = progress.done.get(segment.record.name, 0)
+            rows = segment.present()
+            bar.update(task, advance=int(np.searchsorted(rows, begun)))
+            for rows_n, items in segment.blocks(batch_size, rows[rows >= begun]):
+                staging.put(version, _mapped(model, items))
+                rate_of(bar, task, len(rows_n), "embeddings")
+                if written := staging.flush_if_large():
+                    _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
+            _record(journal, progress, segment, segment.record.rows, staging.flush())
+    gallery.publish(f"upgrade to {version.name}", [segment.record.name for segment in segments])
+    journal.unlink(missing_ok=True)
+    return total
+
+
+def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
+    """Return the segments whose embeddings the model maps."""
+    if not model.maps_galleries:
+        raise XcompatError(
+            f"{type(model).__name__} maps queries, not galleries: its queries search this gallery as it is; "
+            "to store its own embeddings, re-embed with --backfill"
+        )
+    nearest = model.compatible_with[0]
+    segments = [segment for segment in gallery.segments if segment.record.version == nearest.digest]
+    if not segments:
+        found = ", ".join(map(str, gallery.versions))
+        raise FingerprintMismatchError(f"{identity(model)} maps embeddings of {nearest}; this gallery holds {found}")
+    return segments
+
+
+def _mapped(model: CompatModel, items: Items) -> Items:
+    """Map a block; side-information that the model has no use for is left behind."""
+    import torch
+
+    with torch.inference_mode():
+        old = torch.from_numpy(items.embeds[0]).to(model.device)
+        side = torch.from_numpy(items.side_info[0]).to(model.device) if items.side_info else None
+        mapped = model.upgrade(old, side) if side is not None and _uses_side_info(model) else model.upgrade(old)
+        chain = getattr(model, "side_transform", None)
+        new_side = [chain(old, side).float().cpu().numpy()] if chain is not None and side is not None else []
+    embeds: NDArray[np.float32] = mapped.float().cpu().numpy()
+    embeds = checked_embeddings(embeds, "cosine", lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
+    return Items([embeds], items.ids, items.metadata, new_side)
+
+
+def _uses_side_info(model: CompatModel) -> bool:
+    return getattr(model.config, "side_info", None) is not None
+
+
+def _record(journal: Path, progress: _Progress, segment: Segment, row: int, written: list[SegmentRecord]) -> None:
+    progress.done[segment.record.name] = row
+    progress.records += written
+    write_json(journal, progress.model_dump(mode="json"))
+
+
+def _still_there(folder: Path, progress: _Progress) -> _Progress:
+    """Return the progress if its segments are there, else none: a compaction may have cleared what no generation names."""
+    from xcompat.retrieval.manifest import SEGMENTS
+
+    whole = all((folder / SEGMENTS / record.name).is_dir() for record in progress.records)
+    return progress if whole else _Progress()

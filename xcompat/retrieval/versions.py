@@ -1,0 +1,189 @@
+"""Which model's queries can be compared with which stored embeddings, and in which view."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval.manifest import Manifest, VersionRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+
+    Model: TypeAlias = CompatModel | Embedder | Fingerprint
+
+UPGRADED = "upgrade"
+"""What embeddings are derived by that a model mapped from an older version."""
+CHUNK = 8192
+
+
+def stored_version(model: Model, dim: int | None) -> VersionRecord:
+    """Describe what a model puts into a gallery.
+
+    Args:
+        model: a compatible model, a frozen one as ``load_embedder`` gives it, or the fingerprint of vectors made elsewhere.
+        dim: of the stored embeddings, which a model knows itself.
+
+    Returns:
+        The version.
+
+    Raises:
+        XcompatError: nothing but a name is known, and no dimension.
+    """
+    compat = _compat(model)
+    if compat is not None:
+        version = compat.stored_fingerprint()
+        shares = tuple(older.digest for older in compat.compatible_with) if compat.stores_view else ()
+        return VersionRecord(digest=version.digest, name=version.name, dim=compat.stored_dim, shares=shares)
+    version = identity(model)
+    own = dim if isinstance(model, Fingerprint) else model.dim
+    if own is None:
+        raise XcompatError(f"nothing is known of {version} but its name: give the dimension of its embeddings as dim")
+    return VersionRecord(digest=version.digest, name=version.name, dim=own)
+
+
+def upgraded_version(model: CompatModel) -> VersionRecord:
+    """Describe the embeddings that a model maps from older ones."""
+    own = model.fingerprint()
+    digest = own.derived(UPGRADED).digest
+    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim)
+
+
+def identity(model: Model) -> Fingerprint:
+    """Return the fingerprint by which people know a model."""
+    if isinstance(model, Fingerprint):
+        return model
+    from xcompat.models.embedder import Embedder
+
+    return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
+
+
+def stored_embeddings(model: Model, embeds_ND: ArrayLike) -> NDArray[np.float32]:
+    """Bring a model's own embeddings into the form in which a gallery holds them.
+
+    Args:
+        model: as in :func:`stored_version`.
+        embeds_ND: (N, D) what it makes of the items; what an embedder gives has that form already.
+
+    Returns:
+        (N, d) float32.
+    """
+    embeds = _float32(embeds_ND)
+    compat = _compat(model)
+    return _through(compat.stored, embeds, compat) if compat is model and compat.stores_view else embeds
+
+
+def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
+    """Bring queries into the space of stored embeddings.
+
+    Args:
+        model: the query model; a fingerprint stands for vectors that are compared as they are.
+        embeds_QD: (Q, D) what it makes of the queries.
+        version: of the stored embeddings.
+
+    Returns:
+        (Q, d) float32; None when the two cannot be compared.
+    """
+    embeds = _float32(embeds_QD)
+    compat = _compat(model)
+    if compat is None:
+        known = {version.digest, *version.shares}
+        return embeds if identity(model).digest in known else None
+    if compat is not model:  # an embedder gives the stored form
+        shared = {compat.stored_fingerprint().digest}
+        if compat.stores_view:
+            shared |= {older.digest for older in compat.compatible_with}
+        return embeds if shared & {version.digest, *version.shares} else None
+    return _compat_view(compat, embeds, version)
+
+
+def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
+    own = model.stored_fingerprint()
+    if version.digest == own.digest:
+        return _through(model.stored if model.stores_view else model.self_view, embeds, model)
+    if model.maps_galleries:
+        mapped = version.digest == model.fingerprint().derived(UPGRADED).digest
+        return _through(model.self_view, embeds, model) if mapped else _plain(model, embeds, version)
+    for older in model.compatible_with:
+        if older.digest in (version.digest, *version.shares):
+            return _through(partial(model.view, version=older), embeds, model)
+    return _plain(model, embeds, version)
+
+
+def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
+    """Return the embeddings as they are for a gallery of the encoder that a map over embeddings belongs to."""
+    of_encoder = model.embeds_in_memory and (model.config.encoder or {}).get("fingerprint") == version.digest
+    return _through(model.self_view, embeds, model) if of_encoder else None
+
+
+def require_views(model: Model, manifest: Manifest) -> None:
+    """Refuse a model whose queries cannot be compared with everything in a gallery.
+
+    Args:
+        model: the query model.
+        manifest: the gallery's state.
+
+    Raises:
+        FingerprintMismatchError: naming the model, the version, and what to do.
+    """
+    present = {segment.version for segment in manifest.segments if segment.rows > segment.n_removed}
+    for version in manifest.versions:
+        if version.digest in present and not fits(model, version):
+            raise FingerprintMismatchError(
+                f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
+                f"{_advice(model)}"
+            )
+
+
+def fits(model: Model, version: VersionRecord) -> bool:
+    """Return whether a model's queries can be compared with stored embeddings of a version."""
+    compat = _compat(model)
+    dim = compat.config.embedding_dim if compat is not None and compat is model else 1
+    return query_view(model, np.ones((1, dim), np.float32), version) is not None
+
+
+def _advice(model: Model) -> str:
+    compat = _compat(model)
+    if compat is None:
+        return "query with the model that made them, or with one trained to be compatible with it"
+    known = ", ".join(map(str, compat.compatible_with)) or "nothing"
+    if compat.maps_galleries:
+        return f"this model maps galleries of {known}; run `xcompat gallery upgrade` with it first"
+    return f"this model is compatible with {known}; use one trained for that version, or re-embed with `--backfill`"
+
+
+def _compat(model: Model) -> CompatModel | None:
+    """Return the compatible model that a model is, or holds."""
+    if isinstance(model, Fingerprint):  # torch need not be loaded for it
+        return None
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+
+    inner = model.model if isinstance(model, Embedder) else model
+    return inner if isinstance(inner, CompatModel) else None
+
+
+def _float32(embeds: ArrayLike) -> NDArray[np.float32]:
+    if hasattr(embeds, "detach"):
+        embeds = embeds.detach().cpu().float().numpy()
+    array = np.ascontiguousarray(embeds, dtype=np.float32)
+    return array[None] if array.ndim == 1 else array
+
+
+def _through(function: Callable[[Tensor], Tensor], embeds: NDArray[np.float32], model: Any) -> NDArray[np.float32]:  # noqa: ANN401
+    """Put embeddings through a part of a model, a few thousand at a time."""
+    import torch
+
+    with torch.inference_mode():
+        blocks = torch.from_numpy(embeds).split(CHUNK)
+        return np.concatenate([function(block.to(model.device)).float().cpu().numpy() for block in blocks])
