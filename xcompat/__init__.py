@@ -37,7 +37,12 @@ def _register(module: Any) -> None:  # noqa: ANN401 - a module
         importlib.import_module("xcompat.models")
 
 
+def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
+    importlib.import_module("xcompat.retrieval.pipeline").register()
+
+
 for _auto in (_MODELING, "transformers.models.auto.configuration_auto"):
     wrapt.register_post_import_hook(_register, _auto)
+wrapt.register_post_import_hook(_register_pipeline, "transformers.pipelines")
 
 __all__ = ["Fingerprint", "FingerprintMismatchError", "XcompatError", "__version__"]

@@ -16,8 +16,10 @@ class CompatOutput(ModelOutput):
         loss: scalar; None when ``return_loss`` is off.
         image_embeds: (B, d) what the loss compared for the images, L2-normalised; None without images.
         text_embeds: (B, d) the same for the texts; None without texts.
+        logits_per_image: (B, T) scaled cosines of every image with every text; None unless asked for, as in zero-shot use.
     """
 
     loss: Tensor | None = None
     image_embeds: Tensor | None = None
     text_embeds: Tensor | None = None
+    logits_per_image: Tensor | None = None

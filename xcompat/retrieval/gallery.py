@@ -27,7 +27,7 @@ from xcompat.retrieval.merging import Merge
 from xcompat.retrieval.searching import Hit, Search
 from xcompat.retrieval.segment import Segment, id_hashes
 from xcompat.retrieval.staging import Staging, check_items
-from xcompat.retrieval.versions import stored_embeddings, stored_version
+from xcompat.retrieval.versions import as_float32, stored_embeddings, stored_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -218,7 +218,7 @@ class Gallery:
             XcompatError: see :func:`~xcompat.retrieval.staging.check_items`; an id is there already; another process writes.
         """
         if version is None:
-            record, stored_ND = self.manifest.versions[0], np.array(embeds_ND, np.float32)
+            record, stored_ND = self.manifest.versions[0], np.array(as_float32(embeds_ND))  # whoever gave them may change them
         else:
             stored_ND = stored_embeddings(version, embeds_ND)
             record = stored_version(version, stored_ND.shape[-1])

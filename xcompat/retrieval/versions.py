@@ -78,7 +78,7 @@ def stored_embeddings(model: Model, embeds_ND: ArrayLike) -> NDArray[np.float32]
     Returns:
         (N, d) float32.
     """
-    embeds = _float32(embeds_ND)
+    embeds = as_float32(embeds_ND)
     compat = _compat(model)
     return _through(compat.stored, embeds, compat) if compat is model and compat.stores_view else embeds
 
@@ -94,7 +94,7 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
     Returns:
         (Q, d) float32; None when the two cannot be compared.
     """
-    embeds = _float32(embeds_QD)
+    embeds = as_float32(embeds_QD)
     compat = _compat(model)
     if compat is None:
         known = {version.digest, *version.shares}
@@ -173,7 +173,8 @@ def _compat(model: Model) -> CompatModel | None:
     return inner if isinstance(inner, CompatModel) else None
 
 
-def _float32(embeds: ArrayLike) -> NDArray[np.float32]:
+def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
+    """Return embeddings of any library as a float32 matrix; one embedding is a matrix of one row."""
     if hasattr(embeds, "detach"):
         embeds = embeds.detach().cpu().float().numpy()
     array = np.ascontiguousarray(embeds, dtype=np.float32)

@@ -1,0 +1,116 @@
+"""transformers' pipelines on compatible models: retrieval, and zero-shot classification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import pipeline
+
+import xcompat
+from xcompat import FingerprintMismatchError, XcompatError
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
+
+TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe"]
+
+
+@pytest.fixture(scope="module")
+def gallery(old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    old = load_embedder(old_folder)
+    made = Gallery.create(tmp_path_factory.mktemp("pipeline") / "gallery", old)
+    made.add(old.embed(old.processor.texts(TEXTS)), TEXTS, [{"shoe": "shoe" in text} for text in TEXTS])
+    made.commit()
+    return made
+
+
+@pytest.fixture(scope="module")
+def model_folder(folder_of: dict[str, str], old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    model = xcompat.XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old())
+    folder = tmp_path_factory.mktemp("pipeline") / "xbt"
+    model.export(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def find(model_folder: str, gallery: Gallery) -> Any:
+    return pipeline("compatible-retrieval", model=model_folder, gallery=str(gallery.path))
+
+
+def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_folder: str, tmp_path: Path) -> None:
+    model = find.model
+    with torch.inference_mode():
+        texts = model.processor.texts(["a dog"])
+        expected = gallery.search(model.embed_texts(**texts), model, top_k=3)[0]
+    hits = find("a dog", top_k=3)
+    assert [hit["id"] for hit in hits] == [hit.id for hit in expected] and hits[0].keys() == {
+        "id",
+        "score",
+        "version",
+        "metadata",
+    }
+    assert hits[0]["metadata"] == expected[0].metadata and hits[0]["version"] == str(gallery.versions[0])
+    picture = Image.new("RGB", (40, 40), "red")
+    picture.save(tmp_path / "shoe.png")
+    with torch.inference_mode():
+        best = gallery.search(model.embed_images(model.processor.images([picture])), model, top_k=2)[0]
+    for query in (picture, np.array(picture), str(tmp_path / "shoe.png")):
+        assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_lists_of_texts_and_pictures_keep_their_order(find: Any, batch_size: int) -> None:
+    picture = Image.new("RGB", (40, 40), "blue")
+    queries = ["a dog", picture, "two cats of some length", picture, "a red shoe"]
+    found = find(queries, top_k=4, batch_size=batch_size)
+    for hits, query in zip(found, queries, strict=True):
+        alone = find(query, top_k=4)
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in alone]
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in alone], abs=1e-5)
+    assert find([], top_k=4) == []
+
+
+def test_filters_and_defaults(find: Any, model_folder: str, gallery: Gallery) -> None:
+    assert {hit["id"] for hit in find("a dog", where={"shoe": True})} == {"a red shoe", "a blue shoe"}
+    one = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, top_k=1)
+    assert len(one("a dog")) == 1 and len(one("a dog", top_k=2)) == 2 and len(one(["a dog", "b"])[1]) == 1
+
+
+def test_an_encoder_as_it_comes_searches_its_own_gallery(gallery: Gallery, old_folder: str, folder_of: dict[str, str]) -> None:
+    assert pipeline("compatible-retrieval", model=old_folder, gallery=gallery)("two cats", top_k=1)[0]["id"] == "two cats"
+    other = pipeline("compatible-retrieval", model=folder_of["clip"], gallery=gallery)
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        other("two cats")
+
+
+def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="give its folder as gallery"):
+        pipeline("compatible-retrieval", model=model_folder)
+    with pytest.raises(XcompatError, match="is no gallery"):
+        pipeline("compatible-retrieval", model=model_folder, gallery=str(tmp_path))
+    with pytest.raises(XcompatError, match="not topk"):
+        find("a dog", topk=3)
+    with pytest.raises(XcompatError, match="not int"):
+        find(3)
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(XcompatError, match="cannot read the picture"):
+        find(str(tmp_path / "bad.png"))
+
+
+def test_zero_shot_classification_compares_in_the_models_own_space(model_folder: str, find: Any) -> None:
+    labels, picture = ["a dog", "two cats", "a shoe"], Image.new("RGB", (40, 40), "red")
+    scores = pipeline("zero-shot-image-classification", model=model_folder)(
+        picture, candidate_labels=labels, hypothesis_template="{}"
+    )
+    model = find.model
+    with torch.inference_mode():
+        image = model.self_view(model.embed_images(model.processor.images([picture])))
+        texts = model.self_view(model.embed_texts(**model.processor.texts(labels)))
+    expected = (model.config.logit_scale * image @ texts.T).softmax(-1)[0].tolist()
+    assert {score["label"]: score["score"] for score in scores} == pytest.approx(
+        dict(zip(labels, expected, strict=True)), abs=1e-5
+    )

@@ -1,0 +1,190 @@
+"""``pipeline("compatible-retrieval")`` of transformers, and compatible models in its zero-shot classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
+from transformers.image_utils import load_image
+from transformers.models.auto import modeling_auto
+from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.utils.generic import ModelOutput
+
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.models import METHODS
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.outputs import CompatOutput
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.searching import Hit
+
+TASK = "compatible-retrieval"
+_SEARCH = ("top_k", "where", "merge", "parameters")
+
+
+class CompatibleRetrievalPipeline(Pipeline):
+    """Texts and pictures search a gallery with any model that is compatible with what it holds.
+
+    A query is a text, a picture (PIL or an array), or a string that is a picture's path or URL; a list of these is searched at
+    once, in batches of ``batch_size``. Hits are dictionaries: ``id``, ``score``, ``version``, ``metadata``.
+
+    Args:
+        gallery: a gallery, or its folder.
+        kwargs: as transformers makes a pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` are defaults of
+            :meth:`~xcompat.retrieval.gallery.Gallery.search`.
+
+    Example:
+        ``find = pipeline("compatible-retrieval", model="user/model", gallery="gallery"); find("a red shoe", top_k=5)``
+    """
+
+    _load_processor = False  # type: ignore[assignment]
+    _load_image_processor = False  # type: ignore[assignment]
+    _load_feature_extractor = False  # type: ignore[assignment]
+    _load_tokenizer = False  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, gallery: Gallery | str | Path | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+        if gallery is None:
+            raise XcompatError("a retrieval pipeline searches a gallery: give its folder as gallery=...")
+        super().__init__(*args, **kwargs)
+        self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
+        if isinstance(self.model, CompatModel):
+            self.asking: CompatModel | Embedder = self.model.for_inference()
+            self.prepared_by: Processor = self.model.processor
+        else:  # an encoder as it comes, which searches what it embedded itself
+            self.asking = load_embedder(str(self.model.name_or_path), self.device)
+            self.prepared_by = self.asking.processor
+
+    def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # noqa: ANN401
+        unknown = kwargs.keys() - set(_SEARCH)
+        if unknown:
+            raise XcompatError(f"a retrieval pipeline takes {', '.join(_SEARCH)}, not {min(unknown)}")
+        return {}, {}, kwargs
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see the class
+        """Search for one query, or for each of a list.
+
+        Args:
+            inputs: a query, or a list of them.
+            args: none.
+            kwargs: ``batch_size``, and what :meth:`~xcompat.retrieval.gallery.Gallery.search` takes.
+
+        Returns:
+            A list of hits; for a list of queries a list of these.
+        """
+        batch_size = kwargs.pop("batch_size", None) or self._batch_size or 1
+        if not isinstance(inputs, list):
+            return super().__call__(inputs, *args, **kwargs)
+        if not inputs:
+            return []
+        _, _, searching = self._sanitize_parameters(**kwargs)
+        with self.device_placement(), torch.inference_mode():
+            blocks = [inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size)]
+            embeds_QD = torch.cat([self._embed(block) for block in blocks])
+        return self.postprocess({"embeds": embeds_QD}, **{**self._postprocess_params, **searching})
+
+    def preprocess(self, input_: Any, **_: Any) -> dict[str, Any]:  # noqa: ANN401 - one query
+        """Prepare one query."""
+        picture = as_picture(input_)
+        return self.prepared_by.texts([input_]) if picture is None else {"pixel_values": self.prepared_by.images([picture])}
+
+    def _forward(self, input_tensors: dict[str, Any], **_: Any) -> ModelOutput:  # noqa: ANN401
+        return ModelOutput({"embeds": self._run(dict(input_tensors)), "single": True})
+
+    def postprocess(self, model_outputs: dict[str, Any], **searching: Any) -> Any:  # noqa: ANN401
+        """Search for what was embedded."""
+        hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
+        found = [[_as_dict(hit) for hit in each] for each in hits]
+        return found[0] if model_outputs.get("single") else found
+
+    def _embed(self, queries: Sequence[Any]) -> Tensor:
+        """Embed some queries, texts and pictures each in one batch, in their order."""
+        pictures = [as_picture(query) for query in queries]
+        of_texts = [row for row, picture in enumerate(pictures) if picture is None]
+        of_images = {row: picture for row, picture in enumerate(pictures) if picture is not None}
+        parts = []
+        if of_texts:
+            parts.append(self._run(self.prepared_by.texts([queries[row] for row in of_texts])))
+        if of_images:
+            parts.append(self._run({"pixel_values": self.prepared_by.images(list(of_images.values()))}))
+        order = np.argsort([*of_texts, *of_images])
+        return torch.cat(parts)[torch.from_numpy(order)]
+
+    def _run(self, batch: dict[str, Tensor]) -> Tensor:
+        if isinstance(self.asking, Embedder):
+            return self.asking.embed(batch).cpu()
+        batch = {name: tensor.to(self.asking.device) for name, tensor in batch.items()}
+        embed = self.asking.embed_images if "pixel_values" in batch else self.asking.embed_texts
+        return embed(**batch).cpu()
+
+
+def as_picture(query: Any) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
+    """Return the picture that a query is or names; None for a text.
+
+    Args:
+        query: a picture, an array (H, W, 3) uint8, or a string.
+
+    Returns:
+        The picture in mode RGB.
+
+    Raises:
+        XcompatError: it is neither, or the picture cannot be read.
+    """
+    if isinstance(query, np.ndarray):
+        query = Image.fromarray(query)
+    if isinstance(query, Image.Image):
+        return query.convert("RGB")
+    if not isinstance(query, str):
+        raise XcompatError(f"a query is a text, a picture or an array, not {type(query).__name__}")
+    if not query.startswith(("http://", "https://")) and not (len(query) < 4096 and Path(query).is_file()):
+        return None
+    try:
+        return load_image(query).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise XcompatError(f"cannot read the picture {query}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _as_dict(hit: Hit) -> dict[str, Any]:
+    return {"id": hit.id, "score": hit.score, "version": str(hit.version), "metadata": hit.metadata}
+
+
+class _ZeroShot(CompatModel):
+    """What ``zero-shot-image-classification`` asks of a model: logits of every text for every image, in the model's own space."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        **_: Any,  # noqa: ANN401
+    ) -> CompatOutput:
+        """Compare every image with every text.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+            input_ids: (T, L) int64.
+            attention_mask: (T, L) int64, or None.
+
+        Returns:
+            Embeddings, and logits (B, T).
+        """
+        image_embeds = self.self_view(self.embed_images(pixel_values))
+        text_embeds = self.self_view(self.embed_texts(input_ids, attention_mask))
+        logits = self.config.logit_scale * image_embeds @ text_embeds.T
+        return CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds, logits_per_image=logits)
+
+
+def register() -> None:
+    """Make transformers know the task, and models that embed texts in its zero-shot classification."""
+    PIPELINE_REGISTRY.register_pipeline(TASK, CompatibleRetrievalPipeline, pt_model=(AutoModel,), type="multimodal")
+    for name, method in METHODS.items():
+        if "input_ids" in method.columns:
+            zero_shot = type(f"{method.__name__}ForZeroShot", (_ZeroShot, method), {"config_class": method.config_class})
+            AutoModelForZeroShotImageClassification.register(method.config_class, zero_shot, exist_ok=True)
+            modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES[f"xcompat-{name}"] = zero_shot.__name__
