@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel
 from transformers import initialization as init
 
-from xcompat.distributed import is_main_process
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
@@ -25,12 +21,13 @@ from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
 
 
-class CompatModel(PreTrainedModel):
+class CompatModel(CheckpointModel):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what its forward reads, builds its own parts in ``__init__`` after ``super().__init__``,
@@ -92,48 +89,6 @@ class CompatModel(PreTrainedModel):
         super().post_init()
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[Any] | None,
-        *model_args: Any,  # noqa: ANN401 - transformers' own
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Self:
-        """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
-
-        Args:
-            pretrained_model_name_or_path: folder or Hub name.
-            model_args: as transformers takes them.
-            kwargs: as transformers takes them.
-
-        Returns:
-            The model in evaluation mode (with loading information, when that was asked for).
-
-        Raises:
-            XcompatError: when weights are missing, left over, of another shape, or not safetensors.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        kwargs.setdefault("use_safetensors", True)
-        try:
-            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs)
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise XcompatError(f"cannot load {pretrained_model_name_or_path}: {' '.join(str(error).split())}") from error
-        except SafetensorError as error:
-            name = pretrained_model_name_or_path
-            raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
-        model, info = loaded
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info[kind]:
-                some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
-                raise XcompatError(
-                    f"the checkpoint {pretrained_model_name_or_path} does not fit its configuration: "
-                    f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
-                )
-        model.set_trainable()
-        return loaded if with_info else model
-
-    @classmethod
     def from_encoder(
         cls,
         encoder: str | EncoderSource | tuple[Encoder, Processor],
@@ -176,7 +131,7 @@ class CompatModel(PreTrainedModel):
             self._get_encoder()
         if self._processor is None:
             assert self.config.encoder is not None
-            self._processor = load_processor(self.config.encoder, EncoderSource(name=self.name_or_path))
+            self._processor = load_processor(self.config.encoder, EncoderSource(name=self.name_or_path, revision=self.revision))
         return self._processor
 
     def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
@@ -368,29 +323,8 @@ class CompatModel(PreTrainedModel):
         if self.encoder is not None and self.config.adapters is not None:
             self.encoder.merge_adapters()
             self.config.adapters = {**self.config.adapters, "lora": None}
+            self.config.weights = "all"  # the base's are no longer among them
         return self
-
-    def export(self, folder: str | Path) -> None:
-        """Write the finished model with everything that inference needs.
-
-        Args:
-            folder: made if missing; ``from_pretrained`` reads it.
-        """
-        self.save_pretrained(folder)
-        if self.encoder is not None:
-            self.processor.save_pretrained(folder)
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
-
-        Args:
-            save_directory: made if missing; ``from_pretrained`` reads it.
-            args: as transformers takes them.
-            kwargs: as transformers takes them.
-        """
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if self.encoder is not None and self._processor is not None and is_main_process():
-            self._processor.save_pretrained(Path(save_directory))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -24,6 +24,8 @@ class CompatConfig(PreTrainedConfig):
             ``compatible_with``, the earlier versions whose galleries share its space.
         embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.
         adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
+        weights: what the checkpoint holds; ``adapters`` for what differs from the encoder's own weights alone, which are those of
+            ``encoder["name"]`` at ``encoder["revision"]``.
         logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
 
     Raises:
@@ -36,6 +38,7 @@ class CompatConfig(PreTrainedConfig):
     old: dict | None = None
     embedding_dim: int = 0
     adapters: dict | None = None
+    weights: Literal["all", "adapters"] = "all"
     logit_scale: float = 1 / 0.07
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value

@@ -1,0 +1,239 @@
+"""A Hub on loopback: enough of its protocol for huggingface_hub to push to and pull from, and faults on request."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+
+
+@dataclass
+class Repository:
+    """Commits in order, each with its files; a branch is the name of a commit."""
+
+    private: bool = False
+    gated: str | bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        sha = hashlib.sha1(f"{len(self.commits)}{sorted(files.items())}".encode()).hexdigest()
+        self.commits[sha] = files
+        self.branches[branch] = sha
+        return sha
+
+    def resolve(self, revision: str) -> str | None:
+        return self.branches.get(revision, revision if revision in self.commits else None)
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories in memory, what was asked of them, and what is to go wrong.
+
+    ``faults`` maps a regular expression on "METHOD path" to a status code, or to 0 for a dropped connection; each strikes as
+    often as ``strikes`` says, or for ever.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[str, Repository] = {}
+        self.large: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.faults: dict[str, int] = {}
+        self.strikes: Counter[str] = Counter()
+        self.token: str | None = None
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def add(self, repo: str, folder: str | Path, branch: str = "main") -> str:
+        """Put a folder's files there; return the commit."""
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        return self.repos.setdefault(repo, Repository()).commit(files, branch)
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        found = self.repos[repo]
+        return found.commits[found.resolve(revision) or ""]
+
+    def fault(self, asked: str) -> int | None:
+        for pattern, status in self.faults.items():
+            if re.search(pattern, asked) and (pattern not in self.strikes or self.strikes[pattern] > 0):
+                self.strikes[pattern] -= pattern in self.strikes
+                return status
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _dispatch(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = f"{self.command} {path}"
+        self.server.asked.append(asked)
+        status = self.server.fault(asked)
+        if status == 0:
+            self.close_connection = True
+            self.connection.close()
+        elif status is not None:
+            self._answer(status, {"error": f"the server says {status}"})
+        elif self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            self._answer(401, {"error": "Invalid credentials in Authorization header"}, code="RepoNotFound")
+        else:
+            for pattern, name in _ROUTES:
+                if found := re.fullmatch(pattern, asked):
+                    return getattr(self, name)(body, **found.groupdict())
+            self._answer(404, {"error": f"no such route: {asked}"})
+        return None
+
+    do_GET = do_HEAD = do_POST = do_PUT = _dispatch
+
+    def _answer(self, status: int, content: Any = b"", code: str = "", **headers: str) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(raw)), **({"X-Error-Code": code} if code else {}), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(raw)
+
+    def _find(self, repo: str, revision: str) -> tuple[Repository, str] | None:
+        found = self.server.repos.get(repo)
+        if found is None:
+            self._answer(404, {"error": "Repository not found"}, code="RepoNotFound")
+            return None
+        sha = found.resolve(revision)
+        if sha is None:
+            self._answer(404, {"error": f"Invalid rev id: {revision}"}, code="RevisionNotFound")
+            return None
+        return found, sha
+
+    def create(self, body: bytes) -> None:
+        given = json.loads(body)
+        repo = f"{given.get('organization') or 'me'}/{given['name']}"
+        answer = {"url": f"{self.server.url}/{repo}", "id": repo}
+        if repo in self.server.repos:
+            return self._answer(409, answer | {"error": "You already created this model repo"})
+        created = self.server.repos[repo] = Repository(private=given.get("visibility") == "private" or bool(given.get("private")))
+        created.commit({".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"})
+        return self._answer(200, answer)
+
+    def validate(self, body: bytes) -> None:
+        block = json.loads(body)["content"].split("---")[1]
+        valid = isinstance(yaml.safe_load(block), dict)
+        self._answer(200 if valid else 400, {"errors": [] if valid else [{"message": "no mapping"}], "warnings": []})
+
+    def info(self, body: bytes, repo: str, revision: str = "main") -> None:
+        if (found := self._find(repo, revision)) is None:
+            return
+        repository, sha = found
+        readme = repository.commits[sha].get("README.md", b"").decode()
+        card = yaml.safe_load(readme.split("---")[1]) if readme.startswith("---") else None
+        names = [{"rfilename": name} for name in repository.commits[sha]]
+        about = {"id": repo, "sha": sha, "siblings": names, "private": repository.private, "gated": repository.gated}
+        self._answer(200, about | {"cardData": card, "tags": [], "downloads": 0, "likes": 0})
+
+    def tree(self, body: bytes, repo: str, revision: str, folder: str | None) -> None:
+        if (found := self._find(repo, revision)) is None:
+            return
+        if folder is not None:  # nothing here has folders
+            self._answer(404, {"error": f"{folder} does not exist"}, code="EntryNotFound")
+            return
+        files = found[0].commits[found[1]].items()
+        self._answer(200, [{"type": "file", "path": path, "size": len(raw), "oid": _oid(raw)} for path, raw in files])
+
+    def branch(self, body: bytes, repo: str, revision: str) -> None:
+        if (found := self._find(repo, "main")) is not None:
+            taken = revision in found[0].branches
+            found[0].branches.setdefault(revision, found[1])
+            self._answer(409 if taken else 200, {})
+
+    def preupload(self, body: bytes, repo: str, revision: str) -> None:
+        if (found := self._find(repo, revision)) is None:
+            return
+        there = found[0].commits[found[1]]
+        answers = []
+        for file in json.loads(body)["files"]:
+            name = file["path"]
+            mode = "lfs" if name.endswith(".safetensors") else "regular"
+            oid = _oid(there[name]) if name in there and mode == "regular" else None
+            answers.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._answer(200, {"files": answers})
+
+    def batch(self, body: bytes, repo: str) -> None:
+        objects = []
+        for wanted in json.loads(body)["objects"]:
+            upload = {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}
+            objects.append(wanted if wanted["oid"] in self.server.large else wanted | {"actions": upload})
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def put(self, body: bytes, oid: str) -> None:
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.server.large[oid] = body
+        self._answer(200)
+
+    def commit(self, body: bytes, repo: str, revision: str) -> None:
+        if (found := self._find(repo, revision)) is None:
+            return
+        files = dict(found[0].commits[found[1]])
+        for line in body.splitlines():
+            kind, value = (item := json.loads(line))["key"], item["value"]
+            if kind == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                files[value["path"]] = self.server.large[value["oid"]]
+            elif kind == "deletedFile":
+                del files[value["path"]]
+        sha = found[0].commit(files, revision)
+        self._answer(200, {"success": True, "commitOid": sha, "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
+
+    def resolve(self, body: bytes, repo: str, revision: str, file: str) -> None:
+        if (found := self._find(repo, revision)) is None:
+            return
+        repository, sha = found
+        content = repository.commits[sha].get(file)
+        if repository.gated:
+            self._answer(403, {"error": "Access to this model is restricted"}, code="GatedRepo", X_Repo_Commit=sha)
+        elif content is None:
+            self._answer(404, {"error": "Entry not found"}, code="EntryNotFound", X_Repo_Commit=sha)
+        else:
+            self._answer(200, content, X_Repo_Commit=sha, ETag=f'"{_oid(content)}"')
+
+
+def _oid(content: bytes) -> str:
+    """Return git's name of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+_ROUTES = [
+    (r"POST /api/repos/create", "create"),
+    (r"POST /api/validate-yaml", "validate"),
+    (rf"POST /api/models/{REPO}/preupload/(?P<revision>.+)", "preupload"),
+    (rf"POST /api/models/{REPO}/commit/(?P<revision>.+)", "commit"),
+    (rf"POST /api/models/{REPO}/branch/(?P<revision>.+)", "branch"),
+    (rf"POST /{REPO}\.git/info/lfs/objects/batch", "batch"),
+    (r"PUT /large/(?P<oid>\w+)", "put"),
+    (rf"GET /api/models/{REPO}/revision/(?P<revision>.+)", "info"),
+    (rf"GET /api/models/{REPO}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", "tree"),
+    (rf"GET /api/models/{REPO}", "info"),
+    (rf"(?:GET|HEAD) /{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<file>.+)", "resolve"),
+]

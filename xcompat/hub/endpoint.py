@@ -1,0 +1,142 @@
+"""The Hub at its edge: names and revisions on it, what it says of a model, and its errors in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from xcompat.errors import XcompatError
+
+_NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+"""The root of what huggingface_hub's HTTP library raises, which one that is changes between its versions."""
+_HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+_LOG_IN = "log in with `hf auth login`"
+
+
+class HubModel(NamedTuple):
+    """What the Hub says of a model.
+
+    Args:
+        commit: what its revision is now.
+        restricted: whether it is gated or private.
+        license: as its card states it; None where it does not.
+    """
+
+    commit: str
+    restricted: bool
+    license: str | None
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises in the block into one line that says how to mend it.
+
+    Args:
+        name: the model that the block is about.
+
+    Raises:
+        XcompatError: in the place of huggingface_hub's own errors.
+    """
+    try:
+        yield
+    except HFValidationError as error:
+        raise XcompatError(f"{name!r} is no name on the Hub; write it as user/name") from error
+    except (_NETWORK_ERROR, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise XcompatError(_explain(name, error)) from error
+
+
+def _explain(name: str, error: Exception) -> str:
+    where = constants.ENDPOINT
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated on {where}: ask for access on its page, and {_LOG_IN}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} on {where} has no such revision ({error.server_message}); name a branch, tag or commit that it has"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{name} is not on {where}, or not for you to see; check the name, or {_LOG_IN}"
+    if isinstance(error, HfHubHTTPError):
+        return _explain_status(name, error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{name} cannot be reached: HF_HUB_OFFLINE is set; unset it"
+    reason = " ".join(str(error).split())
+    return f"{where} cannot be reached for {name} ({reason}); check the network and HF_ENDPOINT and do it again, which continues"
+
+
+def _explain_status(name: str, error: HfHubHTTPError) -> str:
+    where, status = constants.ENDPOINT, error.response.status_code
+    said = f"{status}: {error.server_message or 'no reason given'}"
+    if status in (401, 403):
+        return f"{where} refuses access to {name} ({said}); {_LOG_IN}, with a token that may do this"
+    if status in (409, 412):
+        return f"{name} was changed on {where} at the same time ({said}); do it again"
+    return f"{where} failed on {name} ({said}); do it again, which continues"
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name can be one on the Hub: no folder here, and of the Hub's form.
+
+    Args:
+        name: of a model.
+
+    Example:
+        >>> is_hub_name("openai/clip-vit-base-patch32"), is_hub_name("/data/models/clip")
+        (True, False)
+    """
+    return _HUB_NAME.fullmatch(plain_name(name)) is not None and not Path(name).exists()
+
+
+def plain_name(name: str) -> str:
+    """Return a model's name on the Hub without open_clip's prefix."""
+    return name.removeprefix("hf-hub:")
+
+
+def public_name(name: str) -> str:
+    """Return what to call a model in public: a folder of this machine loses its path.
+
+    Args:
+        name: Hub name, folder, or what people call it.
+
+    Example:
+        >>> public_name("/home/me/runs/upgrade/xbt/model"), public_name("openai/clip-vit-base-patch32")
+        ('xbt', 'openai/clip-vit-base-patch32')
+    """
+    folder = Path(name)
+    if not folder.is_absolute() and not folder.is_dir() and not name.startswith(("~", ".")):
+        return name
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def look_up(name: str, revision: str | None = None) -> HubModel | None:
+    """Ask the Hub about a model.
+
+    Args:
+        name: Hub name.
+        revision: branch, tag or commit; None for the default branch.
+
+    Returns:
+        What it says; None when it has no such model, or none that may be seen.
+
+    Raises:
+        XcompatError: it has no such revision, or cannot be reached.
+    """
+    with hub_errors(name):
+        try:
+            info = HfApi().model_info(plain_name(name), revision=revision)
+        except RepositoryNotFoundError:
+            return None
+    card: Any = info.card_data
+    assert info.sha is not None
+    return HubModel(info.sha, bool(info.gated or info.private), getattr(card, "license", None))

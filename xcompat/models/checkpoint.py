@@ -1,0 +1,172 @@
+"""How a compatible model is read, written and shared: a transformers checkpoint, whole or without the weights of its base."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from xcompat.distributed import is_main_process
+from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.hub.endpoint import is_hub_name, look_up
+
+
+class CheckpointModel(PreTrainedModel):
+    """The part of :class:`~xcompat.models.base.CompatModel` that knows files and the Hub."""
+
+    encoder: Encoder | None
+    _processor: Processor | None
+    revision: str | None = None
+    """The commit that a model from the Hub was loaded at; None for a folder's."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[Any] | None,
+        *model_args: Any,  # noqa: ANN401 - transformers' own
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Self:
+        """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub name.
+            model_args: as transformers takes them.
+            kwargs: as transformers takes them.
+
+        Returns:
+            The model in evaluation mode (with loading information, when that was asked for).
+
+        Raises:
+            XcompatError: when weights are missing, left over, of another shape, or not safetensors, or the base that a
+                checkpoint of adapters belongs to is missing or has changed.
+        """
+        name = pretrained_model_name_or_path
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("use_safetensors", True)
+        try:
+            loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}") from error
+        except SafetensorError as error:
+            raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
+        model, info = loaded
+        model.revision = getattr(kwargs.get("revision"), "resolved", None)
+        if model.config.weights == "adapters":
+            info["missing_keys"] = set(info["missing_keys"]) - model._take_from_base(info["missing_keys"])
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[kind]:
+                some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
+                raise XcompatError(
+                    f"the checkpoint {name} does not fit its configuration: "
+                    f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
+                )
+        model.set_trainable()
+        return loaded if with_info else model
+
+    @property
+    @abstractmethod
+    def processor(self) -> Processor:
+        """Return the encoder's preprocessing."""
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model with everything that inference needs.
+
+        Args:
+            folder: made if missing; ``from_pretrained`` reads it.
+        """
+        self.save_pretrained(folder)
+        if self.encoder is not None:
+            self.processor.save_pretrained(folder)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
+
+        Args:
+            save_directory: made if missing; ``from_pretrained`` reads it.
+            args: as transformers takes them.
+            kwargs: as transformers takes them.
+        """
+        if self.config.weights == "adapters":
+            kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self.encoder is not None and self._processor is not None and is_main_process():
+            self._processor.save_pretrained(Path(save_directory))
+
+    # -------------------------------------------------------------------------------------- adapters without their base
+
+    def leave_out_base(self) -> Self:
+        """Save adapters, prompts and heads alone from now on: what differs from the base, which is named by its commit.
+
+        Returns:
+            The model.
+
+        Raises:
+            XcompatError: it has no adapters, or its base cannot be loaded.
+            FingerprintMismatchError: the base is another model now than the one it was trained on.
+        """
+        described = self.config.encoder
+        if self.encoder is None:
+            raise XcompatError(f"{type(self).__name__} is a map over embeddings and holds no encoder: it is small as it is")
+        if self.config.adapters is None:
+            raise XcompatError(f"{type(self).__name__} was trained without adapters: its whole encoder is new; save all of it")
+        if is_hub_name(described["name"]) and (found := look_up(described["name"], described.get("revision"))) is not None:
+            self.config.encoder = {**described, "revision": found.commit}
+        self._base_weights()
+        self.config.weights = "adapters"
+        return self
+
+    def _base_weights(self) -> dict[str, Tensor]:
+        """Load the weights of the encoder this model was made from, under the names they have inside it without adapters."""
+        described = self.config.encoder
+        name, revision = described["name"], described.get("revision")
+        at = f"{name} at {revision}" if revision else name
+        try:
+            base, processor = load_encoder(EncoderSource(name=name, revision=revision))
+        except XcompatError as error:
+            raise XcompatError(f"the base {at}, to which these adapters belong, is not to be had: {error}") from error
+        wanted, found = Fingerprint(described["fingerprint"], name), base.fingerprint(processor)
+        if found != wanted:
+            raise FingerprintMismatchError(
+                f"these adapters belong to {wanted}, but the base {at} is {found}; bring back the base they were trained on, or "
+                "use a checkpoint that holds all weights"
+            )
+        return {f"encoder.{key}": tensor for key, tensor in base.state_dict().items()}
+
+    @torch.no_grad()
+    def _take_from_base(self, missing: Collection[str]) -> set[str]:
+        """Fill weights that the checkpoint left out; return which."""
+        base, own = self._base_weights(), self.state_dict()
+        taken = {key for key in missing if _without_adapter(key) in base}
+        for key in taken:
+            own[key].copy_(base[_without_adapter(key)])
+        return taken
+
+    def _apart_from_base(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that differ from the base's."""
+        base = self._base_weights()
+
+        def is_same(key: str, tensor: Tensor) -> bool:
+            original = base.get(_without_adapter(key))
+            return original is not None and torch.equal(original, tensor.cpu())
+
+        return {key: tensor for key, tensor in weights.items() if not is_same(key, tensor)}
+
+
+def _without_adapter(key: str) -> str:
+    """Return the name of a weight before LoRA wrapped its layer."""
+    return key.replace(".base_layer.", ".")
