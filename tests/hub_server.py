@@ -81,6 +81,7 @@ class Hub(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # which waits for the other side between headers and body
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -175,7 +176,9 @@ class _Handler(BaseHTTPRequestHandler):
         for file in json.loads(body)["files"]:
             name = file["path"]
             mode = "lfs" if name.endswith(".safetensors") else "regular"
-            oid = _oid(there[name]) if name in there and mode == "regular" else None
+            oid = None
+            if name in there:
+                oid = _oid(there[name]) if mode == "regular" else hashlib.sha256(there[name]).hexdigest()
             answers.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer(200, {"files": answers})
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hub_server import Hub
 
 from xcompat import cli
 from xcompat.models import METHODS
@@ -25,7 +26,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.trainer import last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("train", "compare", "embed", "evaluate", "report", "quickstart")
+VERBS = ("train", "compare", "embed", "evaluate", "report", "push", "quickstart")
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 Run = Callable[..., tuple[int, str, str]]
@@ -354,6 +355,20 @@ def test_report_renders_again(run: Run, done: Path) -> None:
     page.unlink()
     code, out, _ = run("report", done / "run")
     assert code == 0 and page.exists() and "R@1" in out
+
+
+def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: Hub) -> None:
+    code, out, error = run("push", done / "run", "me/pair", "--private", "--license", "mit")
+    assert code == 0 and hub.url in out, error
+    card = hub.files("me/pair")["README.md"].decode()
+    report = json.loads((done / "run" / "report.json").read_text())
+    for case in report["cases"]:
+        wanted = ("**%s**" if case["query"] + case["gallery"] == "newold" else "%s") % f"{case['query']}/{case['gallery']}"
+        assert f"| {wanted} | {case['metrics']['recall@1'] * 100:.1f} (" in card
+    assert ("than an old query did: yes." in card) == report["criterion"]["backward_compatible"]
+    assert "max_steps: 2" in card and str(done) not in card and hub.repos["me/pair"].private
+    assert "exclude each other" in refused(run("push", done / "run", "me/pair", "--merged", "--adapters-only"))
+    assert "holds no model" in refused(run("push", done / "nothing", "me/pair"))
 
 
 @pytest.fixture

@@ -4,45 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-import transformers
-from hub_server import Hub
+import yaml
+from hub_server import Hub, Repository
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
-from test_models import ADAPTERS, build, embeddings, shake
+from test_models import ADAPTERS, OLD, OLDER, build, embeddings, shake
 from transformers import AutoModel
 
-from xcompat import FingerprintMismatchError, XcompatError
+from xcompat import FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
-from xcompat.models import METHODS
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """Serve a Hub that this process and those it starts take for the only one, with an empty cache."""
-    server = Hub()
-    constants = huggingface_hub.constants
-    environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
-    for name, value in (environment | {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
-    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda _: None)  # between tries
-    yield server
-    server.shutdown()
-    server.server_close()
+from xcompat.evaluation import Case, Criterion, Difference
+from xcompat.models import METHODS, describe_old
+from xcompat.report import ModelInfo, Report
+from xcompat.report.storage import save_report
+from xcompat.training.push import Form, find_model, push
 
 
 @pytest.fixture
@@ -50,6 +37,14 @@ def on_hub(hub: Hub, folder_of: dict[str, str]) -> dict[str, str]:
     """Return the name of a tiny encoder on the Hub per architecture, as `folder_of` returns folders."""
     hub.add("base/clip", folder_of["clip"])
     return {"clip": "base/clip"}
+
+
+def usage(card: str) -> dict[str, Any]:
+    """Run the lines that a card tells to run; return the names they leave."""
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own card
+    return names
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -65,6 +60,10 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
     assert bool([name for name in hub.files("me/model") if name.startswith("preprocessor")]) == (not model.embeds_in_memory)
     large = [asked for asked in hub.asked if asked.startswith("PUT /large/")]
     assert len(large) == 1, "weights go as a large file"
+    names = usage(hub.files("me/model")["README.md"].decode())
+    promised = {"queries": 8, "gallery": model.config.embedding_dim, "embeds": model.config.embedding_dim}
+    found = next(name for name in promised if name in names)
+    assert names[found].shape[1] == promised[found] and (found == "embeds") == (not model.compatible_with)
 
 
 def test_pulled_in_a_fresh_process(hub: Hub, on_hub: dict[str, str], images: list[Image.Image]) -> None:
@@ -175,3 +174,237 @@ def test_a_revision_brings_its_own_preprocessing(hub: Hub, on_hub: dict[str, str
     hub.add("me/model", tmp_path / "model")
     assert AutoModel.from_pretrained("me/model", revision=first).fingerprint() == model.fingerprint()
     assert AutoModel.from_pretrained("me/model").fingerprint() != model.fingerprint()
+
+
+# ---------------------------------------------------------------------------------------------------- the card of a run
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def finished(tmp_path: Path, on_hub: dict[str, str]) -> Run:
+    """Return a function that writes what a run of two stages leaves behind, with a good or a bad verdict."""
+
+    def write(compatible: bool = True, method: str = "xbt", **options: Any) -> Path:
+        folder = tmp_path / "run"
+        model = build(method, on_hub, **options)
+        shake(model)
+        build("projection", on_hub).export(folder / "phi" / "model")
+        model.export(folder / "pair" / "model")
+        data = {
+            "pairs": {"path": "nlphuji/flickr30k"},
+            "test": {"path": str(tmp_path / "photos")},
+            "texts": [{"path": "a/*.txt"}],
+        }
+        for name, projection in (("phi", None), ("pair", "stage:phi")):
+            recipe = {"name": name, "method": method, "projection": projection, "data": data, "training": {"max_steps": 7}}
+            (folder / name / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+            environment = {"machine": {"device": "A Processor, 2 cores"}, "versions": {"torch": "2.15"}, "command": str(tmp_path)}
+            (folder / name / "environment.json").write_text(json.dumps(environment))
+            (folder / name / "done.json").write_text(json.dumps({"seconds": 90.0}))
+        gain = 0.1 if compatible else -0.1
+        cases = [
+            Case(query, "old", "text-to-image", 50, 60, {"recall@1": value}, {"recall@1": (value - 0.05, value + 0.05)})
+            for query, value in (("old", 0.5), ("new", 0.5 + gain))
+        ]
+        failed = [] if compatible else ["text-to-image recall@1: new/old 0.4000 <= old/old 0.5000"]
+        criterion = Criterion(
+            compatible, None, failed, [Difference("text-to-image", "recall@1", gain, (gain - 0.02, gain + 0.02))]
+        )
+        new = ModelInfo("pair", model.fingerprint().digest, 16)
+        report = Report(ModelInfo("old", "0" * 64, 8), new, method, cases, criterion, {"phi": 1.0, "pair": 90.0}, {})
+        save_report(folder, report)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(("compatible", "verdict"), [(True, "yes"), (False, "no")])
+def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, finished: Run, hub: Hub, tmp_path: Path) -> None:
+    folder = finished(compatible)
+    model = AutoModel.from_pretrained(folder / "pair" / "model")
+    push(folder, "me/pair", license="mit")
+    text = hub.files("me/pair")["README.md"].decode()
+    card = ModelCard(text)
+    assert card.data.to_dict() == {
+        "library_name": "xcompat",
+        "pipeline_tag": "feature-extraction",
+        "tags": ["xcompat", "xbt", "backward-compatible"],
+        "license": "mit",
+        "base_model": "base/clip",
+        "base_model_relation": "finetune",
+        "datasets": ["nlphuji/flickr30k"],
+        "fingerprint": model.fingerprint().digest,
+        "compatible_with": [
+            {"name": "old", "fingerprint": OLD.digest, "dim": 8},
+            {"name": "older", "fingerprint": OLDER.digest, "dim": 8},
+        ],
+    }
+    assert f"than an old query did: {verdict}." in text
+    for wanted in (
+        "| old/old | 50.0 (45.0 to 55.0) |",
+        "| **new/old** | 60.0 (55.0 to 65.0) |" if compatible else "| **new/old** | 40.0 (35.0 to 45.0) |",
+        "+10.0 (8.0 to 12.0)" if compatible else "-10.0 (-12.0 to -8.0)",
+        model.citation,
+        "Data, pairs: nlphuji/flickr30k",
+        "Data, test: photos",
+        "Training time: 1.5 minutes on A Processor, 2 cores",
+        "Licence: mit; of the base: not stated",
+        "torch 2.15",
+    ):
+        assert wanted in text, wanted
+    assert compatible or "- Failed: text-to-image recall@1: new/old 0.4000 <= old/old 0.5000" in text
+    recipes = list(yaml.safe_load_all(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0]))
+    assert [recipe["name"] for recipe in recipes] == ["phi", "pair"] and recipes[1]["training"] == {"max_steps": 7}
+    for name, content in hub.files("me/pair").items():
+        assert str(tmp_path).encode() not in content, f"{name} names a folder of this machine"
+
+
+def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
+    folder = finished()
+    report = json.loads((folder / "report.json").read_text())
+    report["new"]["fingerprint"] = "1" * 64
+    (folder / "report.json").write_text(json.dumps(report))
+    push(folder, "me/pair")
+    text = hub.files("me/pair")["README.md"].decode()
+    assert "no report came with this model" in text and "than an old query did" not in text
+
+
+def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: Path) -> None:
+    folder = finished()
+    base = hub.repos["base/clip"]
+    (tmp_path / "card").mkdir()
+    base.commit(hub.files("base/clip") | {"README.md": b"---\nlicense: openrail\n---\n"})
+    push(folder, "me/open")
+    assert not hub.repos["me/open"].private
+    assert "Licence: not stated; of the base: openrail" in hub.files("me/open")["README.md"].decode()
+    base.gated = "manual"
+    push(folder, "me/gated")
+    push(folder, "me/public", private=False)
+    assert hub.repos["me/gated"].private and not hub.repos["me/public"].private
+    AutoModel.from_pretrained(folder / "pair" / "model").push_to_hub("me/python")
+    assert hub.repos["me/python"].private
+
+
+def test_a_map_over_embeddings_alone_has_a_card(hub: Hub, folder_of: dict[str, str]) -> None:
+    alone = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, dim=8), embedding_dim=16))
+    local = build("fct", folder_of, side_info=describe_old(OLDER, dim=4))
+    for name, model in {"alone": alone, "local": local}.items():
+        model.push_to_hub(f"me/{name}")
+        text = hub.files(f"me/{name}")["README.md"].decode()
+        usage(text)
+        assert "base_model" not in ModelCard(text).data.to_dict() and folder_of["clip"] not in text
+
+
+# ----------------------------------------------------------------------------------------------- forms and refusals
+
+
+def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Image.Image]) -> None:
+    folder = finished()
+    whole = AutoModel.from_pretrained(folder / "pair" / "model")
+    push(folder, "me/pair")
+    commit = hub.repos["me/pair"].branches["main"]
+    push(folder, "me/pair")
+    assert hub.repos["me/pair"].branches["main"] == commit, "nothing has changed, so nothing is committed"
+    size = len(hub.files("me/pair")["model.safetensors"])
+    push(folder, "me/pair", "adapters")
+    assert len(hub.files("me/pair")["model.safetensors"]) < size / 4
+    assert "adapters, prompts and heads alone" in hub.files("me/pair")["README.md"].decode()
+    assert AutoModel.from_pretrained("me/pair").fingerprint() == whole.fingerprint()
+    push(folder, "me/pair", "merged", revision="merged")
+    merged = AutoModel.from_pretrained("me/pair", revision="merged")
+    assert merged.config.adapters["lora"] is None and merged.compatible_with == whole.compatible_with
+    pixels = whole.processor.images(images)
+    torch.testing.assert_close(merged.embed_images(pixels), whole.embed_images(pixels), atol=1e-5, rtol=0)
+    assert "Measured before LoRA was merged" in hub.files("me/pair", "merged")["README.md"].decode()
+    assert AutoModel.from_pretrained("me/pair").fingerprint() == whole.fingerprint(), "the default branch is as it was"
+
+
+def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str, str]) -> None:
+    folder = finished()
+    build("ridge", on_hub).push_to_hub("me/ridge")
+    hub.add("me/clip", folder / "phi" / "model")
+    before = hub.files("me/ridge")
+    with pytest.raises(
+        XcompatError, match="me/ridge holds another model: its method is xcompat-ridge, not xcompat-xbt; .*--overwrite"
+    ):
+        push(folder, "me/ridge")
+    with pytest.raises(XcompatError, match="me/ridge holds another model"):
+        AutoModel.from_pretrained(folder / "pair" / "model").push_to_hub("ridge")
+    with pytest.raises(XcompatError, match="base/clip holds another model"):
+        push(folder, "base/clip")
+    hub.repos["me/notes"] = Repository()
+    hub.repos["me/notes"].commit({"README.md": b"", "thesis.pdf": b""})
+    with pytest.raises(XcompatError, match=r"me/notes holds something else, such as thesis.pdf"):
+        push(folder, "me/notes")
+    assert hub.files("me/ridge") == before
+    push(folder, "me/notes", overwrite=True)
+    assert "thesis.pdf" not in hub.files("me/notes")
+    push(folder, "me/ridge", overwrite=True)
+    assert AutoModel.from_pretrained("me/ridge").config.model_type == "xcompat-xbt"
+    other = build("ridge", on_hub)
+    other.config.old["fingerprint"] = OLDER.digest
+    build("ridge", on_hub).push_to_hub("me/old")
+    with pytest.raises(XcompatError, match=f"its old is {OLD.digest[:12]}, not {OLDER.digest[:12]}"):
+        other.push_to_hub("me/old")
+    other.push_to_hub("me/old", overwrite=True)
+
+
+def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Run, hub: Hub) -> None:
+    folder = finished()
+    push(folder, "me/pair")
+    extra = {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
+    hub.repos["me/pair"].commit(hub.files("me/pair") | extra)
+    push(folder, "me/pair")
+    assert {name for name in extra if name in hub.files("me/pair")} == {"LICENSE"}
+
+
+def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    for architecture in ("clip", "open_clip"):
+        folder = tmp_path / architecture / "model"
+        shutil.copytree(folder_of[architecture], folder)
+        push(folder, f"me/{architecture}")
+        push(folder, f"me/{architecture}")
+        text = hub.files(f"me/{architecture}")["README.md"].decode()
+        encoder, processor = load_encoder(f"{'hf-hub:' * (architecture == 'open_clip')}me/{architecture}")
+        assert ModelCard(text).data.to_dict()["fingerprint"] == encoder.fingerprint(processor).digest
+        assert usage(text)["embeds"].shape == (1, 16)
+    other = save_stand_in(tmp_path / "other", "clip", 16, seed=9)
+    with pytest.raises(XcompatError, match="me/clip holds another model: its fingerprint is"):
+        push(other, "me/clip")
+    with pytest.raises(XcompatError, match="is a plain encoder"):
+        push(other, "me/clip", "adapters")
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "reason"),
+    [
+        ("bct", "adapters", "trained without adapters"),
+        ("bct", "merged", "no LoRA to merge"),
+        ("ridge", "adapters", "holds no encoder"),
+    ],
+)
+def test_forms_that_a_model_has_not(
+    method: str, form: Form, reason: str, hub: Hub, on_hub: dict[str, str], tmp_path: Path
+) -> None:
+    build(method, on_hub).export(tmp_path / "model")
+    with pytest.raises(XcompatError, match=reason):
+        push(tmp_path / "model", "me/model", form)
+    assert "me/model" not in hub.repos
+
+
+def test_adapters_of_a_local_base_are_refused(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    build("xbt", folder_of).export(tmp_path / "model")
+    with pytest.raises(XcompatError, match="is a folder of this machine, which nobody else has; push the whole model"):
+        push(tmp_path / "model", "me/model", "adapters")
+    assert "me/model" not in hub.repos
+
+
+def test_a_run_with_several_models_is_asked_which(finished: Run, hub: Hub, tmp_path: Path) -> None:
+    folder = finished()
+    assert find_model(folder) == folder / "pair" / "model" == find_model(folder / "pair")
+    (folder / "report.json").unlink()
+    with pytest.raises(XcompatError, match=r"holds several models \(pair, phi\); name one of them"):
+        push(folder, "me/pair")
+    with pytest.raises(XcompatError, match="holds no model"):
+        push(tmp_path / "nowhere", "me/pair")

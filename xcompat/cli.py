@@ -117,6 +117,32 @@ def report(run: Annotated[Path, typer.Argument(help="Folder that holds report.js
 
 
 @app.command()
+def push(
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A finished run's folder, or a checkpoint's.")],
+    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub (or on HF_ENDPOINT).")],
+    private: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option("--private/--public", help="Of a new repository; private by default where the base is gated."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model that is there.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Fold LoRA into the weights.")] = False,
+    adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Leave out the weights of the base.")] = False,
+    revision: Annotated[Optional[str], typer.Option(help="The branch; made if missing.")] = None,  # noqa: UP045
+    license: Annotated[Optional[str], typer.Option(help="Of the model, such as apache-2.0.")] = None,  # noqa: A002, UP045
+) -> None:
+    """Share a model on the Hub with a card that says what it is compatible with and how well it does."""
+    if merged and adapters_only:
+        raise XcompatError("--merged and --adapters-only exclude each other: merged weights are no longer the base's")
+    from xcompat.progress import console, silence_libraries
+    from xcompat.training.push import Form
+    from xcompat.training.push import push as push_model
+
+    silence_libraries()
+    form: Form = "merged" if merged else "adapters" if adapters_only else "as it is"
+    console.print(push_model(target, name, form, private, overwrite, revision, license), soft_wrap=True)
+
+
+@app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
     overrides: Overrides = None,

@@ -3,71 +3,98 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RevisionNotFoundError
 
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.hub.endpoint import hub_errors, look_up, public_name
 
 CONFIG = "config.json"
-_OWN_BY_ANYONE = {".gitattributes", "README.md", "LICENSE"}
+_CONFIGS = (CONFIG, "open_clip_config.json")
+_BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 
 
-def lineage_of(config: dict[str, Any]) -> dict[str, Any]:
+class Content(NamedTuple):
+    """What a repository holds.
+
+    Args:
+        files: their names.
+        commit: of which they are.
+        lineage: of the model among them; None without one.
+    """
+
+    files: set[str]
+    commit: str
+    lineage: dict[str, Any] | None
+
+
+def lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
     """Return what stays the same when a run is trained on, merged or pushed in another form.
 
     Args:
         config: of a compatible model, or of a plain encoder.
+        fingerprint: of the model; a plain encoder, whose configuration says little, is known by it.
 
     Returns:
         Method, dimension, and the fingerprints of the encoder it began with and of the old model.
     """
+    method = str(config.get("model_type", "open_clip"))
+    if not method.startswith("xcompat"):
+        return {"architecture": method, "fingerprint": fingerprint}
     described = {key: (config.get(key) or {}).get("fingerprint") for key in ("encoder", "old")}
-    return {"method": config.get("model_type"), "dimension": config.get("embedding_dim"), **described}
+    return {"method": method, "dimension": config.get("embedding_dim"), **described}
 
 
-def require_own(repo: str, config: dict[str, Any], revision: str | None = None) -> None:
-    """Refuse to replace another model; the same one may be pushed again.
+def open_repository(repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool) -> str:
+    """Make a repository if it is missing, and refuse one that holds another model.
 
     Args:
-        repo: where it is to go.
-        config: of the model to push.
+        repo: ``user/name``, or a name of one's own.
+        lineage: of the model to push.
+        private: whether a new repository is private; None for the Hub's default.
         revision: the branch; None for the default one.
+        overwrite: whether another model may be replaced.
+
+    Returns:
+        Its name with the user's.
 
     Raises:
-        XcompatError: the place holds a model of another lineage, naming what differs.
+        XcompatError: it holds another model, naming what differs; or the Hub refuses or cannot be reached.
     """
-    found = _files(repo, revision)
-    if found is None:
-        return
-    files, commit = found
+    with hub_errors(repo):
+        repo = HfApi().create_repo(repo, private=private, exist_ok=True).repo_id
+        content = _content(repo, revision)
+    if overwrite:
+        return repo
     mend = "choose another name, or replace it with --overwrite (overwrite=True)"
-    if CONFIG not in files:
-        if strange := sorted(files - _OWN_BY_ANYONE):
+    if content.lineage is None:
+        if strange := sorted(content.files - _BESIDE_A_MODEL):
             raise XcompatError(f"{repo} holds something else, such as {strange[0]}; {mend}")
-        return
-    with hub_errors(repo):
-        there = lineage_of(read_json(HfApi().hf_hub_download(repo, CONFIG, revision=commit)))
-    own = lineage_of(config)
-    different = [f"{key} is {_short(there[key])}, not {_short(own[key])}" for key in own if there[key] != own[key]]
-    if different:
-        raise XcompatError(f"{repo} holds another model: its {different[0]}; {mend}")
+        return repo
+    for key in {**content.lineage, **lineage}:
+        there, own = content.lineage.get(key), lineage.get(key)
+        if there != own:
+            raise XcompatError(f"{repo} holds another model: its {key} is {_short(there)}, not {_short(own)}; {mend}")
+    return repo
 
 
-def _files(repo: str, revision: str | None) -> tuple[set[str], str] | None:
-    """Return the files of a repository and their commit: those of the default branch where the branch is new."""
-    with hub_errors(repo):
-        try:
-            info = HfApi().model_info(repo, revision=revision)
-        except RevisionNotFoundError:
-            info = HfApi().model_info(repo)
-        except RepositoryNotFoundError:
-            return None
+def _content(repo: str, revision: str | None) -> Content:
+    """Return what a branch holds, or the default branch where it is new."""
+    try:
+        info = HfApi().model_info(repo, revision=revision)
+    except RevisionNotFoundError:
+        info = HfApi().model_info(repo)
     assert info.sha is not None
-    return {sibling.rfilename for sibling in info.siblings or []}, info.sha
+    files = {sibling.rfilename for sibling in info.siblings or []}
+    config = next((name for name in _CONFIGS if name in files), None)
+    if config is None:
+        return Content(files, info.sha, None)
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
+    described = read_json(HfApi().hf_hub_download(repo, config, revision=info.sha))
+    return Content(files, info.sha, lineage_of(described, card.get("fingerprint")))
 
 
 def _short(value: object) -> str:
@@ -108,13 +135,12 @@ def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
     return public_name(value) if key in ("name", "_name_or_path") and isinstance(value, str) and value else value
 
 
-def upload(folder: str | Path, repo: str, private: bool | None, revision: str | None, replace: bool) -> str:
+def upload(folder: str | Path, repo: str, revision: str | None, replace: bool) -> str:
     """Push every file of a folder in one commit; what a broken push has sent already is not sent again.
 
     Args:
         folder: a checkpoint with its card.
-        repo: ``user/name``; made if missing.
-        private: whether a new repository is private; None for the Hub's default.
+        repo: ``user/name``.
         revision: the branch, made if missing; None for the default one.
         replace: whether files of the repository that are not in the folder go; without it only weights do.
 
@@ -126,12 +152,10 @@ def upload(folder: str | Path, repo: str, private: bool | None, revision: str | 
     """
     folder, api = Path(folder), HfApi(library_name="xcompat")
     with hub_errors(repo):
-        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         given = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        found = _files(repo, revision)
-        stale = sorted((found[0] if found else set()) - given.keys() - {".gitattributes"})
+        stale = sorted(_content(repo, revision).files - given.keys() - {".gitattributes"})
         if not replace:  # a picture or a licence beside the model is the user's own, old weights would be read
             stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]

@@ -67,9 +67,14 @@ class BackboneModel(CompatModel):
         """See :meth:`CompatModel.embed_images`."""
         return F.normalize(self.features(pixel_values).float(), dim=-1)
 
+    @property
+    def embeds_texts(self) -> bool:
+        """Return whether the model was trained on captions; one trained on images has them alone in its space."""
+        return "input_ids" in self.columns
+
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed texts where the model was trained on captions; one trained on images has them alone in its space."""
-        if "input_ids" not in self.columns:
+        """Embed texts, where :attr:`embeds_texts`."""
+        if not self.embeds_texts:
             raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
         return super().embed_texts(input_ids, attention_mask)
 

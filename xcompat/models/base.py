@@ -143,7 +143,8 @@ class CompatModel(CheckpointModel):
             if described is None:
                 raise XcompatError("this map was fitted on embeddings alone: give it embeddings, or set config.encoder")
             if described["library"] == "xcompat":  # a map over the embeddings of another model of this library
-                model: CompatModel = AutoModel.from_pretrained(described["name"]).for_inference()
+                where = {"revision": described.get("revision") or "main"}
+                model: CompatModel = AutoModel.from_pretrained(described["name"], **where).for_inference()
                 found, self._processor = model.stored_fingerprint(), model.processor
                 self._outside_encoder = [model]
             else:
@@ -180,6 +181,11 @@ class CompatModel(CheckpointModel):
         encoder = self._get_encoder()
         embeds = encoder.embed_texts(input_ids, attention_mask)
         return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+
+    @property
+    def embeds_texts(self) -> bool:
+        """Return whether the model embeds texts beside images."""
+        return self.config.encoder is not None and self.config.encoder["library"] in ("transformers", "open_clip")
 
     @property
     def stores_view(self) -> bool:

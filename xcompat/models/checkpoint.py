@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,9 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.hub.endpoint import is_hub_name, look_up
+from xcompat.hub.card import ModelFacts, model_card
+from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up
+from xcompat.hub.push import hide_paths, lineage_of, open_repository, visibility
 
 
 class CheckpointModel(PreTrainedModel):
@@ -29,6 +31,9 @@ class CheckpointModel(PreTrainedModel):
     _processor: Processor | None
     revision: str | None = None
     """The commit that a model from the Hub was loaded at; None for a folder's."""
+    maps_galleries: bool
+    citation: ClassVar[str]
+    _license: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -106,6 +111,71 @@ class CheckpointModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.encoder is not None and self._processor is not None and is_main_process():
             self._processor.save_pretrained(Path(save_directory))
+
+    # ------------------------------------------------------------------------------------------------- sharing
+
+    def facts(self) -> ModelFacts:
+        """Return what a model card says of this model."""
+        config = self.config
+        described, old = config.encoder, config.old
+        return ModelFacts(
+            method=config.model_type.removeprefix("xcompat-"),
+            citation=self.citation,
+            fingerprint=self.fingerprint() if described is not None else None,
+            dim=config.embedding_dim,
+            compatible_with=[] if old is None else [old, *old.get("compatible_with", [])],
+            base=described,
+            holds="map" if self.encoder is None else config.weights,
+            embeds_texts=self.embeds_texts,
+            maps_galleries=self.maps_galleries,
+            side_info=getattr(config, "side_info", None),
+        )
+
+    def push_to_hub(  # type: ignore[override]  # transformers' own passes on whatever it is given
+        self,
+        repo_id: str,
+        *,
+        overwrite: bool = False,
+        private: bool | None = None,
+        license: str | None = None,  # noqa: A002 - the Hub's word
+        **kwargs: Any,  # noqa: ANN401 - transformers' own
+    ) -> str:
+        """Push the model with its preprocessing and a card, as transformers does; another model is not replaced.
+
+        Args:
+            repo_id: ``user/name``.
+            overwrite: whether another model that is there may be replaced.
+            private: whether a new repository is private; unless given, it is where the base is gated or private.
+            license: what the card states.
+            kwargs: as transformers takes them, such as ``revision`` and ``commit_message``.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            XcompatError: another model is there, or the Hub refuses or cannot be reached.
+        """
+        self._license, facts = license, self.facts()
+        private = visibility(facts.base_on_hub, (facts.base or {}).get("revision"), private)
+        digest = facts.fingerprint.digest if facts.fingerprint is not None else None
+        repo_id = open_repository(repo_id, lineage_of(self.config.to_dict(), digest), private, kwargs.get("revision"), overwrite)
+        with hub_errors(repo_id):
+            return str(super().push_to_hub(repo_id, private=private, **kwargs))  # type: ignore[arg-type]  # wrapped unbound
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[Any], repo_id: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Add the card, and take this machine's folders out of the configuration, before transformers uploads."""
+        hide_paths(Path(working_dir))
+        model_card(repo_id, self.facts(), license=self._license).save(Path(working_dir) / "README.md")
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    @property
+    @abstractmethod
+    def embeds_texts(self) -> bool:
+        """Return whether the model embeds texts beside images."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """Return the identity of this model."""
 
     # -------------------------------------------------------------------------------------- adapters without their base
 

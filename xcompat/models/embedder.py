@@ -79,13 +79,18 @@ class Embedder:
     def describe_old(self) -> dict[str, Any]:
         """Describe this model as the old one of a configuration; versions before it keep their own dimensions."""
         described = describe_old(self.fingerprint, self.dim, self.logit_scale)
+        if (revision := self._revision()) is not None:
+            described["revision"] = revision
         if self.compatible_with and isinstance(self.model, CompatModel):
             nearest = self.model.config.old
             described["compatible_with"] = [
-                {key: nearest[key] for key in ("name", "fingerprint", "dim")},
+                {key: nearest[key] for key in ("name", "fingerprint", "dim", "revision") if key in nearest},
                 *nearest["compatible_with"],
             ]
         return described
+
+    def _revision(self) -> str | None:
+        return self.model.revision if isinstance(self.model, CompatModel) else self.model.description.get("revision")
 
 
 def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu") -> Embedder:

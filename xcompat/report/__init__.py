@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
 from xcompat.report.html import render_html
+from xcompat.report.markdown import render_markdown
 from xcompat.report.report import render_report, write_report
 from xcompat.report.storage import load_report
 from xcompat.report.terminal import print_report
@@ -18,6 +19,7 @@ __all__ = [
     "load_report",
     "print_report",
     "render_html",
+    "render_markdown",
     "render_report",
     "write_report",
 ]

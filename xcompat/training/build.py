@@ -278,7 +278,7 @@ def _describe_encoder(embedder: Embedder) -> dict[str, Any]:
     """Describe a frozen model so that a map over its embeddings can load it later."""
     model = embedder.model
     if isinstance(model, CompatModel):
-        own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": None, "config": {}}
+        own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": model.revision, "config": {}}
     else:
         assert isinstance(model, Encoder)
         own = model.description

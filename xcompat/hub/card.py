@@ -1,0 +1,136 @@
+"""The model card: what a checkpoint is compatible with, how it was made, and how well it does, good or bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from xcompat.fingerprint import Fingerprint
+from xcompat.hub.endpoint import is_hub_name, look_up, plain_name, public_name
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a card says of the model itself.
+
+    Args:
+        method: such as ``xbt``; ``encoder`` for a plain one.
+        citation: of the method.
+        fingerprint: of the model; None for a map over embeddings of which nothing else is known.
+        dim: of its own embeddings.
+        compatible_with: the versions whose galleries it serves: ``name``, ``fingerprint``, ``dim``, ``revision`` where known.
+        base: the encoder it was made from: ``name``, ``revision``, ``fingerprint``; None for none.
+        holds: ``all`` weights, ``adapters`` alone, or the ``map`` alone.
+        embeds_texts: whether it embeds texts beside images.
+        maps_galleries: whether stored embeddings are mapped, and queries stay as they are.
+        library: of a plain encoder, where it is not transformers.
+        side_info: the model whose embeddings are stored beside the old ones, where the mapping needs them.
+    """
+
+    method: str
+    citation: str
+    fingerprint: Fingerprint | None
+    dim: int
+    compatible_with: list[dict[str, Any]] = field(default_factory=list)
+    base: dict[str, Any] | None = None
+    holds: str = "all"
+    embeds_texts: bool = False
+    maps_galleries: bool = False
+    library: str = ""
+    side_info: dict[str, Any] | None = None
+
+    @property
+    def base_on_hub(self) -> str | None:
+        """Return the Hub name of the base, if it can be one."""
+        name = self.base["name"] if self.base is not None else ""
+        return plain_name(name) if name != "from scratch" and is_hub_name(name) else None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a card says of the run that a model comes from.
+
+    Args:
+        results: the report in Markdown; empty for none.
+        data: role -> names of what was trained and tested on.
+        datasets: those of them that are data sets of the Hub.
+        recipe: the resolved recipe as YAML.
+        seconds: of training.
+        machine: what it was trained on.
+        versions: of the libraries.
+    """
+
+    results: str = ""
+    data: dict[str, list[str]] = field(default_factory=dict)
+    datasets: list[str] = field(default_factory=list)
+    recipe: str = ""
+    seconds: float | None = None
+    machine: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def model_card(repo: str, model: ModelFacts, run: RunFacts | None = None, license: str | None = None) -> ModelCard:  # noqa: A002 - the Hub's word
+    """Write the card of a model.
+
+    Args:
+        repo: where the model will be found.
+        model: what it is.
+        run: how it was made, as far as that is known.
+        license: of the model, as the Hub calls it; None for not stated.
+
+    Returns:
+        The card, its front matter filled for the Hub's search.
+    """
+    run = run or RunFacts()
+    base = model.base_on_hub
+    found = look_up(base, (model.base or {}).get("revision")) if base is not None else None
+    reads = "feature-extraction" if model.embeds_texts else "image-feature-extraction"
+    versions = [_version(described) for described in model.compatible_with]
+    data = ModelCardData(
+        library_name="xcompat",
+        pipeline_tag=reads,
+        tags=["xcompat", model.method, *(["backward-compatible"] if versions else [])],
+        license=license,
+        base_model=base,
+        base_model_relation=("adapter" if model.holds == "adapters" else "finetune") if base is not None else None,
+        datasets=run.datasets or None,
+        fingerprint=model.fingerprint.digest if model.fingerprint is not None else None,
+        compatible_with=versions or None,
+    )
+    return ModelCard(
+        _template().render(
+            front_matter=data.to_yaml(),
+            repo=repo,
+            model=model,
+            versions=versions,
+            base=public_name(model.base["name"]) if model.base is not None else None,
+            base_license=found.license if found is not None else None,
+            license=license,
+            run=run,
+        )
+    )
+
+
+def _version(described: dict[str, Any]) -> dict[str, Any]:
+    known = {key: described[key] for key in ("name", "fingerprint", "dim", "revision") if described.get(key) is not None}
+    return known | {"name": public_name(described["name"])}
+
+
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown: the Hub shows no HTML that runs
+    )
+    return environment.get_template("card.md.j2")

@@ -1,0 +1,222 @@
+"""``xcompat push``: a run's model or a checkpoint to the Hub, with a card that says how it was made and how well it does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import yaml
+
+from xcompat.encoders import load_encoder
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+from xcompat.fingerprint import Fingerprint
+from xcompat.hub.card import ModelFacts, RunFacts, model_card
+from xcompat.hub.endpoint import is_hub_name, public_name
+from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
+from xcompat.models import CompatModel
+from xcompat.models.embedder import is_checkpoint
+from xcompat.progress import console
+from xcompat.report import load_report, render_markdown
+from xcompat.training.recipe import ROLES, STAGE_PREFIX
+
+Form = Literal["as it is", "merged", "adapters"]
+CONFIGS = ("config.json", "open_clip_config.json")
+_PARTS = ("images", "pairs", "texts", "queries", "gallery", "test", "zero_shot")
+
+
+def push(
+    target: str | Path,
+    repo: str,
+    form: Form = "as it is",
+    private: bool | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    license: str | None = None,  # noqa: A002 - the Hub's word
+) -> str:
+    """Push a model with its preprocessing and its card.
+
+    Args:
+        target: a run's folder, or a checkpoint's.
+        repo: ``user/name``.
+        form: whether adapters are merged, or pushed without their base.
+        private: whether a new repository is private; unless given, it is where the base is gated or private.
+        overwrite: whether another model that is there may be replaced.
+        revision: the branch, made if missing; None for the default one.
+        license: what the card states.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        XcompatError: there is no model, it has not the form, another one is there, or the Hub refuses or cannot be reached.
+    """
+    folder = find_model(Path(target))
+    with TemporaryDirectory() as temporary:
+        prepared = Path(temporary) / "model"
+        model, run = _prepare(folder, prepared, form)
+        base_revision = (model.base or {}).get("revision")
+        private = visibility(model.base_on_hub, base_revision, private)
+        digest = model.fingerprint.digest if model.fingerprint is not None else None
+        config = next(read_json(prepared / name) for name in CONFIGS if (prepared / name).exists())
+        repo = open_repository(repo, lineage_of(config, digest), private, revision, overwrite)
+        model_card(repo, model, run, license).save(prepared / "README.md")
+        return upload(prepared, repo, revision, replace=overwrite)
+
+
+def find_model(target: Path) -> Path:
+    """Find the model of a run, or the checkpoint itself.
+
+    Args:
+        target: a run's folder, a stage's, or a checkpoint's.
+
+    Returns:
+        The folder with the model's files.
+
+    Raises:
+        XcompatError: there is none, or several of which none is the last stage's.
+    """
+
+    def is_model(folder: Path) -> bool:
+        return any((folder / name).exists() for name in CONFIGS)
+
+    for folder in (target, target / "model"):
+        if is_model(folder):
+            return folder
+    stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
+    if not stages:
+        raise XcompatError(f"{target} holds no model; name the folder of a finished run, or of a checkpoint")
+    if len(stages) > 1 and (target / "report.json").exists():
+        last = list(read_json(target / "report.json").get("seconds", {}))[-1:]
+        stages = [stage for stage in stages if stage.name in last] or stages
+    if len(stages) > 1:
+        names = ", ".join(stage.name for stage in stages)
+        raise XcompatError(f"{target} holds several models ({names}); name one of them, such as {stages[0]}")
+    return stages[0] / "model"
+
+
+def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunFacts]:
+    """Write what is to be pushed, and gather what its card says."""
+    if not is_checkpoint(str(folder)):
+        if form != "as it is":
+            raise XcompatError(f"{folder} is a plain encoder without adapters; push it as it is")
+        shutil.copytree(folder, prepared, ignore=shutil.ignore_patterns("README.md"))
+        hide_paths(prepared)
+        encoder, processor = load_encoder(str(folder))
+        known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
+        about: dict[str, Any] = {"embeds_texts": encoder.has_text, "library": encoder.library}
+        facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, **about)
+        return facts, run_facts(folder, known)
+    from transformers import AutoModel
+
+    model: CompatModel = AutoModel.from_pretrained(str(folder))
+    run = run_facts(folder, model.facts().fingerprint)
+    if form == "merged":
+        if model.encoder is None or not (model.config.adapters or {}).get("lora"):
+            raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
+        model.merge_adapters()
+        run = replace(run, results=f"Measured before LoRA was merged into the weights.\n\n{run.results}") if run.results else run
+    elif form == "adapters":
+        model.leave_out_base()
+    facts = model.facts()
+    if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
+        base = facts.base["name"]
+        if facts.holds == "adapters":
+            raise XcompatError(f"its base {base} is a folder of this machine, which nobody else has; push the whole model")
+        console.print(
+            f"[yellow]its base {base} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
+        )
+    model.save_pretrained(prepared)
+    hide_paths(prepared)
+    return facts, run
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
+    """Gather what a run's folder says of the model in it.
+
+    Args:
+        folder: of the model; its stage is the folder above.
+        fingerprint: of the model: a report of another one is left out.
+
+    Returns:
+        What is known; a checkpoint that comes from no run has nothing.
+    """
+    stage = folder.parent
+    if not (stage / "recipe.yaml").exists():
+        return RunFacts(results=_results([folder, stage], fingerprint))
+    recipes = _recipes(stage)
+    environment = read_json(stage / "environment.json") if (stage / "environment.json").exists() else {}
+    done = read_json(stage / "done.json") if (stage / "done.json").exists() else {}
+    sections = [recipe.get("data") or {} for recipe in recipes]
+    names = {part: list(dict.fromkeys(name for each in sections for name in _names(each.get(part)))) for part in _PARTS}
+    return RunFacts(
+        results=_results([folder, stage, stage.parent], fingerprint),
+        data={part: [shown(name) for name in each] for part, each in names.items() if each},
+        datasets=sorted({name for each in names.values() for name in each if _is_hub_data(name)}),
+        recipe=yaml.safe_dump_all(map(_shown, recipes), sort_keys=False, allow_unicode=True).rstrip(),
+        seconds=done.get("seconds"),
+        machine=environment.get("machine", {}).get("device", ""),
+        versions=environment.get("versions", {}),
+    )
+
+
+def _recipes(stage: Path) -> list[dict[str, Any]]:
+    """Return the resolved recipe of a stage, after those of the stages that it is made from."""
+    recipe = yaml.safe_load((stage / "recipe.yaml").read_text(encoding="utf-8"))
+    sources = [recipe.get("projection"), *((recipe.get(role) or {}).get("name") for role in ROLES)]
+    named = dict.fromkeys(name.removeprefix(STAGE_PREFIX) for name in sources if name and name.startswith(STAGE_PREFIX))
+    earlier = [each for name in named for each in _recipes(stage.parent / name)]
+    return [each for row, each in enumerate(earlier) if each not in earlier[:row]] + [recipe]
+
+
+def _results(folders: list[Path], fingerprint: Fingerprint | None) -> str:
+    """Return the first report about the model as Markdown."""
+    for folder in folders:
+        if fingerprint is not None and (folder / "report.json").exists():
+            report = load_report(folder)
+            if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
+                return render_markdown(report)
+    return ""
+
+
+def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recipe
+    if isinstance(source, str):
+        yield source
+    elif isinstance(source, list):
+        for each in source:
+            yield from _names(each)
+    elif isinstance(source, dict):
+        yield from _names(source.get("path") or source.get("images"))
+
+
+def _is_hub_data(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and is_hub_name(name) and not Path(name).suffix
+
+
+def shown(name: str) -> str:
+    """Return a name or path as others may read it: without the folders of this machine.
+
+    Args:
+        name: of a file, a folder, or a data set.
+
+    Example:
+        >>> shown("/home/me/photos/train"), shown("../shared/flickr/*.tar"), shown("nlphuji/flickr30k")
+        ('train', 'shared/flickr/*.tar', 'nlphuji/flickr30k')
+    """
+    return public_name(name) if name.startswith(("/", "~")) else re.sub(r"^(\.\.?/)+", "", name)
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401 - nested YAML
+    if isinstance(value, dict):
+        return {key: _shown(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
