@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"
 
 
 @dataclass

@@ -26,7 +26,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.trainer import last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("train", "compare", "embed", "evaluate", "report", "push", "quickstart")
+VERBS = ("train", "compare", "embed", "evaluate", "report", "push", "lineage", "quickstart")
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 Run = Callable[..., tuple[int, str, str]]
@@ -369,6 +369,18 @@ def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: 
     assert "max_steps: 2" in card and str(done) not in card and hub.repos["me/pair"].private
     assert "exclude each other" in refused(run("push", done / "run", "me/pair", "--merged", "--adapters-only"))
     assert "holds no model" in refused(run("push", done / "nothing", "me/pair"))
+
+
+def test_lineage_shows_the_chain_and_what_is_missing_of_it(run: Run, done: Path, old_folder: str, tmp_path: Path) -> None:
+    code, out, error = run("lineage", done / "run" / "pair")
+    assert code == 0 and "(xbt, 16 dimensions)" in out and f"{old_folder}@" in out and "(encoder, 8 dimensions)" in out, error
+    orphan = tmp_path / "model"
+    shutil.copytree(done / "run" / "pair" / "model", orphan)
+    config = json.loads((orphan / "config.json").read_text())
+    config["old"]["name"] = "/gone/model"
+    (orphan / "config.json").write_text(json.dumps(config))
+    assert f"the lineage of {orphan} is broken: /gone/model is no folder here" in refused(run("lineage", orphan))
+    assert "is no folder here" in refused(run("lineage", tmp_path / "nowhere"))
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,11 +23,13 @@ from safetensors.torch import load_file
 from test_models import ADAPTERS, OLD, OLDER, build, embeddings, shake
 from transformers import AutoModel
 
-from xcompat import FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat import Fingerprint, FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.evaluation import Case, Criterion, Difference
+from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
 from xcompat.models import METHODS, describe_old
+from xcompat.models.embedder import load_embedder
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
 from xcompat.training.push import Form, find_model, push
@@ -408,3 +411,93 @@ def test_a_run_with_several_models_is_asked_which(finished: Run, hub: Hub, tmp_p
         push(folder, "me/pair")
     with pytest.raises(XcompatError, match="holds no model"):
         push(tmp_path / "nowhere", "me/pair")
+
+
+# ----------------------------------------------------------------------------------------------------------- lineage
+
+
+def write_config(folder: Path, old: dict[str, Any] | None = None, model_type: str = "xcompat-bct") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "embedding_dim": 16, "old": old}))
+    return str(folder)
+
+
+def named(name: str, *older: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Describe a model as a newer one does: its fingerprint is made of its name."""
+    described = describe_old(Fingerprint.from_string(name), dim=8) | more
+    return described | {"compatible_with": [{key: each[key] for key in ("name", "fingerprint", "dim")} for each in older]}
+
+
+def lines(name: str) -> list[str]:
+    """Return a lineage as indented names."""
+
+    def walk(model: Ancestor, depth: int) -> Iterator[str]:
+        yield "  " * depth + f"{model.name} ({model.kind})"
+        for each in model.older:
+            yield from walk(each, depth + 1)
+
+    return list(walk(trace_lineage(name), 0))
+
+
+def test_a_chain_is_followed_through_hub_and_folders(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    first = named("base/clip")
+    local = write_config(tmp_path / "v1" / "model", first)
+    second = named(local, first)
+    hub.add("me/v2", write_config(tmp_path / "v2", second))
+    stray = named(write_config(tmp_path / "stray", model_type="clip"))
+    hub.add("me/v3", write_config(tmp_path / "v3", named("me/v2", second, first, stray)))
+    expected = ["me/v3 (bct)", "  me/v2 (bct)", f"    {local} (bct)", "      base/clip (encoder)", f"  {stray['name']} (encoder)"]
+    assert lines("me/v3") == expected
+    assert lines(str(tmp_path / "v1")) == [f"{tmp_path / 'v1'} (bct)", "  base/clip (encoder)"]
+    require_whole(trace_lineage("me/v3"))
+    np.save(tmp_path / "image_embeds.npy", np.eye(2))
+    assert lines(write_config(tmp_path / "v4", named(str(tmp_path))))[1] == f"  {tmp_path} (embeddings)"
+
+
+def test_links_that_are_missing_are_said_and_what_is_known_beyond_them_is_followed(
+    hub: Hub, on_hub: dict[str, str], tmp_path: Path
+) -> None:
+    first, gone = named("base/clip"), named("me/gone")
+    hub.add("me/v3", write_config(tmp_path / "v3", named("me/gone", first)))
+    assert lines("me/v3") == ["me/v3 (bct)", "  me/gone ()", "  base/clip (encoder)"]
+    with pytest.raises(XcompatError, match=f"the lineage of me/v3 is broken: me/gone is neither a folder here nor on {hub.url}"):
+        require_whole(trace_lineage("me/v3"))
+    moved = write_config(tmp_path / "v4", named("/no/such/model", gone))
+    with pytest.raises(XcompatError, match=r"/no/such/model is no folder here, and no name on the Hub \(and 1 more\)"):
+        require_whole(trace_lineage(moved))
+    pinned = write_config(tmp_path / "v5", named("base/clip", revision="v1.0"))
+    with pytest.raises(XcompatError, match="base/clip@v1.0 is neither a folder here nor on"):
+        require_whole(trace_lineage(pinned))
+    with pytest.raises(XcompatError, match="^me/nowhere is neither"):
+        trace_lineage("me/nowhere")
+
+
+def test_a_circle_is_said(hub: Hub, tmp_path: Path) -> None:
+    hub.add("me/a", write_config(tmp_path / "a", named("me/b")))
+    hub.add("me/b", write_config(tmp_path / "b", named("me/a")))
+    assert lines("me/a") == ["me/a (bct)", "  me/b (bct)", "    me/a (bct)"]
+    with pytest.raises(XcompatError, match="the lineage of me/a is broken: it leads in a circle, me/a → me/b → me/a;"):
+        require_whole(trace_lineage("me/a"))
+    alone = write_config(tmp_path / "self", named(str(tmp_path / "self")))
+    with pytest.raises(XcompatError, match="leads in a circle"):
+        require_whole(trace_lineage(alone))
+
+
+def test_real_models_name_each_other_and_a_change_is_noticed(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    old = build("ridge", on_hub)
+    shake(old)
+    old.push_to_hub("me/old")
+    described = load_embedder("me/old").describe_old()
+    assert described["revision"] == hub.repos["me/old"].branches["main"]
+    new = METHODS["ridge"].from_encoder("base/clip", old=described)
+    new.push_to_hub("me/new")
+    card = ModelCard(hub.files("me/new")["README.md"].decode()).data.to_dict()
+    assert card["compatible_with"][0] == {key: described[key] for key in ("name", "fingerprint", "dim", "revision")}
+    assert [line.strip() for line in lines("me/new")] == ["me/new (ridge)", "me/old (ridge)", "old ()", "older ()"]
+    old.weight.data += 1
+    old.push_to_hub("me/old")
+    assert len(lines("me/new")) == 4, "it names the commit, which stays"
+    del described["revision"]
+    METHODS["ridge"].from_encoder("base/clip", old=described).push_to_hub("me/newer")
+    with pytest.raises(XcompatError, match=f"me/old is another model now .*, not {described['fingerprint'][:12]}"):
+        require_whole(trace_lineage("me/newer"))

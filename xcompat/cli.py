@@ -143,6 +143,19 @@ def push(
 
 
 @app.command()
+def lineage(
+    name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="A checkpoint on the Hub, or its folder.")],
+) -> None:
+    """Show what a checkpoint is compatible with, followed from model to older model."""
+    from xcompat.hub.lineage import draw, require_whole, trace_lineage
+    from xcompat.progress import console
+
+    traced = trace_lineage(name)
+    console.print(draw(traced), soft_wrap=True)
+    require_whole(traced)
+
+
+@app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
     overrides: Overrides = None,

@@ -1,0 +1,168 @@
+"""What a checkpoint is compatible with, followed from model to older model, through the Hub and through folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+from xcompat.fingerprint import Fingerprint
+from xcompat.hub.endpoint import hub_errors, is_hub_name, plain_name
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+_CONFIGS = ("config.json", "open_clip_config.json")
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A model in a lineage.
+
+    Args:
+        name: Hub name, folder, or what people call it.
+        kind: its method, or what else it is; empty where it could not be found.
+        fingerprint: as the newer model states it; empty for the first one.
+        dim: of its galleries; None where nothing states it.
+        broken: why it cannot be followed, in one line; empty where it can.
+        older: what it is compatible with itself, the nearest first.
+    """
+
+    name: str
+    kind: str
+    fingerprint: str = ""
+    dim: int | None = None
+    broken: str = ""
+    older: list[Ancestor] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Ancestor]:
+        """Yield this model and everything under it."""
+        yield self
+        for each in self.older:
+            yield from each.walk()
+
+
+class _Found(NamedTuple):
+    """A model's configuration, where it lies, and the fingerprint that its card states."""
+
+    config: dict[str, Any]
+    place: str
+    fingerprint: str | None
+
+
+def trace_lineage(name: str) -> Ancestor:
+    """Follow a checkpoint to everything it is compatible with.
+
+    Args:
+        name: Hub name, or folder of a checkpoint or of a run that ended with one.
+
+    Returns:
+        The checkpoint; links that are missing or lead in a circle are ``broken``.
+
+    Raises:
+        XcompatError: the checkpoint itself is not to be found, or the Hub cannot be reached.
+    """
+    found = _find(name, None)
+    if isinstance(found, str):
+        raise XcompatError(found)
+    return Ancestor(name, _kind(found.config), dim=found.config.get("embedding_dim"), older=_older(found, (found.place,)))
+
+
+def require_whole(first: Ancestor) -> None:
+    """Refuse a lineage with missing links or circles, naming the first.
+
+    Raises:
+        XcompatError: in one line.
+    """
+    broken = [each.broken for each in first.walk() if each.broken]
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise XcompatError(f"the lineage of {first.name} is broken: {broken[0]}{more}")
+
+
+def draw(first: Ancestor) -> Tree:
+    """Return a lineage as a tree for the terminal."""
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    about = [first.kind or "not found", *([f"{first.dim} dimensions"] if first.dim else [])]
+    identity = f"[dim]@{first.fingerprint[:12]}[/]" if first.fingerprint else ""
+    tree = Tree(f"[bold]{escape(first.name)}[/]{identity} ({escape(', '.join(about))})" + " [red]✗[/]" * bool(first.broken))
+    for each in first.older:
+        tree.children.append(draw(each))
+    return tree
+
+
+def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
+    """Follow what a model is compatible with; what the nearest one leads to anyway stands under it alone."""
+    old = newer.config.get("old") if _kind(newer.config) not in ("encoder", "embeddings") else None
+    if not old:
+        return []
+    seen: set[str] = set()
+    followed = []
+    for described in (old, *old.get("compatible_with", [])):
+        if described["fingerprint"] not in seen:
+            followed.append(_follow(described, path))
+            seen |= {each.fingerprint for each in followed[-1].walk()}
+    return followed
+
+
+def _follow(described: dict[str, Any], path: tuple[str, ...]) -> Ancestor:
+    name, digest, dim = described["name"], described["fingerprint"], described["dim"]
+    found = _find(name, described.get("revision"))
+    if isinstance(found, str):
+        return Ancestor(name, "", digest, dim, broken=found)
+    if found.place in path:
+        circle = " → ".join([*path[path.index(found.place) :], found.place])
+        return Ancestor(
+            name, _kind(found.config), digest, dim, broken=f"it leads in a circle, {circle}; push the older model anew"
+        )
+    stated = found.fingerprint
+    if stated is not None and digest not in (stated, Fingerprint(stated).derived("view").digest):
+        changed = f"{name} is another model now ({stated[:12]}, not {digest[:12]}); name the revision that was meant"
+        return Ancestor(name, _kind(found.config), digest, dim, broken=changed)
+    return Ancestor(name, _kind(found.config), digest, dim, older=_older(found, (*path, found.place)))
+
+
+def _kind(config: dict[str, Any]) -> str:
+    kind = str(config.get("model_type", "encoder"))
+    return kind.removeprefix("xcompat-") if kind.startswith("xcompat") or kind == "embeddings" else "encoder"
+
+
+def _find(name: str, revision: str | None) -> _Found | str:
+    """Read a model's configuration; return in words why that cannot be done."""
+    if Path(name).is_dir():
+        return _find_folder(Path(name))
+    return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is no folder here, and no name on the Hub"
+
+
+def _find_folder(folder: Path) -> _Found | str:
+    for place in (folder, folder / "model"):
+        for file in _CONFIGS:
+            if (place / file).exists():
+                return _Found(read_json(place / file), str(place.resolve()), None)
+    if any(folder.glob("*.npy")):
+        return _Found({"model_type": "embeddings"}, str(folder.resolve()), None)
+    return f"{folder} holds no model"
+
+
+def _find_on_hub(name: str, revision: str | None) -> _Found | str:
+    repo, api = plain_name(name), HfApi()
+    place = f"{repo}@{revision}" if revision else repo
+    with hub_errors(name):
+        try:
+            info = api.model_info(repo, revision=revision)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
+        files = {sibling.rfilename for sibling in info.siblings or []}
+        file = next((file for file in _CONFIGS if file in files), None)
+        if file is None:
+            return f"{place} on {api.endpoint} holds no model"
+        card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
+        return _Found(read_json(api.hf_hub_download(repo, file, revision=info.sha)), place, card.get("fingerprint"))
