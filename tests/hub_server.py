@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +33,9 @@ class Repository:
         self.branches[branch] = sha
         return sha
 
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        return self.commits.get(self.resolve(revision) or "", {})
+
     def resolve(self, revision: str) -> str | None:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
@@ -53,8 +55,9 @@ class Hub(ThreadingHTTPServer):
         self.large: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
-        self.strikes: Counter[str] = Counter()
+        self.strikes: dict[str, int] = {}
         self.token: str | None = None
+        self.is_full = False
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
@@ -67,13 +70,13 @@ class Hub(ThreadingHTTPServer):
         return self.repos.setdefault(repo, Repository()).commit(files, branch)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
-        found = self.repos[repo]
-        return found.commits[found.resolve(revision) or ""]
+        return self.repos[repo].files(revision)
 
     def fault(self, asked: str) -> int | None:
         for pattern, status in self.faults.items():
-            if re.search(pattern, asked) and (pattern not in self.strikes or self.strikes[pattern] > 0):
-                self.strikes[pattern] -= pattern in self.strikes
+            if re.search(pattern, asked) and self.strikes.get(pattern, 1) > 0:
+                if pattern in self.strikes:
+                    self.strikes[pattern] -= 1
                 return status
         return None
 
@@ -185,6 +188,9 @@ class _Handler(BaseHTTPRequestHandler):
     def batch(self, body: bytes, repo: str) -> None:
         objects = []
         for wanted in json.loads(body)["objects"]:
+            if self.server.is_full:
+                objects.append(wanted | {"error": {"code": 403, "message": "storage limit reached"}})
+                continue
             upload = {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}
             objects.append(wanted if wanted["oid"] in self.server.large else wanted | {"actions": upload})
         self._answer(200, {"transfer": "basic", "objects": objects})

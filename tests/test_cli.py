@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hub_server import Hub
+from hub_server import Hub, Repository
+from transformers import AutoModel
 
 from xcompat import cli
 from xcompat.models import METHODS
@@ -50,7 +52,7 @@ def refused(result: tuple[int, str, str]) -> str:
     """Return the one line of a refusal."""
     code, _, error = result
     # a library may log a line of its own; what this project says is one line, the last
-    lines = [line for line in error.splitlines() if line.strip() and "it/s]" not in line]
+    lines = [line for line in error.splitlines() if line.strip() and "B/s]" not in line and "it/s]" not in line]
     assert code == 2 and lines and lines[-1].startswith("xcompat: "), error
     assert len(lines) == 1, error
     return lines[0].removeprefix("xcompat: ")
@@ -381,6 +383,89 @@ def test_lineage_shows_the_chain_and_what_is_missing_of_it(run: Run, done: Path,
     (orphan / "config.json").write_text(json.dumps(config))
     assert f"the lineage of {orphan} is broken: /gone/model is no folder here" in refused(run("lineage", orphan))
     assert "is no folder here" in refused(run("lineage", tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "strikes", "message"),
+    [
+        (
+            "POST /api/repos/create",
+            401,
+            None,
+            "refuses access to me/pair (401: the server says 401); log in with `hf auth login`",
+        ),
+        ("POST /api/repos/create", 403, None, "refuses access to me/pair (403"),
+        ("POST /api/models/me/pair/commit", 409, None, "me/pair was changed on"),
+        (
+            "POST /api/models/me/pair/commit",
+            500,
+            None,
+            "failed on me/pair (500: the server says 500); do it again, which continues",
+        ),
+        ("POST /api/models/me/pair/commit", 0, 1, "cannot be reached for me/pair"),
+        ("POST /me/pair.git/info/lfs", 507, None, "failed on me/pair (507"),
+        ("PUT /large/", 0, None, "cannot be reached for me/pair"),
+        ("PUT /large/", 503, None, "failed on me/pair (503"),
+        ("GET /api/models/me/pair", 0, None, "cannot be reached for me/pair"),
+    ],
+)
+def test_what_goes_wrong_on_the_hub_is_one_line_and_doing_it_again_finishes(
+    asked: str, status: int, strikes: int | None, message: str, run: Run, done: Path, hub: Hub
+) -> None:
+    hub.faults[asked] = status
+    if strikes is not None:
+        hub.strikes[asked] = strikes
+    line = refused(run("push", done / "run", "me/pair"))
+    assert message in line, line
+    assert "README.md" not in hub.repos.get("me/pair", Repository()).files(), "nothing is half there"
+    sent = set(hub.large)
+    hub.faults.clear()
+    hub.asked.clear()
+    assert run("push", done / "run", "me/pair")[0] == 0
+    assert {name.removeprefix("PUT /large/") for name in hub.asked if name.startswith("PUT")} == set(hub.large) - sent
+    assert AutoModel.from_pretrained("me/pair").compatible_with
+
+
+def test_a_connection_that_drops_once_is_tried_again(run: Run, done: Path, hub: Hub) -> None:
+    hub.faults["PUT /large/"] = 0
+    hub.strikes["PUT /large/"] = 1
+    assert run("push", done / "run", "me/pair")[0] == 0
+    assert len([asked for asked in hub.asked if asked.startswith("PUT")]) == 2
+
+
+def test_a_hub_that_is_not_there_or_not_open(run: Run, done: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'me/a/b' is no name on the Hub; write it as user/name" in refused(run("push", done / "run", "me/a/b"))
+    hub.token = "hf_another"
+    assert "log in with `hf auth login`" in refused(run("push", done / "run", "me/pair"))
+    assert "me/pair is neither a folder here nor on" in refused(run("lineage", "me/pair"))
+    hub.token = None
+    hub.is_full = True
+    assert (
+        "refuses what me/pair was to hold" in (line := refused(run("push", done / "run", "me/pair"))) and "storage limit" in line
+    )
+    hub.add("me/gated", done / "run" / "pair" / "model")
+    hub.repos["me/gated"].gated = "manual"
+    assert f"me/gated is gated on {hub.url}: ask for access" in refused(run("lineage", "me/gated"))
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        down = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", down)
+    for verb in (("push", done / "run", "me/pair"), ("lineage", "me/pair")):
+        assert f"{down} cannot be reached for me/pair" in refused(run(*verb))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(run("push", done / "run", "me/pair"))
+
+
+def test_what_cannot_be_pulled_is_one_line(done: Path, hub: Hub) -> None:
+    from xcompat import XbtModel, XcompatError
+
+    hub.add("me/pair", done / "run" / "pair" / "model")
+    for name, revision, message in (("me/pair", "v9", "v9"), ("me/nowhere", None, "me/nowhere")):
+        with pytest.raises(XcompatError, match=message) as refusal:
+            XbtModel.from_pretrained(name, revision=revision or "main")
+        assert str(refusal.value).startswith(f"cannot load {name}: ") and "\n" not in str(refusal.value)
+    hub.faults["(GET|HEAD) /me/pair/resolve/.*/model.safetensors"] = 0
+    with pytest.raises(XcompatError, match="me/pair"):
+        XbtModel.from_pretrained("me/pair")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -55,20 +56,20 @@ def hub_errors(name: str) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise XcompatError(f"{name!r} is no name on the Hub; write it as user/name") from error
-    except (_NETWORK_ERROR, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (_NETWORK_ERROR, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
         raise XcompatError(_explain(name, error)) from error
+    except RuntimeError as error:
+        if isinstance(error.__cause__, _NETWORK_ERROR):  # so it wraps what goes wrong with a large file
+            raise XcompatError(_explain(name, error.__cause__)) from error
+        raise
 
 
-def _explain(name: str, error: Exception) -> str:
+def _explain(name: str, error: BaseException) -> str:
     where = constants.ENDPOINT
-    if isinstance(error, GatedRepoError):
-        return f"{name} is gated on {where}: ask for access on its page, and {_LOG_IN}"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{name} on {where} has no such revision ({error.server_message}); name a branch, tag or commit that it has"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"{name} is not on {where}, or not for you to see; check the name, or {_LOG_IN}"
     if isinstance(error, HfHubHTTPError):
         return _explain_status(name, error)
+    if isinstance(error, LocalTokenNotFoundError):
+        return f"{where} wants to know who you are; {_LOG_IN}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{name} cannot be reached: HF_HUB_OFFLINE is set; unset it"
     reason = " ".join(str(error).split())
@@ -77,6 +78,12 @@ def _explain(name: str, error: Exception) -> str:
 
 def _explain_status(name: str, error: HfHubHTTPError) -> str:
     where, status = constants.ENDPOINT, error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated on {where}: ask for access on its page, and {_LOG_IN}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} on {where} has no such revision ({error.server_message}); name a branch, tag or commit that it has"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{name} is not on {where}, or not for you to see; check the name, or {_LOG_IN}"
     said = f"{status}: {error.server_message or 'no reason given'}"
     if status in (401, 403):
         return f"{where} refuses access to {name} ({said}); {_LOG_IN}, with a token that may do this"

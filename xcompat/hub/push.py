@@ -160,4 +160,7 @@ def upload(folder: str | Path, repo: str, revision: str | None, replace: bool) -
             stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]
         deleted = [CommitOperationDelete(path_in_repo=name) for name in stale]
-        return api.create_commit(repo, [*added, *deleted], commit_message="Upload model", revision=revision).commit_url
+        try:
+            return api.create_commit(repo, [*added, *deleted], commit_message="Upload model", revision=revision).commit_url
+        except ValueError as error:  # so it says that there is no room, or that the card is refused
+            raise XcompatError(f"{api.endpoint} refuses what {repo} was to hold: {' '.join(str(error).split())}") from error
