@@ -350,7 +350,9 @@ def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str
     build("ridge", on_hub).push_to_hub("me/old")
     with pytest.raises(XcompatError, match=f"its old is {OLD.digest[:12]}, not {OLDER.digest[:12]}"):
         other.push_to_hub("me/old")
+    hub.repos["me/old"].commit(hub.files("me/old") | {"merges.txt": b"of another model"})
     other.push_to_hub("me/old", overwrite=True)
+    assert "merges.txt" not in hub.files("me/old")
 
 
 def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Run, hub: Hub) -> None:
@@ -501,3 +503,23 @@ def test_real_models_name_each_other_and_a_change_is_noticed(hub: Hub, on_hub: d
     METHODS["ridge"].from_encoder("base/clip", old=described).push_to_hub("me/newer")
     with pytest.raises(XcompatError, match=f"me/old is another model now .*, not {described['fingerprint'][:12]}"):
         require_whole(trace_lineage("me/newer"))
+
+
+def test_transformers_own_ways_to_push(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("xbt", folder_of)
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved", commit_message="First", license="mit")
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "README.md"} <= hub.files("me/saved").keys()
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["encoder"]["name"] == folder_of["clip"], "stays as it is"
+    assert json.loads(hub.files("me/saved")["config.json"])["encoder"]["name"] == "clip"
+    assert not (tmp_path / "saved" / "README.md").exists()
+    model.push_to_hub("me/saved", tags=["photos"], commit_message="Again", revision="second", max_shard_size="100KB")
+    card = ModelCard(hub.files("me/saved", "second")["README.md"].decode())
+    assert card.data.tags == ["xcompat", "xbt", "backward-compatible", "photos"]
+    assert AutoModel.from_pretrained("me/saved", revision="second").fingerprint() == model.fingerprint()
+    assert "model.safetensors" not in hub.files("me/saved", "second"), "which would be read in the place of its shards"
+    assert json.loads(hub.files("me/saved", "second")["model.safetensors.index.json"])
+    hub.token = "hf_of_somebody"
+    with pytest.raises(XcompatError, match="hf auth login"):
+        model.push_to_hub("me/other")
+    model.push_to_hub("me/other", token="hf_of_somebody")
+    assert "README.md" in hub.files("me/other")

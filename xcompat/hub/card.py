@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from xcompat.fingerprint import Fingerprint
-from xcompat.hub.endpoint import is_hub_name, look_up, plain_name, public_name
+from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -51,6 +52,12 @@ class ModelFacts:
         name = self.base["name"] if self.base is not None else ""
         return plain_name(name) if name != "from scratch" and is_hub_name(name) else None
 
+    def look_up_base(self, token: str | bool | None = None) -> HubModel | None:
+        """Ask the Hub about the base; None where it has none of that name."""
+        if self.base is None or self.base_on_hub is None:
+            return None
+        return look_up(self.base_on_hub, self.base.get("revision"), token)
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -75,30 +82,38 @@ class RunFacts:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def model_card(repo: str, model: ModelFacts, run: RunFacts | None = None, license: str | None = None) -> ModelCard:  # noqa: A002 - the Hub's word
+def model_card(
+    repo: str,
+    model: ModelFacts,
+    base: HubModel | None,
+    run: RunFacts | None = None,
+    license: str | None = None,  # noqa: A002 - the Hub's word
+    tags: Sequence[str] = (),
+) -> ModelCard:
     """Write the card of a model.
 
     Args:
         repo: where the model will be found.
         model: what it is.
+        base: what the Hub says of its base; None where it knows none.
         run: how it was made, as far as that is known.
         license: of the model, as the Hub calls it; None for not stated.
+        tags: beside the card's own.
 
     Returns:
         The card, its front matter filled for the Hub's search.
     """
     run = run or RunFacts()
-    base = model.base_on_hub
-    found = look_up(base, (model.base or {}).get("revision")) if base is not None else None
+    name = model.base_on_hub
     reads = "feature-extraction" if model.embeds_texts else "image-feature-extraction"
     versions = [_version(described) for described in model.compatible_with]
     data = ModelCardData(
         library_name="xcompat",
         pipeline_tag=reads,
-        tags=["xcompat", model.method, *(["backward-compatible"] if versions else [])],
+        tags=list(dict.fromkeys(["xcompat", model.method, *(["backward-compatible"] if versions else []), *tags])),
         license=license,
-        base_model=base,
-        base_model_relation=("adapter" if model.holds == "adapters" else "finetune") if base is not None else None,
+        base_model=name,
+        base_model_relation=("adapter" if model.holds == "adapters" else "finetune") if name is not None else None,
         datasets=run.datasets or None,
         fingerprint=model.fingerprint.digest if model.fingerprint is not None else None,
         compatible_with=versions or None,
@@ -110,7 +125,7 @@ def model_card(repo: str, model: ModelFacts, run: RunFacts | None = None, licens
             model=model,
             versions=versions,
             base=public_name(model.base["name"]) if model.base is not None else None,
-            base_license=found.license if found is not None else None,
+            base_license=base.license if base is not None else None,
             license=license,
             run=run,
         )

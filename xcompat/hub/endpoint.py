@@ -126,12 +126,13 @@ def public_name(name: str) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def look_up(name: str, revision: str | None = None) -> HubModel | None:
+def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:
     """Ask the Hub about a model.
 
     Args:
         name: Hub name.
         revision: branch, tag or commit; None for the default branch.
+        token: to be known by; None for the one of `hf auth login`.
 
     Returns:
         What it says; None when it has no such model, or none that may be seen.
@@ -141,7 +142,7 @@ def look_up(name: str, revision: str | None = None) -> HubModel | None:
     """
     with hub_errors(name):
         try:
-            info = HfApi().model_info(plain_name(name), revision=revision)
+            info = HfApi(token=token).model_info(plain_name(name), revision=revision)
         except RepositoryNotFoundError:
             return None
     card: Any = info.card_data

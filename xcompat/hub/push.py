@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
-from xcompat.hub.endpoint import hub_errors, look_up, public_name
+from xcompat.hub.endpoint import HubModel, hub_errors, public_name
 
 CONFIG = "config.json"
 _CONFIGS = (CONFIG, "open_clip_config.json")
@@ -48,7 +48,14 @@ def lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any
     return {"method": method, "dimension": config.get("embedding_dim"), **described}
 
 
-def open_repository(repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool) -> str:
+def open_repository(
+    repo: str,
+    lineage: dict[str, Any],
+    private: bool | None,
+    revision: str | None,
+    overwrite: bool,
+    token: str | bool | None = None,
+) -> str:
     """Make a repository if it is missing, and refuse one that holds another model.
 
     Args:
@@ -57,6 +64,7 @@ def open_repository(repo: str, lineage: dict[str, Any], private: bool | None, re
         private: whether a new repository is private; None for the Hub's default.
         revision: the branch; None for the default one.
         overwrite: whether another model may be replaced.
+        token: to be known by; None for the one of `hf auth login`.
 
     Returns:
         Its name with the user's.
@@ -65,8 +73,9 @@ def open_repository(repo: str, lineage: dict[str, Any], private: bool | None, re
         XcompatError: it holds another model, naming what differs; or the Hub refuses or cannot be reached.
     """
     with hub_errors(repo):
-        repo = HfApi().create_repo(repo, private=private, exist_ok=True).repo_id
-        content = _content(repo, revision)
+        api = HfApi(library_name="xcompat", token=token)
+        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        content = _content(api, repo, revision)
     if overwrite:
         return repo
     mend = "choose another name, or replace it with --overwrite (overwrite=True)"
@@ -81,19 +90,19 @@ def open_repository(repo: str, lineage: dict[str, Any], private: bool | None, re
     return repo
 
 
-def _content(repo: str, revision: str | None) -> Content:
+def _content(api: HfApi, repo: str, revision: str | None) -> Content:
     """Return what a branch holds, or the default branch where it is new."""
     try:
-        info = HfApi().model_info(repo, revision=revision)
+        info = api.model_info(repo, revision=revision)
     except RevisionNotFoundError:
-        info = HfApi().model_info(repo)
+        info = api.model_info(repo)
     assert info.sha is not None
     files = {sibling.rfilename for sibling in info.siblings or []}
     config = next((name for name in _CONFIGS if name in files), None)
     if config is None:
         return Content(files, info.sha, None)
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
-    described = read_json(HfApi().hf_hub_download(repo, config, revision=info.sha))
+    described = read_json(api.hf_hub_download(repo, config, revision=info.sha))
     return Content(files, info.sha, lineage_of(described, card.get("fingerprint")))
 
 
@@ -102,18 +111,14 @@ def _short(value: object) -> str:
     return text[:12] if len(text) == 64 else text
 
 
-def visibility(base: str | None, revision: str | None, private: bool | None) -> bool | None:
+def visibility(base: HubModel | None, private: bool | None) -> bool | None:
     """Return whether a new repository is private: as asked, else as its base is; None leaves it to the Hub.
 
     Args:
-        base: Hub name of the model it was made from; None where it has no name there.
-        revision: of the base.
+        base: what the Hub says of the model it was made from; None where it knows none.
         private: what the user asked for; None for nothing.
     """
-    if private is not None or base is None:
-        return private
-    found = look_up(base, revision)
-    return True if found is not None and found.restricted else None
+    return True if private is None and base is not None and base.restricted else private
 
 
 def hide_paths(folder: str | Path) -> None:
@@ -135,7 +140,7 @@ def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
     return public_name(value) if key in ("name", "_name_or_path") and isinstance(value, str) and value else value
 
 
-def upload(folder: str | Path, repo: str, revision: str | None, replace: bool) -> str:
+def upload(folder: str | Path, repo: str, revision: str | None = None, replace: bool = False, **commit: Any) -> CommitInfo:  # noqa: ANN401
     """Push every file of a folder in one commit; what a broken push has sent already is not sent again.
 
     Args:
@@ -143,24 +148,26 @@ def upload(folder: str | Path, repo: str, revision: str | None, replace: bool) -
         repo: ``user/name``.
         revision: the branch, made if missing; None for the default one.
         replace: whether files of the repository that are not in the folder go; without it only weights do.
+        commit: ``commit_message``, ``commit_description``, ``create_pr`` and ``token``, as huggingface_hub takes them.
 
     Returns:
-        The address of the commit.
+        The commit: its address, as text.
 
     Raises:
         XcompatError: the Hub refuses or cannot be reached.
     """
-    folder, api = Path(folder), HfApi(library_name="xcompat")
+    folder, api = Path(folder), HfApi(library_name="xcompat", token=commit.pop("token", None))
+    commit["commit_message"] = commit.get("commit_message") or "Upload model"
     with hub_errors(repo):
-        if revision is not None:
+        if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         given = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        stale = sorted(_content(repo, revision).files - given.keys() - {".gitattributes"})
+        stale = sorted(_content(api, repo, revision).files - given.keys() - {".gitattributes"})
         if not replace:  # a picture or a licence beside the model is the user's own, old weights would be read
             stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]
         deleted = [CommitOperationDelete(path_in_repo=name) for name in stale]
         try:
-            return api.create_commit(repo, [*added, *deleted], commit_message="Upload model", revision=revision).commit_url
+            return api.create_commit(repo, [*added, *deleted], revision=revision, **commit)
         except ValueError as error:  # so it says that there is no room, or that the card is refused
             raise XcompatError(f"{api.endpoint} refuses what {repo} was to hold: {' '.join(str(error).split())}") from error

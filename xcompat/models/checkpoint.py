@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from huggingface_hub import CommitInfo, ModelCard
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +22,20 @@ from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, model_card
 from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up
-from xcompat.hub.push import hide_paths, lineage_of, open_repository, visibility
+from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
+
+_OF_A_PUSH = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "private",
+    "revision",
+    "overwrite",
+    "license",
+    "tags",
+)
+"""Arguments of ``save_pretrained(push_to_hub=True)`` that are for the push."""
 
 
 class CheckpointModel(PreTrainedModel):
@@ -33,7 +47,7 @@ class CheckpointModel(PreTrainedModel):
     """The commit that a model from the Hub was loaded at; None for a folder's."""
     maps_galleries: bool
     citation: ClassVar[str]
-    _license: str | None = None
+    _pushing: tuple[ModelCard, bool] | None = None
 
     @classmethod
     def from_pretrained(
@@ -106,11 +120,14 @@ class CheckpointModel(PreTrainedModel):
             args: as transformers takes them.
             kwargs: as transformers takes them.
         """
+        hub = {key: kwargs.pop(key) for key in _OF_A_PUSH if key in kwargs} if kwargs.pop("push_to_hub", False) else None
         if self.config.weights == "adapters":
             kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.encoder is not None and self._processor is not None and is_main_process():
             self._processor.save_pretrained(Path(save_directory))
+        if hub is not None and is_main_process():  # after the preprocessing, and with the card
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **hub)
 
     # ------------------------------------------------------------------------------------------------- sharing
 
@@ -131,7 +148,7 @@ class CheckpointModel(PreTrainedModel):
             side_info=getattr(config, "side_info", None),
         )
 
-    def push_to_hub(  # type: ignore[override]  # transformers' own passes on whatever it is given
+    def push_to_hub(  # type: ignore[override]  # transformers' own takes anything
         self,
         repo_id: str,
         *,
@@ -155,18 +172,36 @@ class CheckpointModel(PreTrainedModel):
         Raises:
             XcompatError: another model is there, or the Hub refuses or cannot be reached.
         """
-        self._license, facts = license, self.facts()
-        private = visibility(facts.base_on_hub, (facts.base or {}).get("revision"), private)
-        digest = facts.fingerprint.digest if facts.fingerprint is not None else None
-        repo_id = open_repository(repo_id, lineage_of(self.config.to_dict(), digest), private, kwargs.get("revision"), overwrite)
+        facts, token = self.facts(), kwargs.get("token")
+        base = facts.look_up_base(token)
+        lineage = lineage_of(self.config.to_dict(), facts.fingerprint.digest if facts.fingerprint is not None else None)
+        private = visibility(base, private)
+        repo_id = open_repository(repo_id, lineage, private, kwargs.get("revision"), overwrite, token)
+        tags = kwargs.get("tags") or []
+        card = model_card(repo_id, facts, base, license=license, tags=[tags] if isinstance(tags, str) else tags)
+        self._pushing = card, overwrite
         with hub_errors(repo_id):
-            return str(super().push_to_hub(repo_id, private=private, **kwargs))  # type: ignore[arg-type]  # wrapped unbound
+            return super().push_to_hub(repo_id, private=private, **kwargs)  # type: ignore[arg-type]  # wrapped unbound
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike[Any], repo_id: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Add the card, and take this machine's folders out of the configuration, before transformers uploads."""
-        hide_paths(Path(working_dir))
-        model_card(repo_id, self.facts(), license=self._license).save(Path(working_dir) / "README.md")
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike[Any],
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        commit_message: str | None = None,
+        token: bool | str | None = None,
+        create_pr: bool = False,
+        revision: str | None = None,
+        commit_description: str | None = None,
+    ) -> CommitInfo:
+        """Upload in the place of transformers: with the card, without this machine's folders, and old weights taken away."""
+        assert self._pushing is not None
+        card, replace = self._pushing
+        folder = Path(working_dir)
+        hide_paths(folder)
+        card.save(folder / "README.md")
+        said: dict[str, Any] = {"commit_message": commit_message, "commit_description": commit_description}
+        return upload(folder, repo_id, revision, replace, create_pr=create_pr, token=token, **said)
 
     @property
     @abstractmethod

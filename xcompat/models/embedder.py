@@ -107,7 +107,7 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     ended = Path(source.name) / "model"
     if (ended / "config.json").exists() and not (Path(source.name) / "config.json").exists():
         source = source.model_copy(update={"name": str(ended)})
-    if is_checkpoint(source.name):
+    if is_checkpoint(source.name, source.revision):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
         compatible = model.compatible_with
         if model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
@@ -136,7 +136,7 @@ def penultimate(embedder: Embedder) -> Embedder:
     return Embedder(model, embedder.processor, embedder.fingerprint.derived("penultimate"), model.head.in_features)
 
 
-def is_checkpoint(name: str) -> bool:
+def is_checkpoint(name: str, revision: str | None = None) -> bool:
     """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub)."""
     folder = Path(name)
     if folder.is_dir():
@@ -145,6 +145,8 @@ def is_checkpoint(name: str) -> bool:
     from transformers import PreTrainedConfig
 
     try:
-        return str(PreTrainedConfig.get_config_dict(name)[0].get("model_type", "")).startswith("xcompat")
+        return str(PreTrainedConfig.get_config_dict(name, revision=revision or "main")[0].get("model_type", "")).startswith(
+            "xcompat"
+        )
     except OSError:  # not there, or of another library: whoever loads it says so
         return False

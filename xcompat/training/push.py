@@ -60,12 +60,11 @@ def push(
     with TemporaryDirectory() as temporary:
         prepared = Path(temporary) / "model"
         model, run = _prepare(folder, prepared, form)
-        base_revision = (model.base or {}).get("revision")
-        private = visibility(model.base_on_hub, base_revision, private)
+        base = model.look_up_base()
         digest = model.fingerprint.digest if model.fingerprint is not None else None
         config = next(read_json(prepared / name) for name in CONFIGS if (prepared / name).exists())
-        repo = open_repository(repo, lineage_of(config, digest), private, revision, overwrite)
-        model_card(repo, model, run, license).save(prepared / "README.md")
+        repo = open_repository(repo, lineage_of(config, digest), visibility(base, private), revision, overwrite)
+        model_card(repo, model, base, run, license).save(prepared / "README.md")
         return upload(prepared, repo, revision, replace=overwrite)
 
 
@@ -115,15 +114,15 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
     from transformers import AutoModel
 
     model: CompatModel = AutoModel.from_pretrained(str(folder))
-    run = run_facts(folder, model.facts().fingerprint)
+    facts = model.facts()
+    run = run_facts(folder, facts.fingerprint)
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
             raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
-        model.merge_adapters()
+        facts = model.merge_adapters().facts()
         run = replace(run, results=f"Measured before LoRA was merged into the weights.\n\n{run.results}") if run.results else run
     elif form == "adapters":
-        model.leave_out_base()
-    facts = model.facts()
+        facts = model.leave_out_base().facts()
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
