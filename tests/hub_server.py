@@ -58,6 +58,7 @@ class Hub(ThreadingHTTPServer):
         self.strikes: dict[str, int] = {}
         self.token: str | None = None
         self.is_full = False
+        self.datasets: set[str] = set()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
@@ -156,6 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
         about = {"id": repo, "sha": sha, "siblings": names, "private": repository.private, "gated": repository.gated}
         self._answer(200, about | {"cardData": card, "tags": [], "downloads": 0, "likes": 0})
 
+    def dataset(self, body: bytes, repo: str) -> None:
+        there = repo in self.server.datasets
+        self._answer(200 if there else 404, {"id": repo, "sha": "0" * 40}, code="" if there else "RepoNotFound")
+
     def tree(self, body: bytes, repo: str, revision: str, folder: str | None) -> None:
         if (found := self._find(repo, revision)) is None:
             return
@@ -244,5 +249,6 @@ _ROUTES = [
     (rf"GET /api/models/{REPO}/revision/(?P<revision>.+)", "info"),
     (rf"GET /api/models/{REPO}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", "tree"),
     (rf"GET /api/models/{REPO}", "info"),
+    (rf"GET /api/datasets/{REPO}", "dataset"),
     (rf"(?:GET|HEAD) /{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<file>.+)", "resolve"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -69,19 +70,23 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
     assert names[found].shape[1] == promised[found] and (found == "embeds") == (not model.compatible_with)
 
 
-def test_pulled_in_a_fresh_process(hub: Hub, on_hub: dict[str, str], images: list[Image.Image]) -> None:
+def test_pushed_and_pulled_in_fresh_processes(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     model = build("xbt", on_hub)
     shake(model)
-    model.push_to_hub("me/model")
-    code = (
+    model.export(tmp_path / "model")
+    pull = (
         "import xcompat\nfrom transformers import AutoModel\n"
         "model = AutoModel.from_pretrained('me/model')\n"
         "print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(['a shoe'])).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
+    said: list[str] = []
+    for arguments in (["-m", "xcompat", "push", str(tmp_path / "model"), "me/model", "--adapters-only"], ["-c", pull]):
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+        said = done.stdout.split(maxsplit=1)
+    assert said[0] == model.fingerprint().digest
     embedded = model.embed_texts(**model.processor.texts(["a shoe"]))
-    assert done.stdout.strip() == f"{model.fingerprint().digest} {embedded.tolist()}"
+    assert json.loads(said[1]) == embedded.tolist()
 
 
 # ------------------------------------------------------------------------------------------------------ adapters alone
@@ -94,7 +99,10 @@ def test_adapters_alone_are_the_whole_model(
     image_folder_of: dict[str, str],
     images: list[Image.Image],
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     method = "bct" if architecture in image_folder_of else "xbt"
     adapters = {"lora": {"rank": 2}} if architecture == "open_clip" else ADAPTERS
     model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=adapters)
@@ -106,8 +114,9 @@ def test_adapters_alone_are_the_whole_model(
     assert first.fingerprint() == second.fingerprint() == model.fingerprint()
     for name, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[name]), name
-    pixels = model.processor.images(images)
-    assert torch.equal(first.embed_images(pixels), second.embed_images(pixels))
+    for own, loaded, rebuilt in zip(*(embeddings(each, images) for each in (model, first, second)), strict=True):
+        assert torch.equal(own, loaded) and torch.equal(loaded, rebuilt)
+    assert "XbtModel LOAD REPORT" not in caplog.text, "what comes from the base is not missed"
     kept = set(load_file(alone / "model.safetensors"))
     left_out = set(load_file(whole / "model.safetensors")) - kept
     assert {name for name in kept if "lora_" in name} and not {name for name in kept if "base_layer" in name}
@@ -135,7 +144,9 @@ def test_merged_adapters_are_saved_whole(folder_of: dict[str, str], tmp_path: Pa
     assert again.fingerprint() == model.fingerprint() and again.config.weights == "all"
 
 
-def test_adapters_stay_with_the_commit_of_their_base(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+def test_adapters_stay_with_the_commit_of_their_base(
+    hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("xbt", on_hub)
     shake(model)
     trained_on = hub.repos["base/clip"].branches["main"]
@@ -143,6 +154,8 @@ def test_adapters_stay_with_the_commit_of_their_base(hub: Hub, on_hub: dict[str,
     hub.add("base/clip", save_stand_in(tmp_path / "other", "clip", 16, seed=9))
     assert json.loads(hub.files("me/adapters")["config.json"])["encoder"]["revision"] == trained_on
     assert AutoModel.from_pretrained("me/adapters").fingerprint() == model.fingerprint(), "main has moved on, the commit has not"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert AutoModel.from_pretrained("me/adapters").fingerprint() == model.fingerprint(), "all of it is in the cache"
 
 
 def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -185,11 +198,12 @@ Run = Callable[..., Path]
 
 
 @pytest.fixture
-def finished(tmp_path: Path, on_hub: dict[str, str]) -> Run:
+def finished(hub: Hub, tmp_path: Path, on_hub: dict[str, str]) -> Run:
     """Return a function that writes what a run of two stages leaves behind, with a good or a bad verdict."""
 
     def write(compatible: bool = True, method: str = "xbt", **options: Any) -> Path:
         folder = tmp_path / "run"
+        hub.datasets.add("nlphuji/flickr30k")
         model = build(method, on_hub, **options)
         shake(model)
         build("projection", on_hub).export(folder / "phi" / "model")
@@ -197,7 +211,7 @@ def finished(tmp_path: Path, on_hub: dict[str, str]) -> Run:
         data = {
             "pairs": {"path": "nlphuji/flickr30k"},
             "test": {"path": str(tmp_path / "photos")},
-            "texts": [{"path": "a/*.txt"}],
+            "texts": [{"path": "my/texts"}],
         }
         for name, projection in (("phi", None), ("pair", "stage:phi")):
             recipe = {"name": name, "method": method, "projection": projection, "data": data, "training": {"max_steps": 7}}
@@ -251,6 +265,7 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         model.citation,
         "Data, pairs: nlphuji/flickr30k",
         "Data, test: photos",
+        "Data, texts: my/texts",
         "Training time: 1.5 minutes on A Processor, 2 cores",
         "Licence: mit; of the base: not stated",
         "torch 2.15",
@@ -523,3 +538,21 @@ def test_transformers_own_ways_to_push(hub: Hub, folder_of: dict[str, str], tmp_
         model.push_to_hub("me/other")
     model.push_to_hub("me/other", token="hf_of_somebody")
     assert "README.md" in hub.files("me/other")
+
+
+def test_a_folder_that_was_pushed_is_named_by_its_place(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    base, first, second = (str(tmp_path / name / "model") for name in ("base", "v1", "v2"))
+    save_stand_in(base, "clip", 16, seed=3)
+    build("ridge", {"clip": base}).export(first)
+    METHODS["ridge"].from_encoder(base, old=load_embedder(first).describe_old()).export(second)
+    push(base, "me/base")
+    push(first, "me/v1")
+    push(second, "me/v2")
+    config = json.loads(hub.files("me/v2")["config.json"])
+    for role, repo in (("encoder", "me/base"), ("old", "me/v1")):
+        assert (config[role]["name"], config[role]["revision"]) == (repo, hub.repos[repo].branches["main"])
+    card = ModelCard(hub.files("me/v2")["README.md"].decode()).data.to_dict()
+    assert card["base_model"] == "me/base" and card["compatible_with"][0]["name"] == "me/v1"
+    assert lines("me/v2")[:2] == ["me/v2 (ridge)", "  me/v1 (ridge)"]
+    assert AutoModel.from_pretrained("me/v2").fingerprint() == AutoModel.from_pretrained(second).fingerprint()
+    assert "pushed.json" not in hub.files("me/base").keys() | hub.files("me/v2").keys()

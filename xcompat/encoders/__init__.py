@@ -105,11 +105,14 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
+    from xcompat.encoders.memory import own_memory
+
     try:
         encoder = _load(source)
         found = encoder.description["config"].get("model_type", "open_clip")
         if source.model_type not in (None, found):
             raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
+        own_memory(encoder)
         return encoder, load_processor(encoder.description, source)
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:

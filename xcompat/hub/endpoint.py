@@ -21,10 +21,13 @@ from huggingface_hub.errors import (
 )
 
 from xcompat.errors import XcompatError
+from xcompat.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """The root of what huggingface_hub's HTTP library raises, which one that is changes between its versions."""
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+PUSHED = "pushed.json"
+"""Where a model's folder keeps its name and commit on the Hub, for the newer models that name the folder."""
 _LOG_IN = "log in with `hf auth login`"
 
 
@@ -124,6 +127,38 @@ def public_name(name: str) -> str:
     if not folder.is_absolute() and not folder.is_dir() and not name.startswith(("~", ".")):
         return name
     return folder.parent.name if folder.name == "model" else folder.name
+
+
+def published(described: dict[str, Any]) -> dict[str, Any]:
+    """Name a model by its place on the Hub, where its folder has been pushed.
+
+    Args:
+        described: with ``name`` and ``fingerprint``, as a configuration describes another model.
+
+    Returns:
+        The same with the Hub's name and commit; unchanged where nothing was pushed.
+    """
+    record = Path(described["name"]) / PUSHED
+    return described | read_json(record) if record.exists() else described
+
+
+def is_dataset(name: str) -> bool:
+    """Ask the Hub whether it has a data set of that name.
+
+    Args:
+        name: ``user/name``; anything else is none.
+
+    Raises:
+        XcompatError: the Hub cannot be reached.
+    """
+    if name.startswith(".") or "/" not in name or not is_hub_name(name):
+        return False
+    with hub_errors(name):
+        try:
+            HfApi().dataset_info(name)
+        except RepositoryNotFoundError:
+            return False
+    return True
 
 
 def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:

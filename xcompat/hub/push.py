@@ -10,7 +10,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
-from xcompat.hub.endpoint import HubModel, hub_errors, public_name
+from xcompat.hub.endpoint import PUSHED, HubModel, hub_errors, public_name, published
 
 CONFIG = "config.json"
 _CONFIGS = (CONFIG, "open_clip_config.json")
@@ -122,7 +122,7 @@ def visibility(base: HubModel | None, private: bool | None) -> bool | None:
 
 
 def hide_paths(folder: str | Path) -> None:
-    """Rewrite ``config.json`` so that no model is called by a folder of this machine, which nobody else has.
+    """Rewrite ``config.json`` so that no model is called by a folder of this machine, but by its name on the Hub if it has one.
 
     Args:
         folder: of a checkpoint.
@@ -134,10 +134,22 @@ def hide_paths(folder: str | Path) -> None:
 
 def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
     if isinstance(value, dict):
+        value = published(value) if {"name", "fingerprint"} <= value.keys() else value
         return {name: _hidden(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
         return [_hidden(inner, key) for inner in value]
     return public_name(value) if key in ("name", "_name_or_path") and isinstance(value, str) and value else value
+
+
+def record_push(folder: str | Path, repo: str, commit: CommitInfo) -> None:
+    """Note beside a model where it was pushed to, so that newer models name that place in the place of the folder.
+
+    Args:
+        folder: of the model.
+        repo: where it went.
+        commit: what :func:`upload` returned.
+    """
+    write_json(Path(folder) / PUSHED, {"name": repo, "revision": commit.oid})
 
 
 def upload(folder: str | Path, repo: str, revision: str | None = None, replace: bool = False, **commit: Any) -> CommitInfo:  # noqa: ANN401

@@ -336,5 +336,3 @@ class CompatModel(CheckpointModel):
         super()._init_weights(module)
         if isinstance(module, VisualPrompts):
             init.normal_(module.tokens, std=0.02)
-        if isinstance(module, Encoder):
-            module.rebuild_masks()

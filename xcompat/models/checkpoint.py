@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.memory import own_memory
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, model_card
-from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up
+from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up, published
 from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
 
 _OF_A_PUSH = (
@@ -48,6 +49,7 @@ class CheckpointModel(PreTrainedModel):
     maps_galleries: bool
     citation: ClassVar[str]
     _pushing: tuple[ModelCard, bool] | None = None
+    _left_out: Set[str] = frozenset()
 
     @classmethod
     def from_pretrained(
@@ -83,8 +85,11 @@ class CheckpointModel(PreTrainedModel):
             raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
         model, info = loaded
         model.revision = getattr(kwargs.get("revision"), "resolved", None)
-        if model.config.weights == "adapters":
-            info["missing_keys"] = set(info["missing_keys"]) - model._take_from_base(info["missing_keys"])
+        if model._left_out:
+            info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
+        if model.encoder is not None:
+            model.encoder.rebuild_masks()  # transformers passes over modules whose weights were all in the file
+        own_memory(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
@@ -135,13 +140,14 @@ class CheckpointModel(PreTrainedModel):
         """Return what a model card says of this model."""
         config = self.config
         described, old = config.encoder, config.old
+        versions = [] if old is None else [old, *old.get("compatible_with", [])]
         return ModelFacts(
             method=config.model_type.removeprefix("xcompat-"),
             citation=self.citation,
             fingerprint=self.fingerprint() if described is not None else None,
             dim=config.embedding_dim,
-            compatible_with=[] if old is None else [old, *old.get("compatible_with", [])],
-            base=described,
+            compatible_with=[published(version) for version in versions],
+            base=published(described) if described is not None else None,
             holds="map" if self.encoder is None else config.weights,
             embeds_texts=self.embeds_texts,
             maps_galleries=self.maps_galleries,
@@ -252,11 +258,18 @@ class CheckpointModel(PreTrainedModel):
             )
         return {f"encoder.{key}": tensor for key, tensor in base.state_dict().items()}
 
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
+        """Put aside what was left out of the checkpoint: transformers would warn of it, and it comes from the base."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        if self.config.weights == "adapters":
+            self._left_out = {key for key in loading_info.missing_keys if key.startswith("encoder.model.")}
+            loading_info.missing_keys -= self._left_out
+
     @torch.no_grad()
-    def _take_from_base(self, missing: Collection[str]) -> set[str]:
-        """Fill weights that the checkpoint left out; return which."""
+    def _take_from_base(self) -> set[str]:
+        """Fill the weights that the checkpoint left out; return which."""
         base, own = self._base_weights(), self.state_dict()
-        taken = {key for key in missing if _without_adapter(key) in base}
+        taken = {key for key in self._left_out if _without_adapter(key) in base}
         for key in taken:
             own[key].copy_(base[_without_adapter(key)])
         return taken

@@ -17,8 +17,8 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
-from xcompat.hub.endpoint import is_hub_name, public_name
-from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
+from xcompat.hub.endpoint import PUSHED, is_dataset, public_name
+from xcompat.hub.push import hide_paths, lineage_of, open_repository, record_push, upload, visibility
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console
@@ -65,7 +65,10 @@ def push(
         config = next(read_json(prepared / name) for name in CONFIGS if (prepared / name).exists())
         repo = open_repository(repo, lineage_of(config, digest), visibility(base, private), revision, overwrite)
         model_card(repo, model, base, run, license).save(prepared / "README.md")
-        return upload(prepared, repo, revision, replace=overwrite)
+        commit = upload(prepared, repo, revision, replace=overwrite)
+    if form != "merged":  # that is another model than the one whose galleries exist
+        record_push(folder, repo, commit)
+    return str(commit)
 
 
 def find_model(target: Path) -> Path:
@@ -104,7 +107,7 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
     if not is_checkpoint(str(folder)):
         if form != "as it is":
             raise XcompatError(f"{folder} is a plain encoder without adapters; push it as it is")
-        shutil.copytree(folder, prepared, ignore=shutil.ignore_patterns("README.md"))
+        shutil.copytree(folder, prepared, ignore=shutil.ignore_patterns("README.md", PUSHED))
         hide_paths(prepared)
         encoder, processor = load_encoder(str(folder))
         known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
@@ -159,7 +162,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
     return RunFacts(
         results=_results([folder, stage, stage.parent], fingerprint),
         data={part: [shown(name) for name in each] for part, each in names.items() if each},
-        datasets=sorted({name for each in names.values() for name in each if _is_hub_data(name)}),
+        datasets=sorted({name for each in names.values() for name in each if is_dataset(name)}),
         recipe=yaml.safe_dump_all(map(_shown, recipes), sort_keys=False, allow_unicode=True).rstrip(),
         seconds=done.get("seconds"),
         machine=environment.get("machine", {}).get("device", ""),
@@ -194,10 +197,6 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
             yield from _names(each)
     elif isinstance(source, dict):
         yield from _names(source.get("path") or source.get("images"))
-
-
-def _is_hub_data(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and is_hub_name(name) and not Path(name).suffix
 
 
 def shown(name: str) -> str:
