@@ -13,6 +13,7 @@ from huggingface_hub import CommitInfo, ModelCard
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.hub import resolve_revision
 
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder
@@ -75,6 +76,8 @@ class CheckpointModel(PreTrainedModel):
         name = pretrained_model_name_or_path
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)
+        where = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
+        kwargs["revision"] = resolve_revision(name, kwargs.get("revision") or "main", **where)
         try:
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
         except OSError as error:
@@ -84,7 +87,7 @@ class CheckpointModel(PreTrainedModel):
         except SafetensorError as error:
             raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
         model, info = loaded
-        model.revision = getattr(kwargs.get("revision"), "resolved", None)
+        model.revision = getattr(kwargs["revision"], "resolved", None)
         if model._left_out:
             info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
         if model.encoder is not None:
