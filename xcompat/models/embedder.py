@@ -90,7 +90,9 @@ class Embedder:
         return described
 
     def _revision(self) -> str | None:
-        return self.model.revision if isinstance(self.model, CompatModel) else self.model.description.get("revision")
+        if isinstance(self.model, CompatModel):
+            return self.model.revision
+        return self.model.description.get("revision") if isinstance(self.model, Encoder) else None
 
 
 def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu") -> Embedder:
