@@ -1,0 +1,20 @@
+"""What ``xcompat export`` does, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from xcompat.export import query_transform
+from xcompat.models.embedder import load_checkpoint
+from xcompat.progress import console, silence_libraries
+
+
+def to_faiss(index: Path, model: str, out: Path) -> None:
+    """Write a faiss index that takes queries of the new model."""
+    silence_libraries()
+    loaded = load_checkpoint(model)
+    query_transform.to_faiss(loaded, index, out)
+    old, dim = escape(str(loaded.compatible_with[0])), loaded.config.embedding_dim
+    console.print(f"[green]✓[/] {escape(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")

@@ -1,0 +1,22 @@
+"""``xcompat export``: verbs only, nothing is computed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Write a trained model as what other software reads.", no_args_is_help=True)
+
+
+@app.command(name="faiss")
+def to_faiss(
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of the old model's embeddings.")],
+    model: Annotated[str, typer.Option(help="A run's folder or a checkpoint: procrustes, ridge, or a linear query_map.")],
+    out: Annotated[Path, typer.Option(help="The faiss index to write.")],
+) -> None:
+    """Put a linear map of queries into a faiss index: it then takes the new model's embeddings, whoever searches it."""
+    from xcompat.export import commands
+
+    commands.to_faiss(index, model, out)
