@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(help="Write a trained model as what other software reads.", no_args_is_help=True)
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")]
+Folder = Annotated[Path, typer.Option(help="The folder to write; replaced if it exists.")]
+Space = Annotated[Literal["old", "own"], typer.Option(help="Whose index is searched: the old model's, or one of its own.")]
 
 
 @app.command(name="faiss")
@@ -20,3 +24,11 @@ def to_faiss(
     from xcompat.export import commands
 
     commands.to_faiss(index, model, out)
+
+
+@app.command(name="sentence-transformers")
+def to_sentence_transformers(run: Run, out: Folder, space: Space = "old") -> None:
+    """Write a folder that SentenceTransformer loads: its texts and pictures search the old index."""
+    from xcompat.export import commands
+
+    commands.to_sentence_transformers(run, out, space)

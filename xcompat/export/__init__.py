@@ -1,5 +1,6 @@
-"""A trained model in the forms that services already read."""
+"""A trained model in the forms that other people's software reads."""
 
 from xcompat.export.query_transform import to_faiss
+from xcompat.export.sentence_transformers import to_sentence_transformers
 
-__all__ = ["to_faiss"]
+__all__ = ["to_faiss", "to_sentence_transformers"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from xcompat.export import query_transform
+from xcompat.export import query_transform, sentence_transformers
+from xcompat.export.towers import Space
 from xcompat.models.embedder import load_checkpoint
 from xcompat.progress import console, silence_libraries
 
@@ -18,3 +19,11 @@ def to_faiss(index: Path, model: str, out: Path) -> None:
     query_transform.to_faiss(loaded, index, out)
     old, dim = escape(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {escape(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+
+
+def to_sentence_transformers(run: str, out: Path, space: Space) -> None:
+    """Write a folder that sentence-transformers loads."""
+    silence_libraries()
+    sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
+    load = f"SentenceTransformer({str(out)!r}, trust_remote_code=True)"
+    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space")
