@@ -32,3 +32,11 @@ def to_sentence_transformers(run: Run, out: Folder, space: Space = "old") -> Non
     from xcompat.export import commands
 
     commands.to_sentence_transformers(run, out, space)
+
+
+@app.command(name="onnx")
+def to_onnx(run: Run, out: Folder, space: Space = "old") -> None:
+    """Write image and text tower as ONNX, each checked against PyTorch, with preprocessing and a description."""
+    from xcompat.export import commands
+
+    commands.to_onnx(run, out, space)

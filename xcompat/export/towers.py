@@ -30,6 +30,7 @@ class Tower(nn.Module):
         if space == "old" and (model.maps_galleries or not model.compatible_with):
             raise XcompatError(f"{type(model).__name__} brings no queries into an old space; export it with space='own'")
         self.model, self.space = model, space
+        self.encoder = model._get_encoder()  # that of a map is no part of the model, and would be exported as constants
 
     @property
     def dim(self) -> int:
