@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from xcompat import Fingerprint, FctConfig, FctModel
+from xcompat import FctConfig, FctModel, Fingerprint
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery
 

@@ -46,6 +46,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
         "open_clip": "open_clip_torch",
         "faiss": "faiss-cpu",
         "fontTools": "fonttools",
+        "sentence_transformers": "sentence-transformers",
     }
     imported = set()
     for path in MODULES:
@@ -56,6 +57,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
                 imported.add(node.module.split(".")[0])
     third_party = {called.get(name, name) for name in imported - set(sys.stdlib_module_names) - {"xcompat"}}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared, optional = project["dependencies"], project["optional-dependencies"]["milvus"]
-    known, extra = ({requirement.split(">=")[0] for requirement in listed} for listed in (declared, optional))
-    assert known <= third_party and third_party - known <= extra
+    extras = project["optional-dependencies"]
+    optional = [*extras["milvus"], *extras["export"]]
+    known, extra = ({requirement.split(">=")[0] for requirement in listed} for listed in (project["dependencies"], optional))
+    assert known <= third_party and third_party - known <= extra and set(optional) <= set(extras["dev"])

@@ -12,6 +12,7 @@ import typer
 
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
+from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 
 INTERRUPTED = 130  # what Typer makes of Ctrl-C
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(gallery_app, name="gallery")
+app.add_typer(export_app, name="export")
 
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time

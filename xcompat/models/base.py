@@ -152,8 +152,8 @@ class CompatModel(CheckpointModel):
                 found, self._processor = encoder.fingerprint(processor), processor
                 self._outside_encoder = [encoder.requires_grad_(False).eval()]
             Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
-        outside: Any = self._outside_encoder[0]
-        return outside.to(self.device)
+        outside: Any = self._outside_encoder[0]  # moved only if it must be, as a traced model cannot be
+        return outside if next(outside.parameters()).device == self.device else outside.to(self.device)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images for a new gallery.

@@ -14,6 +14,7 @@ from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
@@ -105,12 +106,10 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     Returns:
         The frozen model in evaluation mode.
     """
-    source = EncoderSource(name=source) if isinstance(source, str) else source
-    ended = Path(source.name) / "model"
-    if (ended / "config.json").exists() and not (Path(source.name) / "config.json").exists():
-        source = source.model_copy(update={"name": str(ended)})
+    source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
     if is_checkpoint(source.name, source.revision):
-        model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main").for_inference().to(device)
+        model = load_checkpoint(source)
+        torch.nn.Module.to(model, device)
         compatible = model.compatible_with
         if model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
             compatible = []
@@ -120,6 +119,34 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)
     return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale)
+
+
+def load_checkpoint(source: EncoderSource | str) -> CompatModel:
+    """Load a model of this library; the encoder that a map belongs to is loaded when the map first embeds.
+
+    Args:
+        source: name, folder (of a model, or of a run that ended with one), or source with revision.
+
+    Returns:
+        The frozen model in evaluation mode, without what only training needs.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
+    source.check_folder()
+    if not is_checkpoint(source.name, source.revision):
+        raise XcompatError(f"{source.name} holds no model of xcompat; name a run's folder or a checkpoint")
+    model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
+    return model.for_inference()
+
+
+def _ended(source: EncoderSource) -> EncoderSource:
+    """Return where the model lies that a run ended with, or the source as it is."""
+    ended = Path(source.name) / "model"
+    if (ended / "config.json").exists() and not (Path(source.name) / "config.json").exists():
+        return source.model_copy(update={"name": str(ended)})
+    return source
 
 
 def penultimate(embedder: Embedder) -> Embedder:

@@ -198,12 +198,29 @@ def open_faiss(path: Path, metric: Metric) -> FaissIndex:
     Raises:
         XcompatError: it is missing or damaged.
     """
+    if not path.is_file():
+        raise XcompatError(f"{path} does not exist; put the faiss index back where the gallery found it, or roll back")
+    return FaissIndex(map_faiss(path), metric)
+
+
+def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
+    """Map an index file into memory, whatever its metric.
+
+    Args:
+        path: as faiss wrote it.
+
+    Returns:
+        faiss's own index.
+
+    Raises:
+        XcompatError: it is missing or damaged.
+    """
     import faiss
 
     if not path.is_file():
-        raise XcompatError(f"{path} does not exist; put the faiss index back where the gallery found it, or roll back")
+        raise XcompatError(f"the faiss index {path} does not exist")
     try:
-        return FaissIndex(faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC), metric)
+        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise XcompatError(f"{path} is no readable faiss index: {_reason(error)}") from None
 

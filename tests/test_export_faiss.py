@@ -1,0 +1,153 @@
+"""A linear map inside a faiss index: plain faiss finds what the model's view finds in the index as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from xcompat import Fingerprint, XcompatError, cli
+from xcompat.export import to_faiss
+from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.models.old_knowledge import OldKnowledge
+
+NEW_DIM, OLD_DIM, ROWS = 16, 8, 1000
+LINEAR = ("procrustes", "ridge", "query_map")
+PLAIN_FAISS = """
+import sys, faiss, numpy as np
+assert "xcompat" not in sys.modules
+scores, rows = faiss.read_index(sys.argv[1]).search(np.load(sys.argv[2]), 10)
+np.savez(sys.argv[3], scores=scores, rows=rows)
+"""
+
+
+def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def build(method: str, **options: Any) -> CompatModel:
+    """Return a map whose scale and bias are far from those of a rotation."""
+    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
+    model_class = METHODS[method]
+    model = model_class(model_class.config_class(old=old, embedding_dim=NEW_DIM, **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    return model.eval()
+
+
+def write_old_index(path: Path, factory: str, metric: int = faiss.METRIC_INNER_PRODUCT) -> faiss.Index:
+    vectors = unit(ROWS, OLD_DIM, seed=1).numpy()
+    index = faiss.index_factory(OLD_DIM, factory, metric)
+    index.train(vectors)
+    if factory.startswith("IDMap"):
+        index.add_with_ids(vectors, np.arange(ROWS) * 3 + 7)
+    else:
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+    return index
+
+
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+@pytest.mark.parametrize("factory", ["Flat", "HNSW16", "IVF8,Flat", "IDMap,Flat", "OPQ4_8,IVF4,Flat"])
+@pytest.mark.parametrize("method", LINEAR)
+def test_ranks_and_scores_are_those_of_the_view(method: str, factory: str, metric: int, tmp_path: Path) -> None:
+    model = build(method)
+    plain = write_old_index(tmp_path / "old.faiss", factory, metric)
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    queries = unit(20, NEW_DIM, seed=2)
+    with torch.no_grad():
+        expected_scores, expected_rows = plain.search(model.view(queries).numpy(), 10)
+    upgraded = faiss.read_index(str(tmp_path / "new.faiss"))
+    scores, rows = upgraded.search(queries.numpy(), 10)
+    np.testing.assert_array_equal(rows, expected_rows)
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
+    assert (upgraded.d, upgraded.ntotal, upgraded.metric_type) == (NEW_DIM, ROWS, metric)
+
+
+def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) -> None:
+    """What the last transform is for: scores, and L2; not the ranking of one query by inner products."""
+    model = build("ridge")
+    plain = write_old_index(tmp_path / "old.faiss", "Flat")
+    queries = unit(20, NEW_DIM, seed=2)
+    mapped = (queries @ model.weight + model.bias).detach()
+    assert (mapped.norm(dim=-1) - 1).abs().min() > 0.1, "the map changes lengths"
+    np.testing.assert_array_equal(plain.search(mapped.numpy(), 10)[1], plain.search(model.view(queries).detach().numpy(), 10)[1])
+
+
+def test_what_is_added_later_is_mapped_too(tmp_path: Path) -> None:
+    model = build("ridge")
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    index, added = faiss.read_index(str(tmp_path / "new.faiss")), unit(3, NEW_DIM, seed=3)
+    index.add(added.numpy())
+    stored = faiss.downcast_index(index.index).reconstruct_n(ROWS, 3)
+    np.testing.assert_allclose(stored, model.view(added).detach().numpy(), atol=1e-6)
+
+
+def test_penultimate_features_of_any_length_are_taken(folder_of: dict[str, str], tmp_path: Path) -> None:
+    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
+    model = METHODS["query_map"].from_encoder(folder_of["clip"], old=old, input="penultimate")
+    features = 5 * torch.randn(30, model.config.embedding_dim)
+    model.prepare(OldKnowledge(0, np.empty(0, np.int64), unit(30, OLD_DIM, seed=4).numpy()), features.numpy())
+    plain = write_old_index(tmp_path / "old.faiss", "Flat")
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(features.numpy(), 5)[1]
+    np.testing.assert_array_equal(rows, plain.search(model.view(features).detach().numpy(), 5)[1])
+
+
+def test_command_line_and_a_service_that_knows_faiss_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build("procrustes")
+    model.export(tmp_path / "run" / "model")
+    plain = write_old_index(tmp_path / "old.faiss", "HNSW16")
+    before = (tmp_path / "old.faiss").read_bytes()
+    monkeypatch.setenv("COLUMNS", "400")
+    arguments = ["faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss"]
+    monkeypatch.setattr(sys, "argv", ["xcompat", "export", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code and "takes 16-dimensional queries; its vectors are those of old@" in capsys.readouterr().out
+    assert (tmp_path / "old.faiss").read_bytes() == before
+    queries = unit(20, NEW_DIM, seed=2)
+    np.save(tmp_path / "queries.npy", queries.numpy())
+    files = [str(tmp_path / name) for name in ("new.faiss", "queries.npy", "found.npz")]
+    subprocess.run([sys.executable, "-c", PLAIN_FAISS, *files], check=True)
+    found = np.load(tmp_path / "found.npz")
+    np.testing.assert_array_equal(found["rows"], plain.search(model.view(queries).numpy(), 10)[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("query_map", {"shape": "residual"}),
+        ("query_map", {"shape": "projection"}),
+        ("residual_mlp", {}),
+        ("rbt", {}),
+        ("fct", {}),
+    ],
+)
+def test_what_is_not_linear_is_refused(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    with pytest.raises(XcompatError, match="by more than one linear layer, and a faiss index holds no other"):
+        to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
+    assert not (tmp_path / "new.faiss").exists()
+
+
+def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:
+    faiss.write_index(faiss.IndexFlatIP(OLD_DIM + 1), str(tmp_path / "other.faiss"))
+    with pytest.raises(XcompatError, match="other.faiss holds vectors of 9 dimensions, and the map leads to the 8 of old@"):
+        to_faiss(build("ridge"), tmp_path / "other.faiss", tmp_path / "new.faiss")
+    with pytest.raises(XcompatError, match="the faiss index .*nowhere.* does not exist"):
+        to_faiss(build("ridge"), tmp_path / "nowhere.faiss", tmp_path / "new.faiss")
+    (tmp_path / "damaged.faiss").write_bytes(b"no index")
+    with pytest.raises(XcompatError, match="is no readable faiss index"):
+        to_faiss(build("ridge"), tmp_path / "damaged.faiss", tmp_path / "new.faiss")

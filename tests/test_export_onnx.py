@@ -1,0 +1,117 @@
+"""ONNX files give the model's embeddings for batches and lengths they were not exported with, or are not left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from conftest import TEXTS
+from PIL import Image
+
+from xcompat import Fingerprint, XcompatError, cli
+from xcompat.encoders import load_processor
+from xcompat.export import onnx_towers, to_onnx
+from xcompat.models import METHODS, CompatModel, describe_old
+
+OLD = Fingerprint.from_string("old")
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "xbt": ("xbt", "clip", "old", {"adapters": {"lora": {"rank": 2}, "prompts": 2}}),
+    "query map, BLIP masks padding": ("query_map", "blip", "old", {"shape": "residual"}),
+    "closed form, SigLIP reads padding": ("ridge", "siglip", "own", {}),
+    "trained on classes": ("bct", "resnet", "old", {"classes": ["cat", "dog"]}),
+    "penultimate, images alone": ("query_map", "clip", "old", {"input": "penultimate"}),
+    "timm": ("ridge", "timm_wrapper", "old", {}),
+}
+IMAGES_ALONE = {"trained on classes", "penultimate, images alone", "timm"}
+
+
+def build(method: str, folder: str, options: dict[str, Any]) -> CompatModel:
+    model = METHODS[method].from_encoder(folder, old=describe_old(OLD, dim=8), **options)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or not name.startswith("encoder."):
+            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def run_onnx(path: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (embeds,) = session.run(["embeds"], {name: tensor.numpy() for name, tensor in batch.items()})
+    return embeds
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_onnxruntime_embeds_what_the_model_embeds(
+    case: str, folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    method, architecture, space, options = CASES[case]
+    model = build(method, (folder_of | image_folder_of)[architecture], options)
+    fingerprint = model.fingerprint()
+    to_onnx(model, tmp_path / "out", space)  # type: ignore[arg-type]
+    about = json.loads((tmp_path / "out" / "xcompat_onnx.json").read_text())
+    assert model.fingerprint() == fingerprint, "merged was a copy"
+    assert about["fingerprint"] == fingerprint.digest and about["dim"] == (8 if space == "old" else 16)
+    assert [found["fingerprint"] for found in about["searches"]] == [(OLD if space == "old" else fingerprint).digest]
+    pixels = model.processor.images(images)
+    own = model.embed_images(pixels)
+    expected = model.view(own) if space == "old" else own
+    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "image.onnx", {"pixel_values": pixels}), expected, atol=1e-4)
+    assert about["image"]["inputs"]["pixel_values"]["shape"] == ["batch", 3, *about["image"]["size"]]
+    assert (tmp_path / "out" / "text.onnx").exists() is ("text" in about) is (case not in IMAGES_ALONE)
+    if "text" not in about:
+        return
+    for texts in (TEXTS, TEXTS[:1], [" ".join(TEXTS * 5)]):
+        batch = model.processor.texts(texts)
+        assert set(about["text"]["inputs"]) == set(batch)
+        own = model.embed_texts(**batch)
+        expected = model.view(own) if space == "old" else own
+        np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=1e-4)
+    length = about["text"]["inputs"]["input_ids"]["shape"][1]
+    assert length == (model.processor.max_length if about["text"]["pad_to_max_length"] else "length")
+
+
+@torch.no_grad()
+def test_command_line_and_preprocessing_from_the_folder(
+    folder_of: dict[str, str],
+    images: list[Image.Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = build("procrustes", folder_of["open_clip"], {})
+    model.export(tmp_path / "run" / "model")
+    capfd.readouterr()
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(sys, "argv", ["xcompat", "export", "onnx", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert not stop.value.code and "image.onnx and text.onnx embed in the old space" in out and err == ""
+    processor = load_processor(model.config.encoder, str(tmp_path / "out"))
+    batch = processor.texts(TEXTS)
+    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), model.view(model.embed_texts(**batch)), atol=1e-4)
+    assert torch.equal(processor.images(images), model.processor.images(images))
+
+
+def test_a_file_that_does_not_agree_is_not_left(
+    image_folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_towers, "TOLERANCE", 1e-12)
+    model = build("ridge", image_folder_of["mobilenet_v1"], {})
+    with pytest.raises(XcompatError, match="the image tower in ONNX gives embeddings .* from PyTorch's, where 1e-12 is allowed"):
+        to_onnx(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="cannot export the image tower with batches of any size: .*static shape"):
+        to_onnx(build("ridge", folder_of["siglip2"], {}), tmp_path / "out")
+    with pytest.raises(XcompatError, match="brings no queries into an old space"):
+        to_onnx(build("fct", folder_of["clip"], {}), tmp_path / "out")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,148 @@
+"""What sentence-transformers embeds with an exported folder, in a process of its own, is what the model embeds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TEXTS
+from numpy.typing import NDArray
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+
+from xcompat import Fingerprint, XcompatError, cli
+from xcompat.export import to_sentence_transformers
+from xcompat.export.sentence_module import CompatModule
+from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.models.embedder import load_checkpoint
+
+OLD = describe_old(Fingerprint.from_string("old"), dim=8)
+ADAPTERS = {"lora": {"rank": 2}, "prompts": 2}
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "xbt": ("xbt", "clip", "old", {"adapters": ADAPTERS}),
+    "xbt in its own space": ("xbt", "clip", "own", {"adapters": ADAPTERS}),
+    "direct on SigLIP": ("direct", "siglip", "old", {}),
+    "BLIP, which masks padding": ("xbt", "blip", "old", {}),
+    "query map": ("query_map", "clip", "old", {}),
+    "query map of open_clip": ("query_map", "open_clip", "old", {"shape": "residual"}),
+    "closed form": ("procrustes", "vision-text-dual-encoder", "old", {}),
+    "a map of galleries": ("fct", "clip", "own", {}),
+    "penultimate, images alone": ("query_map", "clip", "old", {"input": "penultimate"}),
+    "trained on classes": ("bct", "resnet", "old", {"classes": ["cat", "dog"]}),
+    "map of images alone": ("ridge", "mobilenet_v2", "old", {}),
+    "no old model": ("independent", "clip", "own", {}),
+}
+IMAGES_ALONE = {"penultimate, images alone", "trained on classes", "map of images alone"}
+FRESH = """
+import json, sys
+import numpy as np
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+for name in json.loads(sys.argv[3]):
+    model = SentenceTransformer(f"{folder}/{name}", trust_remote_code=True, device="cpu")
+    found = {"images": model.encode([Image.open(f"{folder}/{n}.png") for n in range(4)], batch_size=3),
+             "paths": model.encode([f"{folder}/{n}.png" for n in range(4)]), "dim": model.get_embedding_dimension()}
+    if model.supports("text"):
+        found["texts"] = model.encode(texts, batch_size=3)
+    np.savez(f"{folder}/{name}.npz", **found)
+"""
+
+
+def build(case: str, folder: str) -> CompatModel:
+    method, _, _, options = CASES[case]
+    old = OLD if METHODS[method].compares_with_old else None
+    model = METHODS[method].from_encoder(folder, old=old, **options)
+    for name, parameter in model.named_parameters():
+        if not name.startswith("encoder."):
+            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@torch.no_grad()
+def expected(case: str, model: CompatModel, images: list[Image.Image]) -> dict[str, NDArray[np.float32]]:
+    own = {"images": model.embed_images(model.processor.images(images))}
+    if case not in IMAGES_ALONE:
+        own["texts"] = model.embed_texts(**model.processor.texts(TEXTS))
+    return {kind: (model.view(embeds) if CASES[case][2] == "old" else embeds).numpy() for kind, embeds in own.items()}
+
+
+@pytest.fixture(scope="module")
+def both(
+    tmp_path_factory: pytest.TempPathFactory,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    images: list[Image.Image],
+) -> Callable[[str], tuple[dict[str, NDArray[np.float32]], dict[str, NDArray[np.float32]]]]:
+    """Return what each model embeds here, and what sentence-transformers embeds elsewhere, when all encoders are gone."""
+    folder, ours = tmp_path_factory.mktemp("exported"), {}
+    for number, image in enumerate(images):
+        image.save(folder / f"{number}.png")
+    names = {case: f"case-{number}" for number, case in enumerate(CASES)}
+    for case, (_, architecture, space, _) in CASES.items():
+        shutil.copytree((folder_of | image_folder_of)[architecture], folder / "encoder")
+        model = build(case, str(folder / "encoder"))
+        ours[case] = expected(case, model, images)
+        to_sentence_transformers(model, folder / names[case], space)
+        shutil.rmtree(folder / "encoder")
+    arguments = [str(folder), json.dumps(TEXTS), json.dumps(list(names.values()))]
+    subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, capture_output=True)
+    return lambda case: (ours[case], dict(np.load(folder / f"{names[case]}.npz")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_process_embeds_the_same(case: str, both: Callable[[str], Any]) -> None:
+    ours, theirs = both(case)
+    assert ("texts" in theirs) is (case not in IMAGES_ALONE)
+    for kind in ours:
+        np.testing.assert_allclose(theirs[kind], ours[kind], atol=1e-5)
+    np.testing.assert_allclose(theirs["paths"], ours["images"], atol=1e-5)
+    assert theirs["dim"] == ours["images"].shape[1]
+
+
+def test_the_module_loads_without_the_flag_and_the_folder_is_still_ours(
+    folder_of: dict[str, str], tmp_path: Path, images: list[Image.Image]
+) -> None:
+    model = build("xbt", folder_of["clip"])
+    to_sentence_transformers(model, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.py")), "no code is copied"
+    sentences = SentenceTransformer(modules=[CompatModule.load(str(tmp_path / "out"))], device="cpu")
+    ours = expected("xbt", model, images)
+    np.testing.assert_allclose(sentences.encode(TEXTS), ours["texts"], atol=1e-5)
+    np.testing.assert_allclose(sentences.encode([np.asarray(image) for image in images]), ours["images"], atol=1e-5)
+    np.testing.assert_allclose(sentences.encode("shoe", prompt="a red "), sentences.encode("a red shoe"), atol=1e-6)
+    assert load_checkpoint(str(tmp_path / "out")).fingerprint() == model.fingerprint()
+    sentences.save(str(tmp_path / "again"))
+    again = SentenceTransformer(str(tmp_path / "again"), trust_remote_code=True, device="cpu")
+    np.testing.assert_allclose(again.encode(TEXTS), ours["texts"], atol=1e-5)
+
+
+def test_command_line(
+    folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    build("xbt", folder_of["clip"]).export(tmp_path / "run" / "model")
+    arguments = ["export", "sentence-transformers", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--space", "own"]
+    monkeypatch.setattr(sys, "argv", ["xcompat", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code and "trust_remote_code=True) embeds in the own space" in capsys.readouterr().out
+    assert CompatModule.load(str(tmp_path / "out")).get_embedding_dimension() == 16
+
+
+def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
+    for case in ("a map of galleries", "no old model"):
+        with pytest.raises(XcompatError, match="brings no queries into an old space; export it with space='own'"):
+            to_sentence_transformers(build(case, folder_of["clip"]), tmp_path / "out")
+    config = METHODS["ridge"].config_class(old=OLD, embedding_dim=16)
+    with pytest.raises(XcompatError, match="fitted on embeddings alone"):
+        to_sentence_transformers(METHODS["ridge"](config), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())

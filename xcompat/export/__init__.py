@@ -1,0 +1,7 @@
+"""A trained model in the forms that other people's software reads."""
+
+from xcompat.export.onnx_towers import to_onnx
+from xcompat.export.query_transform import to_faiss
+from xcompat.export.sentence_transformers import to_sentence_transformers
+
+__all__ = ["to_faiss", "to_onnx", "to_sentence_transformers"]

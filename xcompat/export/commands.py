@@ -1,0 +1,38 @@
+"""What ``xcompat export`` does, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from xcompat.export import onnx_towers, query_transform, sentence_transformers
+from xcompat.export.towers import Space
+from xcompat.models.embedder import load_checkpoint
+from xcompat.progress import console, silence_libraries
+
+
+def to_faiss(index: Path, model: str, out: Path) -> None:
+    """Write a faiss index that takes queries of the new model."""
+    silence_libraries()
+    loaded = load_checkpoint(model)
+    query_transform.to_faiss(loaded, index, out)
+    old, dim = escape(str(loaded.compatible_with[0])), loaded.config.embedding_dim
+    console.print(f"[green]✓[/] {escape(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+
+
+def to_sentence_transformers(run: str, out: Path, space: Space) -> None:
+    """Write a folder that sentence-transformers loads."""
+    silence_libraries()
+    sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
+    load = f"SentenceTransformer({str(out)!r}, trust_remote_code=True)"
+    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space")
+
+
+def to_onnx(run: str, out: Path, space: Space) -> None:
+    """Write image and text tower as ONNX."""
+    silence_libraries()
+    onnx_towers.to_onnx(load_checkpoint(run), out, space)
+    towers = " and ".join(path.name for path in sorted(out.glob("*.onnx")))
+    allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
+    console.print(f"[green]✓[/] {escape(str(out))}: {towers} embed in the {space} space, {allowed}")

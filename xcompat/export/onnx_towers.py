@@ -1,0 +1,144 @@
+"""A model as ONNX: one file per tower, checked before it is left, and what a service must know to feed it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.export.towers import ImageTower, Space, TextTower, Tower, embeds_texts
+from xcompat.files import atomic_path, write_json
+from xcompat.models.base import CompatModel
+
+TOLERANCE = 1e-4
+"""How far a coordinate of an embedding of length 1 may be from PyTorch's."""
+OUTPUT = "embeds"
+DESCRIPTION = "xcompat_onnx.json"
+
+Batch = dict[str, Tensor]
+
+
+def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old") -> None:
+    """Write the image tower, and the text tower where there is one, as ONNX with batches of any size.
+
+    ``image.onnx`` and ``text.onnx`` end in the space, so that nothing is to be done after them. Texts are of any length where the
+    model does not read its padding. Beside them lie the preprocessing in the form of the encoder's library, and
+    ``xcompat_onnx.json``: inputs, outputs, pixels, padding, and which model's indexes the embeddings search. LoRA is merged.
+
+    Args:
+        model: any that embeds; a map is written with its frozen encoder.
+        folder: replaced if it exists.
+        space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+
+    Raises:
+        XcompatError: the model brings no queries into an old space, PyTorch cannot export it, or onnxruntime gives other
+            embeddings; then nothing is left.
+    """
+    _require_libraries()
+    model = model.for_inference()
+    tower, processor = ImageTower(model, space), model.processor
+    about = {
+        "name": model.name_or_path or type(model).__name__,
+        "fingerprint": model.fingerprint().digest,
+        "space": space,
+        "dim": tower.dim,
+        "searches": [
+            {"name": version.name, "fingerprint": version.digest}
+            for version in (model.compatible_with[:1] if space == "old" else [model.fingerprint()])
+        ],
+        "preprocessing": json.loads(json.dumps(processor.describe(), default=str)),
+    }
+    model = _merged(model)
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        height, width = processor.image_size
+        pixels = [{"pixel_values": torch.from_numpy(_random(rows, 3, height, width))} for rows in (2, 1, 3)]
+        about["image"] = _write(ImageTower(model, space), pixels, {0: "batch"}, temporary / "image.onnx") | {
+            "size": [height, width],
+            "mean": list(processor.mean),
+            "std": list(processor.std),
+            "interpolation": processor.interpolation,
+        }
+        if embeds_texts(model):
+            free = {0: "batch"} if processor.pad_to_max_length else {0: "batch", 1: "length"}
+            about["text"] = _write(TextTower(model, space), _texts(processor), free, temporary / "text.onnx") | {
+                "max_length": processor.max_length,
+                "pad_to_max_length": processor.pad_to_max_length,
+                "pad_token_id": processor.pad_token_id,
+            }
+        processor.save_pretrained(temporary)
+        write_json(temporary / DESCRIPTION, about)
+
+
+def _require_libraries() -> None:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401 - PyTorch's exporter is written in it
+    except ImportError:
+        raise XcompatError("this export needs onnx, onnxscript and onnxruntime; install `pip install xcompat[export]`") from None
+    onnxruntime.set_default_logger_severity(3)  # what it warns of is how PyTorch writes graphs
+
+
+def _merged(model: CompatModel) -> CompatModel:
+    """Return the model without extra layers for LoRA, leaving the one given as it is."""
+    adapters = model.config.adapters
+    return copy.deepcopy(model).merge_adapters() if adapters is not None and adapters.get("lora") else model
+
+
+def _random(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(shape[0]).standard_normal(shape, dtype=np.float32)
+
+
+def _texts(processor: Processor) -> list[Batch]:
+    """Return batches of random words: short ones, one that fills the model, and several lengths in one batch."""
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3)) for _ in range(2 * processor.max_length)]
+    texts = [" ".join(words[:count]) for count in (1, 2, 4, len(words))]
+    count_truncated = processor.count_truncated
+    batches = [processor.texts(chosen) for chosen in (texts[:2], texts[3:], texts[:3], texts[1:])]
+    processor.count_truncated = count_truncated  # these are not the user's texts
+    return batches
+
+
+@torch.no_grad()
+def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: Path) -> dict[str, Any]:
+    """Export a tower, compare it with PyTorch on every batch, and return what it reads and gives."""
+    shapes = {name: dict(free) for name in batches[0]}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # PyTorch's about itself
+            program = torch.onnx.export(
+                tower, (), kwargs=batches[0], dynamic_shapes=shapes, dynamo=True, output_names=[OUTPUT], verbose=False
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause = str(error.__cause__ or error).strip().splitlines()
+        reason = " ".join(line.strip(" -") for line in cause if line.strip())[:300]
+        raise XcompatError(f"PyTorch cannot export the {path.stem} tower with batches of any size: {reason}") from error
+    assert program is not None
+    program.save(path)
+    inputs = _compare(tower, batches, path)
+    return {"file": path.name, "inputs": inputs, "outputs": {OUTPUT: ["batch", tower.dim]}}
+
+
+def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, Any]:
+    """Refuse a file that does not give PyTorch's embeddings, and return its inputs' types and shapes."""
+    from onnxruntime import InferenceSession
+
+    session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for batch in batches:
+        (found,) = session.run([OUTPUT], {name: tensor.numpy() for name, tensor in batch.items()})
+        apart = float(np.abs(found - tower(**batch).numpy()).max())
+        if not apart <= TOLERANCE:
+            raise XcompatError(
+                f"the {path.stem} tower in ONNX gives embeddings {apart:.1e} from PyTorch's, where {TOLERANCE:.0e} is allowed; "
+                "nothing was written"
+            )
+    return {given.name: {"type": given.type, "shape": given.shape} for given in session.get_inputs()}

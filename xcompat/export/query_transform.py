@@ -1,0 +1,94 @@
+"""A linear map of queries inside a faiss index: a service that searches it is upgraded without new code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path
+from xcompat.models.base import CompatModel
+from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.query_map import QueryMapModel
+from xcompat.retrieval.faiss_index import map_faiss
+
+
+def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> None:
+    """Write an index of the old model that takes queries of the new one: a chain of transforms before the index as it is.
+
+    The chain is that of ``model.view``: W·x + b and then length 1. For inner products the length of a query does not change its
+    ranking, only its scores; for L2 it changes both. Vectors are mapped from disk, so that none is copied but into the new file.
+
+    Args:
+        model: a closed form, or a query map of linear shape.
+        index_file: any faiss index of the old model's embeddings.
+        out: the index to write; plain faiss reads it.
+
+    Raises:
+        XcompatError: the map is not linear, or the index is not of the old model's dimension.
+    """
+    import faiss
+
+    weight_dD, bias_d = linear_view(model)
+    stored = map_faiss(Path(index_file))
+    old_dim, new_dim = weight_dD.shape
+    if stored.d != old_dim:
+        raise XcompatError(
+            f"{index_file} holds vectors of {stored.d} dimensions, and the map leads to the {old_dim} of "
+            f"{model.compatible_with[0]}; name an index of that model"
+        )
+    linear = faiss.LinearTransform(new_dim, old_dim, True)
+    faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
+    faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
+    linear.is_trained = True
+    transforms = [*_normalised_inputs(model, new_dim), linear, faiss.NormalizationTransform(old_dim)]
+    inner = stored
+    if isinstance(stored, faiss.IndexPreTransform):  # one chain, so that a service's search parameters still fit
+        transforms += [stored.chain.at(place) for place in range(stored.chain.size())]
+        inner = faiss.downcast_index(stored.index)
+    chained = faiss.IndexPreTransform(inner)
+    for transform in reversed(transforms):
+        chained.prepend_transform(transform)
+    with atomic_path(out) as temporary:
+        faiss.write_index(chained, str(temporary))
+
+
+def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
+    """Return W and b of a model whose view is normalise(W·x + b), x of length 1.
+
+    Args:
+        model: any model.
+
+    Returns:
+        W (d, D) and b (d,), float32.
+
+    Raises:
+        XcompatError: its view is not of that form.
+
+    Example:
+        >>> from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel
+        >>> from xcompat.models import describe_old
+        >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
+        >>> linear_view(ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=8)))[0].shape
+        torch.Size([4, 8])
+    """
+    if isinstance(model, ClosedFormModel):
+        weight_dD, bias_d = model.weight.T, model.bias
+    elif isinstance(model, QueryMapModel) and model.linear is not None and model.network is None:
+        weight_dD, bias_d = model.linear.weight, model.linear.bias
+    else:
+        raise XcompatError(
+            f"{type(model).__name__} maps queries by more than one linear layer, and a faiss index holds no other; "
+            "name a model of procrustes, ridge, or query_map with options.shape linear"
+        )
+    return weight_dD.detach().float().cpu().contiguous(), bias_d.detach().float().cpu()
+
+
+def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
+    """Return what brings penultimate features to length 1; embeddings have it already."""
+    import faiss
+
+    reads_features = isinstance(model, QueryMapModel) and model.head is not None
+    return [faiss.NormalizationTransform(new_dim)] if reads_features else []

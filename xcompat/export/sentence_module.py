@@ -1,0 +1,157 @@
+"""The module by which sentence-transformers embeds with a model of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from PIL import Image
+from sentence_transformers.base.modality import infer_batch_modality
+from sentence_transformers.base.modules import InputModule
+from torch import Tensor
+
+from xcompat.data.images import open_image
+from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.errors import XcompatError
+from xcompat.export.towers import ImageTower, Space, TextTower, embeds_texts
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import load_checkpoint
+
+ENCODER = "encoder"
+"""Folder of the frozen encoder that a map belongs to, beside the map."""
+
+
+class CompatModule(InputModule):
+    """A model whose texts and pictures are embedded in one space: the old one, or its own.
+
+    Args:
+        model: frozen, in evaluation mode, with an encoder.
+        space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+
+    Raises:
+        XcompatError: the model brings no queries into an old space, or has no encoder.
+    """
+
+    config_file_name = "sentence_xcompat_config.json"
+    config_keys = ["space"]  # noqa: RUF012 - as sentence-transformers declares it
+
+    def __init__(self, model: CompatModel, space: Space = "old") -> None:
+        super().__init__()
+        self.space = space
+        self.image = ImageTower(model, space)
+        self.text = TextTower(model, space) if embeds_texts(model) else None
+
+    @property
+    def model(self) -> CompatModel:
+        """Return the model inside."""
+        return self.image.model
+
+    @property
+    def modalities(self) -> list[Any]:
+        """Return what can be embedded."""
+        return ["image"] if self.text is None else ["text", "image"]
+
+    @property
+    def max_seq_length(self) -> int:
+        """Return the most tokens of a text that are read; 0 where there is no text tower."""
+        return self.model.processor.max_length
+
+    def get_embedding_dimension(self) -> int:
+        """Return the dimension of the embeddings."""
+        return self.image.dim
+
+    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: object) -> dict[str, Any]:
+        """Make a batch of texts, or of pictures.
+
+        Args:
+            inputs: texts, or pictures as PIL images, arrays (H, W, 3) of uint8, or paths.
+            prompt: what every text begins with.
+            kwargs: not read.
+
+        Returns:
+            What :meth:`forward` reads.
+        """
+        if infer_batch_modality(inputs, supported_modalities=self.modalities) == "text":
+            return dict(self.model.processor.texts([(prompt or "") + text for text in inputs]))
+        pictures = [Image.fromarray(given) if isinstance(given, np.ndarray) else given for given in inputs]
+        return {"pixel_values": self.model.processor.images([open_image(picture) for picture in pictures])}
+
+    def forward(self, features: dict[str, Any], **kwargs: object) -> dict[str, Any]:
+        """Embed a batch of :meth:`preprocess`.
+
+        Args:
+            features: ``pixel_values``, or ``input_ids`` and perhaps ``attention_mask``.
+            kwargs: not read.
+
+        Returns:
+            The batch with ``sentence_embedding`` (B, dim), float32, of length 1.
+        """
+        embeds: Tensor
+        if "pixel_values" in features:
+            embeds = self.image(features["pixel_values"])
+        else:
+            assert self.text is not None
+            embeds = self.text(features["input_ids"], features.get("attention_mask"))
+        return features | {"sentence_embedding": embeds}
+
+    def save(self, output_path: str, *args: object, safe_serialization: bool = True, **kwargs: object) -> None:
+        """Write the model as ``from_pretrained`` reads it, and the frozen encoder of a map beside it.
+
+        Args:
+            output_path: a folder that exists.
+            args: not read.
+            safe_serialization: not read; weights are always safetensors.
+            kwargs: not read.
+        """
+        self.model.save_pretrained(output_path)
+        described = self.model.config.encoder
+        if self.model.embeds_in_memory:
+            assert described is not None
+            _save_encoder(described, Path(output_path) / ENCODER)
+        else:
+            self.model.processor.save_pretrained(output_path)
+        self.save_config(output_path)
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        token: bool | str | None = None,
+        cache_folder: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        init_defaults: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ANN401 - sentence-transformers' own
+    ) -> Self:
+        """Load what :meth:`save` wrote, from a folder or the Hub (see sentence-transformers' ``Module.load``)."""
+        where: dict[str, Any] = {
+            "subfolder": subfolder,
+            "token": token,
+            "cache_folder": cache_folder,
+            "revision": revision,
+            "local_files_only": local_files_only,
+        }
+        folder = cls.load_dir_path(model_name_or_path, **where)
+        assert folder is not None
+        model = load_checkpoint(str(Path(folder).resolve()))
+        if (beside := Path(folder).resolve() / ENCODER).is_dir():
+            model.config.encoder = {**model.config.encoder, "name": str(beside), "revision": None}
+        return cls(model, **cls.load_config(model_name_or_path, **where))
+
+
+def _save_encoder(described: dict[str, Any], folder: Path) -> None:
+    """Write the encoder of a map in the format of its library."""
+    source = EncoderSource(name=described["name"], revision=described.get("revision"))
+    folder.mkdir()
+    if described["library"] == "xcompat":
+        inner = load_checkpoint(source)
+        if inner.embeds_in_memory:
+            raise XcompatError(f"{source.name}, which the map belongs to, is itself a map; export the model that embeds")
+        inner.export(folder)
+    else:
+        encoder, processor = load_encoder(source)
+        encoder.save_pretrained(folder)
+        processor.save_pretrained(folder)

@@ -1,0 +1,85 @@
+"""What an export computes: from pixels or tokens to a place in the old space, or in the new model's own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from xcompat.errors import XcompatError
+from xcompat.models.base import CompatModel
+
+Space = Literal["old", "own"]
+"""``old``: what searches an index of the old model. ``own``: what the new model embeds, for an index of its own."""
+
+
+class Tower(nn.Module):
+    """One modality of a model, its embeddings in one space.
+
+    Args:
+        model: frozen, in evaluation mode.
+        space: where its embeddings shall lie.
+
+    Raises:
+        XcompatError: the model brings no queries into an old space.
+    """
+
+    def __init__(self, model: CompatModel, space: Space) -> None:
+        super().__init__()
+        if space == "old" and (model.maps_galleries or not model.compatible_with):
+            raise XcompatError(f"{type(model).__name__} brings no queries into an old space; export it with space='own'")
+        self.model, self.space = model, space
+        self.encoder = model._get_encoder()  # that of a map is no part of the model, and would be exported as constants
+
+    @property
+    def dim(self) -> int:
+        """Return the dimension of that space."""
+        return self.model.config.old["dim"] if self.space == "old" else self.model.config.embedding_dim
+
+    def place(self, embeds_BD: Tensor) -> Tensor:
+        """Bring the new model's embeddings into the space: (B, dim) float32."""
+        return self.model.view(embeds_BD) if self.space == "old" else embeds_BD
+
+
+class ImageTower(Tower):
+    """From images to embeddings."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Embed images.
+
+        Args:
+            pixel_values: (B, C, H, W) float32 from the model's processor.
+
+        Returns:
+            (B, dim) float32.
+        """
+        return self.place(self.model.embed_images(pixel_values))
+
+
+class TextTower(Tower):
+    """From texts to embeddings."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed texts.
+
+        Args:
+            input_ids: (B, L) int64 from the model's processor.
+            attention_mask: (B, L) int64, or None for models that read their padding.
+
+        Returns:
+            (B, dim) float32.
+        """
+        return self.place(self.model.embed_texts(input_ids, attention_mask))
+
+
+@torch.no_grad()
+def embeds_texts(model: CompatModel) -> bool:
+    """Return whether a model, or what it is a map of, has a place for texts; refuse one that embeds nothing."""
+    processor = model.processor  # a map without an encoder is refused here
+    try:
+        tokens = {name: tokens.to(model.device) for name, tokens in processor.texts(["a text"]).items()}
+        model.embed_texts(**tokens)
+    except XcompatError:
+        return False
+    return True
