@@ -84,7 +84,7 @@ def test_nothing_is_there_before_the_commit_and_everything_after_reopening(make:
 def test_what_was_not_committed_is_forgotten(make: Make) -> None:
     with make() as gallery:
         gallery.add(vectors(5), names(5))
-    assert len(Gallery.open(gallery.path)) == 0 and Gallery.open(gallery.path).verify() == []
+    assert len(Gallery.open(gallery.path)) == 0 and Gallery.open(gallery.path).damage() == []
     gallery.add(vectors(5), names(5))
     gallery.commit()
     assert len(gallery) == 5
@@ -101,7 +101,7 @@ def test_removed_and_replaced_items(make: Make) -> None:
     del stored["item 3"], stored["item 4"]
     assert len(gallery) == len(stored) == 29
     assert found(gallery, vectors(4, 2), 29) == naive(stored, vectors(4, 2), 29)
-    assert gallery.verify() == []
+    assert gallery.damage() == []
 
 
 def test_filters_are_exact(make: Make) -> None:
@@ -128,7 +128,7 @@ def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
     assert gallery.rollback(5) == 7 and len(gallery) == 15
     before = found(gallery, vectors(3, 7), 15)
     gallery.compact()
-    assert found(gallery, vectors(3, 7), 15) == before and len(gallery.segments) == 1 and gallery.verify() == []
+    assert found(gallery, vectors(3, 7), 15) == before and len(gallery.segments) == 1 and gallery.damage() == []
     assert [manifest.by for manifest in gallery.generations()] == ["compact"]
     with pytest.raises(XcompatError, match="has no generation 2"):
         gallery.rollback(2)
@@ -167,7 +167,7 @@ def test_any_history_ends_like_that_of_a_dictionary(
             stored = dict(states[generation])
             states[gallery.rollback(generation)] = dict(stored)
     gallery.commit()
-    assert len(gallery) == len(stored) and gallery.verify() == []
+    assert len(gallery) == len(stored) and gallery.damage() == []
     if stored:
         assert found(Gallery.open(gallery.path), vectors(2, 1), 12) == naive(stored, vectors(2, 1), 12)
 
@@ -213,7 +213,7 @@ def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery]
     with pytest.raises(XcompatError, match=message):
         change(gallery)
     gallery.close()
-    assert read_manifest(gallery.path) == before and gallery.verify() == []
+    assert read_manifest(gallery.path) == before and gallery.damage() == []
     assert found(Gallery.open(gallery.path), vectors(10)[[4]], 1) == [["item 4"]]
 
 
@@ -276,12 +276,12 @@ def test_every_altered_or_truncated_file_is_found_and_named(tmp_path: Path) -> N
         for bad in (good[:-1], good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :], b""):
             file.write_bytes(bad)
             try:
-                wrong = Gallery.open(gallery.path).verify()
+                wrong = Gallery.open(gallery.path).damage()
             except XcompatError as error:  # a manifest that cannot be read
                 wrong = [str(error)]
             assert len(wrong) >= 1 and str(file) in wrong[0], file
         file.write_bytes(good)
-    assert Gallery.open(gallery.path).verify() == []
+    assert Gallery.open(gallery.path).damage() == []
 
 
 @pytest.mark.parametrize("call", range(0, 60, 3))
@@ -320,7 +320,7 @@ def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, m
     monkeypatch.undo()
     gallery.close()
     survivor = Gallery.open(gallery.path)
-    assert len(survivor) in states and survivor.verify() == []
+    assert len(survivor) in states and survivor.damage() == []
     stored = dict(zip(names(10), vectors(10), strict=True))
     if len(survivor) == 18:
         stored |= dict(zip(names(10, "more"), vectors(10, 1), strict=True))
@@ -328,7 +328,7 @@ def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, m
     assert found(survivor, vectors(2, 5), 20) == naive(stored, vectors(2, 5), 20)
     survivor.add(vectors(1, 8), ["life goes on"])
     survivor.compact() if call % 2 else survivor.commit()
-    assert Gallery.open(gallery.path).verify() == []
+    assert Gallery.open(gallery.path).damage() == []
 
 
 def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,8 +341,24 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
         gallery.commit()
     gallery.close()
     monkeypatch.undo()
-    assert len(Gallery.open(gallery.path)) == 10 and Gallery.open(gallery.path).verify() == []
+    assert len(Gallery.open(gallery.path)) == 10 and Gallery.open(gallery.path).damage() == []
     assert not [path for path in (gallery.path / "segments").iterdir() if path.name.startswith(".")], "nothing half-written"
+
+
+def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_gone_is_told(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="SQ8")
+    for number in range(2):
+        gallery.add(vectors(20, number), names(20, f"part {number}"))
+        gallery.commit()
+    gallery.verify()
+    reader = Gallery.open(gallery.path)
+    gallery.compact()
+    gallery.verify()
+    with pytest.raises(XcompatError, match="open the gallery again if it was compacted meanwhile"):
+        reader.find(["part 0 1"])
+    (gallery.path / "segments" / gallery.segments[0].record.name / "rows.arrow").write_bytes(b"")
+    with pytest.raises(XcompatError, match=r"is damaged: .*rows.arrow has 0 bytes"):
+        Gallery.open(gallery.path).verify()
 
 
 def test_a_forged_manifest_does_not_lead_out_of_the_gallery(tmp_path: Path) -> None:

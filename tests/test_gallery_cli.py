@@ -80,7 +80,7 @@ def test_another_model_is_refused_unless_it_replaces(
     code, _, err = run("search", gallery, "a dog", "--model", folder_of["clip"])
     assert code == 2 and err.count("\n") == 1 and "cannot be compared with" in err
     code, _, err = run("add", gallery, photos, "--model", folder_of["clip"])
-    assert code == 2 and "embedded by another model" in err and Gallery.open(gallery).verify() == []
+    assert code == 2 and "embedded by another model" in err and Gallery.open(gallery).damage() == []
     code, out, _ = run("add", gallery, photos, "--model", folder_of["clip"], "--replace")
     assert code == 0 and "120 pictures added" in out
     assert Gallery.open(gallery).versions == [load_embedder(folder_of["clip"]).fingerprint]

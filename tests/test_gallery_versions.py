@@ -112,7 +112,7 @@ def test_an_upgrade_maps_every_embedding_and_can_be_undone(tmp_path: Path) -> No
     best = [str(kept[row]) for row in np.argmax(queries @ mapped[kept].T, axis=1)]
     hits = gallery.search(queries, model, top_k=1)
     assert [found[0].id for found in hits] == best and hits[0][0].metadata == {"n": int(best[0])}
-    assert gallery.versions == [model.fingerprint().derived("upgrade")] and gallery.verify() == []
+    assert gallery.versions == [model.fingerprint().derived("upgrade")] and gallery.damage() == []
     with pytest.raises(FingerprintMismatchError):
         gallery.search(unit(1, d, 0), OLD)
     gallery.rollback(1)
@@ -143,7 +143,7 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
     )
     again = Gallery.open(gallery.path)
     assert again.upgrade(model, batch_size=50) == 2 * N
-    assert mapped == [50] * 3 and len(again) == 2 * N and again.verify() == []
+    assert mapped == [50] * 3 and len(again) == 2 * N and again.damage() == []
     expected = original(model, torch.from_numpy(np.concatenate([unit(N, d, 0), unit(N, d, 1)]))).detach().numpy()
     stored = np.concatenate([segment.vectors(0, len(segment)) for segment in again.segments])
     np.testing.assert_allclose(stored, expected, atol=1e-6)
@@ -164,7 +164,7 @@ def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> N
     bare = old_gallery(tmp_path / "bare")
     with pytest.raises(XcompatError, match="was trained with side-information"):
         bare.upgrade(model)
-    assert bare.verify() == [] and bare.versions == [OLD]
+    assert bare.damage() == [] and bare.versions == [OLD]
 
 
 def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_p
     assert gallery.upgrade(gallery_map()) == N + 2 and (tmp_path / "own.faiss").read_bytes() == before
     gallery.rollback(1)
     (tmp_path / "own.faiss").write_bytes(before[:-5])
-    assert any("own.faiss" in line for line in Gallery.open(tmp_path / "g").verify())
+    assert any("own.faiss" in line for line in Gallery.open(tmp_path / "g").damage())
 
 
 def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:

@@ -149,11 +149,12 @@ def lineage(
     name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="A checkpoint on the Hub, or its folder.")],
 ) -> None:
     """Show what a checkpoint is compatible with, followed from model to older model."""
+    from rich.console import Console
+
     from xcompat.hub.lineage import draw, require_whole, trace_lineage
-    from xcompat.progress import console
 
     traced = trace_lineage(name)
-    console.print(draw(traced), soft_wrap=True)
+    Console(width=10_000, highlight=False).print(draw(traced))  # a tree cuts names off at the edge of the terminal
     require_whole(traced)
 
 

@@ -125,7 +125,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
 
 def verify(gallery: Gallery) -> bool:
     """Print what is damaged; return whether nothing is."""
-    wrong = gallery.verify()
+    wrong = gallery.damage()
     for line in wrong:
         console.print(f"[red]✗[/] {escape(line)}")
     if not wrong:

@@ -338,12 +338,17 @@ class Gallery:
         """Return every state that can be opened or rolled back to, the oldest first."""
         return [read_manifest(self.path, number) for number in known_generations(self.path)]
 
-    def verify(self) -> list[str]:
+    def verify(self) -> None:
         """Read every file and compare it with what was written.
 
-        Returns:
-            One line for each that is missing, truncated or altered; empty when the gallery is whole.
+        Raises:
+            XcompatError: naming each that is missing, truncated or altered.
         """
+        if wrong := self.damage():
+            raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
+
+    def damage(self) -> list[str]:
+        """Return what :meth:`verify` finds, one line for each file; empty when the gallery is whole."""
         wrong = []
         if not is_current_whole(self.path):
             wrong.append(f"{self.path / CURRENT} has changed since it was committed")

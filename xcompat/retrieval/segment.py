@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
     "id_order.npy",
 )
 BLOCK = 65536
+MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass
@@ -143,14 +146,14 @@ class Segment:
             return pa.ipc.open_file(pa.memory_map(str(self.folder / ROWS_FILE))).read_all()
         except (OSError, pa.ArrowInvalid) as error:
             reason = " ".join(str(error).split())[:120]
-            raise XcompatError(f"{self.folder / ROWS_FILE} cannot be read ({reason}); see `xcompat gallery verify`") from None
+            raise XcompatError(f"{self.folder / ROWS_FILE} cannot be read ({reason}); {MENDING}") from None
 
     @cached_property
     def kept(self) -> NDArray[np.bool_] | None:
         """Which rows are there; None when all are."""
         if self.record.removed is None:
             return None
-        packed = np.load(self.gallery / REMOVED / self.record.removed, allow_pickle=False)
+        packed = _mapped(self.gallery / REMOVED / self.record.removed)
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
 
     def present(self) -> NDArray[np.int64]:
@@ -194,8 +197,7 @@ class Segment:
         Returns:
             Positions in ``ids``, and the row of each.
         """
-        sorted_H = np.load(self.folder / HASHES_FILE, mmap_mode="r", allow_pickle=False)
-        order_H = np.load(self.folder / ORDER_FILE, mmap_mode="r", allow_pickle=False)
+        sorted_H, order_H = _mapped(self.folder / HASHES_FILE), _mapped(self.folder / ORDER_FILE)
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
         positions, rows = [], []
         for position in np.flatnonzero(first_N < last_N).tolist():
@@ -210,14 +212,14 @@ class Segment:
         """Return stored vectors (stop - start, d), those of removed rows too."""
         kept = self.folder / VECTORS_FILE
         if kept.name in self.record.files:
-            return np.array(np.load(kept, mmap_mode="r", allow_pickle=False)[start:stop])
+            return np.array(_mapped(kept)[start:stop])
         return self.index.vectors(start, stop)
 
     def side_info(self, start: int, stop: int) -> NDArray[np.float32] | None:
         """Return stored side-information (stop - start, S); None when there is none."""
         if SIDE_FILE not in self.record.files:
             return None
-        return np.array(np.load(self.folder / SIDE_FILE, mmap_mode="r", allow_pickle=False)[start:stop])
+        return np.array(_mapped(self.folder / SIDE_FILE)[start:stop])
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
         """Yield what is there, block by block.
@@ -288,7 +290,7 @@ def check_ids(ids: Sequence[str]) -> None:
     """Refuse what is no id, and ids that are there twice."""
     seen: set[str] = set()
     for name in ids:
-        if not str(name).strip() or not str(name).isprintable():
+        if not str(name).strip() or _CONTROL.search(str(name)):
             raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
         if name in seen:
             raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
@@ -317,6 +319,15 @@ def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
     import pandas as pd
 
     return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """Map an array on disk into memory."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise XcompatError(f"{path} cannot be read ({reason}); {MENDING}") from None
 
 
 def _difference(path: Path, record: FileRecord) -> list[str]:
