@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xcompat import cli
+from xcompat import XbtModel, cli
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -72,36 +72,55 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     assert code == 1 and "index.faiss has" in out
 
 
-def test_another_model_is_refused_unless_it_replaces(
+@pytest.fixture
+def compatible(tmp_path: Path, folder_of: dict[str, str], old_folder: str) -> str:
+    """Return a checkpoint whose queries search galleries of the old model."""
+    model = XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old())
+    model.export(tmp_path / "xbt")
+    return str(tmp_path / "xbt")
+
+
+def test_a_model_that_would_split_the_gallery_is_refused(
     run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], old_folder: str
 ) -> None:
     gallery = tmp_path / "gallery"
     run("build", photos, "--model", old_folder, "--out", gallery)
-    code, _, err = run("search", gallery, "a dog", "--model", folder_of["clip"])
-    assert code == 2 and err.count("\n") == 1 and "cannot be compared with" in err
-    code, _, err = run("add", gallery, photos, "--model", folder_of["clip"])
-    assert code == 2 and "embedded by another model" in err and Gallery.open(gallery).damage() == []
-    code, out, _ = run("add", gallery, photos, "--model", folder_of["clip"], "--replace")
+    foreign = ("--model", folder_of["clip"])
+    for verb in (("search", gallery, "a dog"), ("add", gallery, photos), ("upgrade", gallery, "--backfill", photos)):
+        code, _, err = run(*verb, *foreign)
+        assert code == 2 and err.count("\n") == 1 and "cannot be compared with" in err
+    assert Gallery.open(gallery).damage() == [] and len(Gallery.open(gallery).versions) == 1
+    code, _, err = run("upgrade", gallery, *foreign)
+    assert code == 2 and "is a plain encoder and maps nothing" in err
+
+
+def test_a_compatible_model_adds_beside_and_replaces_when_asked(
+    run: Run, photos: Path, tmp_path: Path, compatible: str, old_folder: str
+) -> None:
+    gallery = tmp_path / "gallery"
+    run("build", photos, "--model", old_folder, "--out", gallery)
+    code, _, err = run("add", gallery, photos, "--model", compatible)
+    assert code == 2 and "embedded by another model" in err
+    code, out, _ = run("add", gallery, photos, "--model", compatible, "--replace")
     assert code == 0 and "120 pictures added" in out
-    assert Gallery.open(gallery).versions == [load_embedder(folder_of["clip"]).fingerprint]
+    assert Gallery.open(gallery).versions == [load_embedder(compatible).fingerprint]
 
 
 def test_backfill_stays_within_its_budget_and_goes_on(
-    run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], old_folder: str
+    run: Run, photos: Path, tmp_path: Path, compatible: str, old_folder: str
 ) -> None:
-    gallery, new = tmp_path / "gallery", folder_of["clip"]
+    gallery = tmp_path / "gallery"
     run("build", photos, "--model", old_folder, "--out", gallery)
-    code, out, _ = run("upgrade", gallery, "--model", new, "--backfill", photos, "--budget", 50, "--dry-run")
+    code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50, "--dry-run")
     assert code == 0 and "50 of 120 pictures to embed" in out and len(Gallery.open(gallery).versions) == 1
     for done, left in ((50, 70), (50, 20), (20, 0)):
-        code, out, _ = run("upgrade", gallery, "--model", new, "--backfill", photos, "--budget", 50)
+        code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50)
         assert code == 0 and f"{done} embedded anew, {left} to go" in out
-    assert Gallery.open(gallery).versions == [load_embedder(new).fingerprint] and len(Gallery.open(gallery)) == 120
-    code, _, err = run("upgrade", gallery, "--model", new)
-    assert code == 2 and "is a plain encoder and maps nothing" in err
+        assert run("search", gallery, photos / "0.png", "--model", compatible)[0] == 0
+    assert Gallery.open(gallery).versions == [load_embedder(compatible).fingerprint] and len(Gallery.open(gallery)) == 120
     (tmp_path / "elsewhere").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "elsewhere" / "x.png")
-    code, _, err = run("upgrade", gallery, "--model", new, "--backfill", tmp_path / "elsewhere")
+    code, _, err = run("upgrade", gallery, "--model", compatible, "--backfill", tmp_path / "elsewhere")
     assert code == 2 and "none of the 1 pictures is in" in err
 
 

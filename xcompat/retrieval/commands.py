@@ -19,7 +19,7 @@ from xcompat.progress import console
 from xcompat.retrieval.filling import add_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.upgrading import plan_upgrade
-from xcompat.retrieval.versions import fits
+from xcompat.retrieval.versions import fits, require_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,8 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
 
 
 def fill(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
-    """Embed pictures into a gallery."""
+    """Embed pictures into a gallery; a model whose queries cannot search what is there would split it in two."""
+    require_views(asking(embedder), gallery.manifest)
     added = add_pictures(gallery, pictures, embedder, replace)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
@@ -55,7 +56,7 @@ def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: 
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):
         about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
-        table.add_row(str(place), f"{hit.score:.3f}", escape(hit.id), escape(str(hit.version)), escape(about))
+        table.add_row(str(place), f"{hit.score:.3f}", escape(hit.id), escape(short(hit.version)), escape(about))
     console.print(table if hits else "nothing found")
 
 
@@ -74,6 +75,12 @@ def query_embeddings(embedder: Embedder, query: str) -> Tensor:
 def asking(embedder: Embedder) -> Model:
     """Return the model in the role of the query's: a compatible one itself, which knows its views."""
     return embedder.model if isinstance(embedder.model, CompatModel) else embedder
+
+
+def short(version: Fingerprint) -> str:
+    """Return a fingerprint with the last part of its name: folders are long."""
+    path = Path(version.name)
+    return str(Fingerprint(version.digest, path.parent.name if path.name == "model" else path.name))
 
 
 def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
@@ -97,6 +104,7 @@ def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int |
     """Embed pictures of a gallery anew, the most useful first."""
     from xcompat.retrieval.backfilling import backfill_gallery, plan_backfill
 
+    require_views(asking(embedder), gallery.manifest)
     plan = plan_backfill(gallery, pictures, embedder, budget)
     console.print(f"{plan.items:,} of {plan.remaining:,} pictures to embed: about {_duration(plan.seconds)}")
     if not dry_run:
@@ -110,10 +118,10 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
         shared = f"also {', '.join(digest[:12] for digest in record.shares)}" if record.shares else ""
-        fitting = f"of {version}, and of models made compatible with it {shared}"
+        fitting = f"its own, and those of models made compatible with it {shared}"
         if embedder is not None:
             fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
-        table.add_row(escape(str(version)), f"{count:,}", str(record.dim), escape(fitting))
+        table.add_row(escape(short(version)), f"{count:,}", str(record.dim), escape(fitting))
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
     console.print(f"metric {gallery.metric}; {len(gallery.segments)} segments; index {indexes}; {decimal(_size(gallery))}")
