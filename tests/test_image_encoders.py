@@ -341,6 +341,32 @@ def test_loading_names_what_is_missing(folders: dict[str, str], tmp_path: Path) 
         load_encoder(str(tmp_path / "bert"))
 
 
+@pytest.mark.parametrize("name", ["resnet", "mobilenet_v2"])
+@torch.no_grad()
+def test_an_encoder_at_another_size_is_the_library_at_that_size(
+    name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    source = EncoderSource(name=folders[name], image_size=48)
+    encoder, processor = load_encoder(source)
+    pixels = processor.images(images)
+    assert processor.image_size == (48, 48) and pixels.shape[2:] == (48, 48)
+    features = AutoModel.from_pretrained(folders[name]).eval()(pixels).pooler_output.flatten(1)
+    assert_same(encoder.image_features(pixels), features)
+    again, same = load_encoder(EncoderSource.described(encoder.description))
+    saved = load_encoder(save(encoder, processor, tmp_path / "saved"))
+    assert encoder.fingerprint(processor) == again.fingerprint(same) == saved[0].fingerprint(saved[1])
+    made_for, pixels_of = load(folders[name])
+    assert encoder.fingerprint(processor) != made_for.fingerprint(pixels_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("vit", "cannot embed RGB images of 48x48"), ("timm_wrapper", "only image encoders of transformers")]
+)
+def test_an_encoder_that_reads_one_size_refuses_another(name: str, message: str, folders: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match=message):
+        load_encoder(EncoderSource(name=folders[name], image_size=48))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

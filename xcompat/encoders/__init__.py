@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
@@ -27,6 +27,8 @@ class EncoderSource(BaseModel):
         trust_remote_code: whether code from the repository may run; off unless said so here.
         model_type: the architecture it is expected to have (transformers' name, which is ``timm_wrapper`` for timm, or
             ``open_clip``): checked on loading, and what a dry run builds a stand-in of.
+        image_size: side of the square images it is given, in pixels; what it was made for when None. Convolutional image encoders
+            of transformers read any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -34,6 +36,21 @@ class EncoderSource(BaseModel):
     revision: str | None = None
     trust_remote_code: bool = False
     model_type: str | None = None
+    image_size: int | None = Field(None, ge=1)
+
+    @classmethod
+    def described(cls, description: dict[str, Any]) -> EncoderSource:
+        """Return where an encoder came from, read at the size it was read at.
+
+        Args:
+            description: ``Encoder.description``, as stored in a checkpoint's configuration.
+
+        Returns:
+            The source.
+        """
+        height, width = description.get("image_size") or (None, None)
+        size = height if height == width else None
+        return cls(name=description["name"], revision=description.get("revision"), image_size=size)
 
     @property
     def library(self) -> str:
@@ -113,7 +130,13 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         if source.model_type not in (None, found):
             raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
         own_memory(encoder)
-        return encoder, load_processor(encoder.description, source)
+        processor = load_processor(encoder.description, source)
+        if source.image_size is not None and set(processor.image_size) != {source.image_size}:
+            raise XcompatError(
+                f"{source.name} reads images of {'x'.join(map(str, processor.image_size))} pixels, and only image encoders of "
+                f"transformers can be given another image_size ({source.image_size})"
+            )
+        return encoder, processor
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:
             raise
@@ -137,7 +160,7 @@ def _load(source: EncoderSource) -> Encoder:
         return load_transformers_encoder(source.name, source.revision, source.trust_remote_code)
     from xcompat.encoders.image_encoder import load_image_encoder
 
-    return load_image_encoder(source.name, source.revision, source.trust_remote_code)
+    return load_image_encoder(source.name, source.revision, source.trust_remote_code, source.image_size)
 
 
 def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:
@@ -158,7 +181,7 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
     if description["library"] == "transformers-image":
         from xcompat.encoders.image_encoder import load_image_processor
 
-        return load_image_processor(source.name, source.revision, source.trust_remote_code, description)
+        return load_image_processor(source.name, source.revision, source.trust_remote_code, description, source.image_size)
     from xcompat.encoders.transformers_encoder import load_transformers_processor
 
     return load_transformers_processor(source.name, source.revision, source.trust_remote_code, description)

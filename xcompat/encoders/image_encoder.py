@@ -142,13 +142,14 @@ def build_image_model(config: PreTrainedConfig) -> PreTrainedModel:
     return _model_class(config)._from_config(config)
 
 
-def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool) -> ImageEncoder:
+def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool, image_size: int | None = None) -> ImageEncoder:
     """Load architecture and weights from a folder or the Hub, safetensors only.
 
     Args:
         name: folder or Hub name.
         revision: branch, tag or commit; None for the default branch.
         trust_remote_code: whether code from the repository may run.
+        image_size: side of the images it is given, in pixels; None for what it was made for.
 
     Returns:
         The encoder in float32, in evaluation mode.
@@ -170,7 +171,7 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool)
         raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
     has_pooler = not info["missing_keys"]
     description = {"library": ImageEncoder.library, "name": name, "revision": revision, "config": config.to_dict()}
-    processor = load_image_processor(name, revision, trust_remote_code, description)
+    processor = load_image_processor(name, revision, trust_remote_code, description, image_size)
     return measured(model, description | {"pooler": has_pooler}, processor)
 
 
@@ -253,7 +254,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def load_image_processor(
-    name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]
+    name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any], image_size: int | None = None
 ) -> ImageOnlyProcessor:
     """Load an image encoder's preprocessing.
 
@@ -262,6 +263,7 @@ def load_image_processor(
         revision: branch, tag or commit; None for the default branch.
         trust_remote_code: whether code from the repository may run.
         description: the encoder's description, which holds timm's preprocessing.
+        image_size: side of the images, in pixels; None for what the model was made for, as always for timm's.
 
     Returns:
         The processor.
@@ -280,6 +282,14 @@ def load_image_processor(
         )
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
+    made_for, _ = pixel_settings(image_processor)["image_size"]
+    if image_size not in (None, made_for):
+        scaled = {
+            key: {side: round(length * image_size / made_for) for side, length in dict(size).items() if length}
+            for key in ("size", "crop_size")
+            if (size := getattr(image_processor, key, None))
+        }
+        image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **scaled, **where)
     return image_only_processor(image_processor)
 
 

@@ -144,7 +144,7 @@ class CompatModule(InputModule):
 
 def _save_encoder(described: dict[str, Any], folder: Path) -> None:
     """Write the encoder of a map in the format of its library."""
-    source = EncoderSource(name=described["name"], revision=described.get("revision"))
+    source = EncoderSource.described(described)
     folder.mkdir()
     if described["library"] == "xcompat":
         inner = load_checkpoint(source)

@@ -148,7 +148,7 @@ class CompatModel(CheckpointModel):
                 found, self._processor = model.stored_fingerprint(), model.processor
                 self._outside_encoder = [model]
             else:
-                encoder, processor = load_encoder(EncoderSource(name=described["name"], revision=described.get("revision")))
+                encoder, processor = load_encoder(EncoderSource.described(described))
                 found, self._processor = encoder.fingerprint(processor), processor
                 self._outside_encoder = [encoder.requires_grad_(False).eval()]
             Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")

@@ -250,7 +250,7 @@ class CheckpointModel(PreTrainedModel):
         name, revision = described["name"], described.get("revision")
         at = f"{name} at {revision}" if revision else name
         try:
-            base, processor = load_encoder(EncoderSource(name=name, revision=revision))
+            base, processor = load_encoder(EncoderSource.described(described))
         except XcompatError as error:
             raise XcompatError(f"the base {at}, to which these adapters belong, is not to be had: {error}") from error
         wanted, found = Fingerprint(described["fingerprint"], name), base.fingerprint(processor)

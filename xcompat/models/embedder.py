@@ -137,6 +137,8 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     source.check_folder()
     if not is_checkpoint(source.name, source.revision):
         raise XcompatError(f"{source.name} holds no model of xcompat; name a run's folder or a checkpoint")
+    if source.image_size is not None:
+        raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
     model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
     return model.for_inference()
 

@@ -100,7 +100,7 @@ def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet,
     if getattr(model.config, "input", None) != "penultimate":
         return independent
     described = model.config.encoder
-    new = load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), model.device)
+    new = load_embedder(EncoderSource.described(described), model.device)
     independent.fingerprint.require(new.fingerprint, f"the model at {described['name']}")
     return test.embed(penultimate(new), cache_dir)
 

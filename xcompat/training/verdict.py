@@ -113,20 +113,7 @@ def _plain(model: CompatModel) -> Embedder | None:
         raise XcompatError(f"{model.name_or_path} was fitted on embeddings alone: judge embeddings, with --old and --new")
     if described["name"] == FROM_SCRATCH:
         return None
-    return load_embedder(EncoderSource(name=described["name"], revision=described.get("revision")), device())
-
-
-def _embeds_texts(model: CompatModel, plain: Embedder | None) -> bool:
-    """Return whether the model, or what it is a map of, has a place for texts."""
-    if getattr(model.config, "input", None) == "penultimate":  # features of images
-        return False
-    asked = model if plain is None else plain.model
-    processor = model.processor if plain is None else plain.processor
-    try:
-        asked.embed_texts(**{name: ids.to(device()) for name, ids in processor.texts(["a text"]).items()})
-    except XcompatError:
-        return False
-    return True
+    return load_embedder(EncoderSource.described(described), device())
 
 
 def _test_set(data: Path, overrides: Sequence[str], embeds_texts: bool) -> EvaluationSet:
