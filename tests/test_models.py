@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,32 @@ def test_fingerprint_knows_what_is_computed_and_not_where_it_lies(folder_of: dic
     assert here.fingerprint() == there.fingerprint()
     there.projection[0].bias.data[0] += 1
     assert here.fingerprint() != there.fingerprint()
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], None]] = {
+    "in_place": torch.nn.init.ones_,
+    "behind_the_counter": lambda weight: weight.data.add_(1),
+    "replaced": lambda weight: setattr(weight, "data", weight.data.roll(1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_fingerprint_reads_the_weights_once_until_they_change(
+    change: str, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("projection", folder_of)
+    before = model.fingerprint()
+    hashed: list[torch.nn.Module] = []
+
+    def counted(module: torch.nn.Module, parts: dict[str, Any], whole: Any = Fingerprint.from_module) -> Fingerprint:
+        hashed.append(module)
+        return whole(module, parts)
+
+    monkeypatch.setattr(Fingerprint, "from_module", counted)
+    assert model.fingerprint() == before and not hashed
+    CHANGES[change](model.projection[0].weight)
+    assert model.fingerprint() != before and len(hashed) == 1
+    assert model.fingerprint() == model.to(memory_format=torch.channels_last).fingerprint() and len(hashed) == 1
 
 
 def test_a_map_refuses_another_encoder_than_its_own(folder_of: dict[str, str], old_folder: str) -> None:

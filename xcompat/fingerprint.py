@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xcompat.errors import FingerprintMismatchError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+SAMPLED = 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,27 @@ class Fingerprint:
             digest.update(memoryview(raw.numpy()))
         return cls(digest.hexdigest(), name)
 
+    @staticmethod
+    def state(module: nn.Module) -> tuple[Any, ...]:
+        """Return what changes whenever the weights do, at the cost of a few numbers of each tensor.
+
+        It holds within a process: addresses tell tensors that were replaced, version counters those written in place, and
+        samples those written behind the counter's back (``parameter.data += delta``, as adapters are merged).
+
+        Args:
+            module: the model.
+
+        Returns:
+            Something to compare.
+        """
+        import torch
+
+        tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
+        sampled = (
+            torch.cat([_samples(tensor).to("cpu", torch.float64) for tensor in tensors]).numpy().tobytes() if tensors else b""
+        )
+        return (*((tensor.data_ptr(), tensor._version) for tensor in tensors), sampled)
+
     def derived(self, what: str) -> Fingerprint:
         """Return the identity of other embeddings that the same model makes, such as its view of an old space.
 
@@ -93,3 +116,9 @@ class Fingerprint:
     def __str__(self) -> str:
         """Return ``name@first 12 digits``."""
         return f"{self.name or 'unnamed'}@{self.digest[:12]}"
+
+
+def _samples(tensor: Tensor) -> Tensor:
+    """Return some numbers of a tensor, from wherever they lie: in whatever memory format, nothing is copied."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return tensor.as_strided((min(SAMPLED, size),), (max(1, size // SAMPLED),))

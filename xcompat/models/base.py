@@ -59,6 +59,7 @@ class CompatModel(CheckpointModel):
     """Shares of training after which :meth:`refresh` is called."""
 
     encoder: Encoder | None
+    _hashed: tuple[Any, str] | None = None
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config)
@@ -215,8 +216,11 @@ class CompatModel(CheckpointModel):
         own["old"] = [version.digest for version in self.compatible_with]
         # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
         seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
-        parts = json.loads(json.dumps(own | seen, default=str))
-        return Fingerprint.from_module(self, parts, self.name_or_path or type(self).__name__)
+        parts, name = json.dumps(own | seen, default=str), self.name_or_path or type(self).__name__
+        state = parts, Fingerprint.state(self)  # a gallery asks with every query, and hashing gigabytes takes seconds
+        if self._hashed is None or self._hashed[0] != state:
+            self._hashed = state, Fingerprint.from_module(self, json.loads(parts)).digest
+        return Fingerprint(self._hashed[1], name)
 
     @property
     def compatible_with(self) -> list[Fingerprint]:
