@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower, Tower, embeds_texts
+from xcompat.export.towers import ImageTower, Space, TextTower, Tower
 from xcompat.files import atomic_path, write_json
 from xcompat.models.base import CompatModel
 
@@ -68,7 +68,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old") -> Non
             "std": list(processor.std),
             "interpolation": processor.interpolation,
         }
-        if embeds_texts(model):
+        if model.embeds_texts:
             free = {0: "batch"} if processor.pad_to_max_length else {0: "batch", 1: "length"}
             about["text"] = _write(TextTower(model, space), _texts(processor), free, temporary / "text.onnx") | {
                 "max_length": processor.max_length,

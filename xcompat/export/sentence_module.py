@@ -15,7 +15,7 @@ from torch import Tensor
 from xcompat.data.images import open_image
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower, embeds_texts
+from xcompat.export.towers import ImageTower, Space, TextTower
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_checkpoint
 
@@ -41,7 +41,7 @@ class CompatModule(InputModule):
         super().__init__()
         self.space = space
         self.image = ImageTower(model, space)
-        self.text = TextTower(model, space) if embeds_texts(model) else None
+        self.text = TextTower(model, space) if model.embeds_texts else None
 
     @property
     def model(self) -> CompatModel:

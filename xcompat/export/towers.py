@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
@@ -71,15 +70,3 @@ class TextTower(Tower):
             (B, dim) float32.
         """
         return self.place(self.model.embed_texts(input_ids, attention_mask))
-
-
-@torch.no_grad()
-def embeds_texts(model: CompatModel) -> bool:
-    """Return whether a model, or what it is a map of, has a place for texts; refuse one that embeds nothing."""
-    processor = model.processor  # a map without an encoder is refused here
-    try:
-        tokens = {name: tokens.to(model.device) for name, tokens in processor.texts(["a text"]).items()}
-        model.embed_texts(**tokens)
-    except XcompatError:
-        return False
-    return True

@@ -185,8 +185,14 @@ class CompatModel(CheckpointModel):
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model embeds texts beside images."""
-        return self.config.encoder is not None and self.config.encoder["library"] in ("transformers", "open_clip")
+        """Return whether the model, or what it is a map of, embeds texts beside images."""
+        if self.encoder is not None:
+            return self.encoder.has_text
+        library = (self.config.encoder or {}).get("library")
+        if library == "xcompat":
+            inner = self._get_encoder()
+            return isinstance(inner, CompatModel) and inner.embeds_texts
+        return library in ("transformers", "open_clip")
 
     @property
     def stores_view(self) -> bool:

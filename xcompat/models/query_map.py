@@ -119,6 +119,11 @@ class QueryMapModel(CompatModel):
         encoder = super()._get_encoder()
         return Penultimate(encoder, self.config.encoder["name"]) if self.head is not None else encoder
 
+    @property
+    def embeds_texts(self) -> bool:
+        """Return whether texts are mapped too: penultimate features are of images alone."""
+        return self.head is None and super().embeds_texts
+
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the bank and the last layer, and start at the closed form (see :meth:`CompatModel.prepare`)."""
         old_Nd = old.embeddings("query_map")
@@ -130,7 +135,7 @@ class QueryMapModel(CompatModel):
             with torch.no_grad():
                 self.linear.weight.copy_(self.start_Dd.T)
                 self.linear.bias.copy_(self.start_d)
-        self.bank_Nd = old_Nd
+        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # one compared with as a whole is read once
         if len(old.labels_N):
             self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
             if self.config.loss == "prototypes":

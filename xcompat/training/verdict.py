@@ -96,7 +96,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     if old_model.fingerprint not in versions:  # before anything is embedded
         versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
     plain = _plain(model) if model.embeds_in_memory else None
-    test = _test_set(data, overrides, _embeds_texts(model, plain))
+    test = _test_set(data, overrides, model.embeds_texts)
     if isinstance(test, PairTestSet) and plain is None:
         plain = _plain(model)
     cache_dir = output / "cache"
