@@ -26,6 +26,8 @@ from xcompat.files import read_json
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """The root of what huggingface_hub's HTTP library raises, which one that is changes between its versions."""
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+CONFIGS = ("config.json", "open_clip_config.json")
+"""What tells that a folder or repository holds a model."""
 PUSHED = "pushed.json"
 """Where a model's folder keeps its name and commit on the Hub, for the newer models that name the folder."""
 _LOG_IN = "log in with `hf auth login`"
@@ -43,6 +45,20 @@ class HubModel(NamedTuple):
     commit: str
     restricted: bool
     license: str | None
+
+
+class Repository(NamedTuple):
+    """What a repository holds.
+
+    Args:
+        files: their names.
+        config: of the model among them; None without one.
+        fingerprint: of that model, as its card states it; None where it does not.
+    """
+
+    files: set[str]
+    config: dict[str, Any] | None
+    fingerprint: str | None
 
 
 @contextmanager
@@ -159,6 +175,26 @@ def is_dataset(name: str) -> bool:
         except RepositoryNotFoundError:
             return False
     return True
+
+
+def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
+    """Read what a repository says of itself.
+
+    Args:
+        api: the Hub.
+        repo: ``user/name``.
+        revision: branch, tag or commit; None for the default branch.
+
+    Returns:
+        What it holds; huggingface_hub's own errors are the caller's to explain.
+    """
+    info = api.model_info(repo, revision=revision)
+    files = {sibling.rfilename for sibling in info.siblings or []}
+    file = next((name for name in CONFIGS if name in files), None)
+    if file is None:
+        return Repository(files, None, None)
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
+    return Repository(files, read_json(api.hf_hub_download(repo, file, revision=info.sha)), card.get("fingerprint"))
 
 
 def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:

@@ -13,12 +13,10 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.hub.endpoint import hub_errors, is_hub_name, plain_name
+from xcompat.hub.endpoint import CONFIGS, hub_errors, is_hub_name, plain_name, read_repository
 
 if TYPE_CHECKING:
     from rich.tree import Tree
-
-_CONFIGS = ("config.json", "open_clip_config.json")
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def _find(name: str, revision: str | None) -> _Found | str:
 
 def _find_folder(folder: Path) -> _Found | str:
     for place in (folder, folder / "model"):
-        for file in _CONFIGS:
+        for file in CONFIGS:
             if (place / file).exists():
                 return _Found(read_json(place / file), str(place.resolve()), None)
     if any(folder.glob("*.npy")):
@@ -157,12 +155,9 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
     place = f"{repo}@{revision}" if revision else repo
     with hub_errors(name):
         try:
-            info = api.model_info(repo, revision=revision)
+            held = read_repository(api, repo, revision)
         except (RepositoryNotFoundError, RevisionNotFoundError):
             return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
-        files = {sibling.rfilename for sibling in info.siblings or []}
-        file = next((file for file in _CONFIGS if file in files), None)
-        if file is None:
-            return f"{place} on {api.endpoint} holds no model"
-        card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
-        return _Found(read_json(api.hf_hub_download(repo, file, revision=info.sha)), place, card.get("fingerprint"))
+    if held.config is None:
+        return f"{place} on {api.endpoint} holds no model"
+    return _Found(held.config, place, held.fingerprint)

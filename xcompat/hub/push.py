@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
-from xcompat.hub.endpoint import PUSHED, HubModel, hub_errors, public_name, published
+from xcompat.hub.endpoint import PUSHED, HubModel, Repository, hub_errors, public_name, published, read_repository
 
 CONFIG = "config.json"
-_CONFIGS = (CONFIG, "open_clip_config.json")
 _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
-
-
-class Content(NamedTuple):
-    """What a repository holds.
-
-    Args:
-        files: their names.
-        commit: of which they are.
-        lineage: of the model among them; None without one.
-    """
-
-    files: set[str]
-    commit: str
-    lineage: dict[str, Any] | None
 
 
 def lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
@@ -79,31 +64,24 @@ def open_repository(
     if overwrite:
         return repo
     mend = "choose another name, or replace it with --overwrite (overwrite=True)"
-    if content.lineage is None:
+    if content.config is None:
         if strange := sorted(content.files - _BESIDE_A_MODEL):
             raise XcompatError(f"{repo} holds something else, such as {strange[0]}; {mend}")
         return repo
-    for key in {**content.lineage, **lineage}:
-        there, own = content.lineage.get(key), lineage.get(key)
+    held = lineage_of(content.config, content.fingerprint)
+    for key in {**held, **lineage}:
+        there, own = held.get(key), lineage.get(key)
         if there != own:
             raise XcompatError(f"{repo} holds another model: its {key} is {_short(there)}, not {_short(own)}; {mend}")
     return repo
 
 
-def _content(api: HfApi, repo: str, revision: str | None) -> Content:
+def _content(api: HfApi, repo: str, revision: str | None) -> Repository:
     """Return what a branch holds, or the default branch where it is new."""
     try:
-        info = api.model_info(repo, revision=revision)
+        return read_repository(api, repo, revision)
     except RevisionNotFoundError:
-        info = api.model_info(repo)
-    assert info.sha is not None
-    files = {sibling.rfilename for sibling in info.siblings or []}
-    config = next((name for name in _CONFIGS if name in files), None)
-    if config is None:
-        return Content(files, info.sha, None)
-    card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
-    described = read_json(api.hf_hub_download(repo, config, revision=info.sha))
-    return Content(files, info.sha, lineage_of(described, card.get("fingerprint")))
+        return read_repository(api, repo, None)
 
 
 def _short(value: object) -> str:

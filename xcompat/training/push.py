@@ -17,7 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
-from xcompat.hub.endpoint import PUSHED, is_dataset, public_name
+from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
 from xcompat.hub.push import hide_paths, lineage_of, open_repository, record_push, upload, visibility
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
@@ -26,7 +26,6 @@ from xcompat.report import load_report, render_markdown
 from xcompat.training.recipe import ROLES, STAGE_PREFIX
 
 Form = Literal["as it is", "merged", "adapters"]
-CONFIGS = ("config.json", "open_clip_config.json")
 _PARTS = ("images", "pairs", "texts", "queries", "gallery", "test", "zero_shot")
 
 
