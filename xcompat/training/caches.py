@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.data.cache import file_stamps
-from xcompat.data.schema import CAPTION, IMAGE, TEXT, captions_of
+from xcompat.data.schema import CAPTION, ID, IMAGE, TEXT, captions_of
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 
@@ -46,9 +47,20 @@ def cached_images(
     Of a model that reads captions, embed the first caption of every image instead.
     """
     if isinstance(embedder, Embedder) and embedder.reads == "captions":
-        return cached_captions(embedder, [captions_of(value)[0] for value in pairs[CAPTION]], cache_dir)
+        return cached_captions(embedder, _first_captions(pairs, embedder), cache_dir)
     digest = images_digest(pairs)
     return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
+
+
+def _first_captions(pairs: datasets.Dataset, embedder: Embedder) -> list[str]:
+    captions = [captions_of(value) for value in pairs[CAPTION]]
+    missing = [row for row, texts in enumerate(captions) if not texts]
+    if missing:
+        raise XcompatError(
+            f"{embedder.name} reads captions, and {len(missing)} of {len(captions)} images have none, such as "
+            f"{pairs[missing[0]][ID]!r}; add them, or leave these images out"
+        )
+    return [texts[0] for texts in captions]
 
 
 def images_digest(pairs: datasets.Dataset) -> str:
