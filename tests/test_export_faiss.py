@@ -142,6 +142,12 @@ def test_what_is_not_linear_is_refused(method: str, options: dict[str, Any], tmp
     assert not (tmp_path / "new.faiss").exists()
 
 
+def test_a_map_of_galleries_goes_into_no_index(tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    with pytest.raises(XcompatError, match="RidgeModel maps galleries, not queries"):
+        to_faiss(build("ridge", direction="old_to_new"), tmp_path / "old.faiss", tmp_path / "new.faiss")
+
+
 def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:
     faiss.write_index(faiss.IndexFlatIP(OLD_DIM + 1), str(tmp_path / "other.faiss"))
     with pytest.raises(XcompatError, match="other.faiss holds vectors of 9 dimensions, and the map leads to the 8 of old@"):

@@ -25,6 +25,7 @@ from xcompat.evaluation import EmbeddedImages
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, nt_xent_loss
 from xcompat.models import (
+    METHODS,
     FctConfig,
     FctModel,
     IndependentModel,
@@ -37,7 +38,7 @@ from xcompat.models import (
     SimClrModel,
     describe_old,
 )
-from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
+from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.report import load_report
@@ -104,6 +105,24 @@ def test_cutting_singular_values_is_worse_where_variances_differ() -> None:
     left, values, right = torch.linalg.svd(full[0], full_matrices=False)
     truncated = left[:, :2] * values[:2] @ right[:2]
     assert ridge_loss(reduced, moments(), 0.01) < ridge_loss((truncated, full[1]), moments(), 0.01) - 1e-3
+
+
+@pytest.mark.parametrize("method", ["procrustes", "ridge"])
+def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchanged(method: str) -> None:
+    def made(dim: int, old_dim: int, direction: str) -> ClosedFormModel:
+        model = METHODS[method]
+        config = model.config_class(
+            old=describe_old(Fingerprint.from_string("old"), old_dim), embedding_dim=dim, direction=direction
+        )
+        return model(config)
+
+    new, old = unit(40, 7), unit(40, 6, 1)
+    forward = made(7, 6, "old_to_new").fit([(new, old)])
+    exchanged = made(6, 7, "new_to_old").fit([(old, new)])
+    torch.testing.assert_close(forward.upgrade(old), exchanged.view(old))
+    with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
+        forward.view(new)
+    assert torch.equal(exchanged.upgrade(new), new), "galleries stay"
 
 
 def test_a_rank_below_one_is_refused() -> None:

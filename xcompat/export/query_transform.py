@@ -74,6 +74,8 @@ def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
         >>> linear_view(ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=8)))[0].shape
         torch.Size([4, 8])
     """
+    if isinstance(model, ClosedFormModel) and model.maps_galleries:
+        raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery, or solve it new_to_old")
     if isinstance(model, ClosedFormModel):
         weight_dD, bias_d = model.weight.T, model.bias
     elif isinstance(model, QueryMapModel) and model.linear is not None and model.network is None:

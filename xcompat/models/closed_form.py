@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.models.base import CompatModel
-from xcompat.models.config import CompatConfig
+from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import ROWS, Rows
 
 
@@ -140,31 +138,26 @@ def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]
         yield new_BD[kept_B], old_Bd[kept_B]
 
 
-class ClosedFormModel(CompatModel):
-    """A map new → old of the form ``normalise(x @ weight + bias)``.
+class ClosedFormModel(MappedModel):
+    """A map of the form ``normalise(x @ weight + bias)`` from the source space into the target (see :class:`MappedModel`).
 
     Args:
         config: the configuration.
         encoder: the frozen new encoder for later inference, not part of the checkpoint.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
-    embeds_in_memory = True
-
-    def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
+    def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        assert config.old is not None
-        self.weight = torch.nn.Parameter(torch.zeros(config.embedding_dim, config.old["dim"]), requires_grad=False)
-        self.bias = torch.nn.Parameter(torch.zeros(config.old["dim"]), requires_grad=False)
+        self.weight = torch.nn.Parameter(torch.zeros(self.source_dim, self.target_dim), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.zeros(self.target_dim), requires_grad=False)
         self.post_init()
 
     def set_trainable(self) -> None:
         """Freeze everything: the map is solved."""
         self.requires_grad_(False)
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
-        self.require_version(version)
+    def map(self, embeds: Tensor) -> Tensor:
+        """See :meth:`MappedModel.map`."""
         return F.normalize((embeds @ self.weight + self.bias).float(), dim=-1)
 
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
@@ -179,12 +172,12 @@ class ClosedFormModel(CompatModel):
         Raises:
             XcompatError: when there are no pairs.
         """
-        weight_Dd, bias_d = self.solve(Moments.of(batches))
+        weight_ST, bias_T = self.solve(Moments.of(self.ordered(new, old) for new, old in batches))
         with torch.no_grad():
-            self.weight.copy_(weight_Dd)
-            self.bias.copy_(bias_d)
+            self.weight.copy_(weight_ST)
+            self.bias.copy_(bias_T)
         return self
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """Return weight (D, d) and bias (d,) from the moments of the pairs."""
+        """Return weight (S, T) and bias (T,) from the moments of the pairs, the source in the place of the new embeddings."""

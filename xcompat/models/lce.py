@@ -15,7 +15,7 @@ from xcompat.errors import XcompatError
 from xcompat.heads import Projection
 from xcompat.losses import angular_alignment_loss
 from xcompat.losses.classification import mean_of_known
-from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
 
 
@@ -34,7 +34,7 @@ class LceConfig(MappedConfig):
     boundary_weight: float = 10.0
 
 
-class LceModel(MappedModel):
+class LceModel(LearnedMapModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 
     s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class

@@ -1,4 +1,4 @@
-"""What maps share that are trained between two fixed spaces: queries into the old one, or a gallery into the new one."""
+"""What maps between two fixed spaces share: queries into the old one, or a gallery into the new one; solved or learned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MappedConfig(CompatConfig):
 
 
 class MappedModel(CompatModel):
-    """A map from a source to a target space, one new and one old; what it learns from is the subclass's :meth:`loss`.
+    """A map from a source to a target space, one new and one old.
 
     Args:
         config: the configuration.
@@ -53,10 +53,6 @@ class MappedModel(CompatModel):
     def map(self, embeds: Tensor) -> Tensor:
         """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
 
-    @abstractmethod
-    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
-        """Return what is minimised."""
-
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
         self.require_version(version)
@@ -65,6 +61,14 @@ class MappedModel(CompatModel):
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
         """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.upgrade`)."""
         return self.map(old_embeds) if self.maps_galleries else old_embeds
+
+
+class LearnedMapModel(MappedModel):
+    """A map that is trained; what it learns from is the subclass's :meth:`loss`."""
+
+    @abstractmethod
+    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
+        """Return what is minimised."""
 
     def forward(
         self,

@@ -1,14 +1,14 @@
-"""Orthogonal Procrustes: the rotation that brings the new space nearest to the old one."""
+"""Orthogonal Procrustes: the rotation that brings one space nearest to the other."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from xcompat.models.closed_form import ClosedFormModel, Moments, solve_procrustes
-from xcompat.models.config import CompatConfig
+from xcompat.models.mapped import MappedConfig
 
 
-class ProcrustesConfig(CompatConfig):
+class ProcrustesConfig(MappedConfig):
     """Configuration of :class:`ProcrustesModel`.
 
     Args:

@@ -13,7 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.heads import ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, cross_entropy_to
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
-from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
 
 
@@ -42,7 +42,7 @@ class RbtConfig(MappedConfig):
     class_weight: float = 1.0
 
 
-class RbtModel(MappedModel):
+class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 
     P are the target's class means in place of its classifier, m and t of unit length, s is ``logit_scale``; the weights are ours.

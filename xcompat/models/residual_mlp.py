@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from xcompat.encoders.base import Encoder
 from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, readable_pairs, solve_ridge
-from xcompat.models.mapped import MappedConfig, MappedModel
+from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 
 
@@ -27,7 +27,7 @@ class ResidualMlpConfig(MappedConfig):
     regularisation: float = 0.01
 
 
-class ResidualMlpModel(MappedModel):
+class ResidualMlpModel(LearnedMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
 
     A and c are the ridge solution, and stay; W2 and b2 start at 0, so that training begins at the linear map. The paper has x in

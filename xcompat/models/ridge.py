@@ -1,4 +1,4 @@
-"""Ridge regression from the new space into the old one, with intercept."""
+"""Ridge regression from one space into the other, with intercept."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.models.closed_form import ClosedFormModel, Moments, solve_ridge
-from xcompat.models.config import CompatConfig
+from xcompat.models.mapped import MappedConfig
 
 
-class RidgeConfig(CompatConfig):
+class RidgeConfig(MappedConfig):
     """Configuration of :class:`RidgeModel`.
 
     Args:
