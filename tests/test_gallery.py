@@ -384,7 +384,7 @@ def test_every_index_finds_and_gives_back_what_it_was_given(index: str, tmp_path
     gallery.remove(names(100))
     gallery.commit()
     unit = embeds / np.linalg.norm(embeds, axis=1, keepdims=True)
-    np.testing.assert_allclose(gallery.segments[0].vectors(200, 300), unit[200:300], atol=1e-6)
+    np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(200, 300)), unit[200:300], atol=1e-6)
     hits = found(gallery, embeds[[50, 500]], 20)
     assert not set(hits[0]) & set(names(100)), "what was removed is not found"
     exact = naive(dict(zip(names(12_000)[100:], embeds[100:], strict=True)), embeds[[500]], 20)[0]
@@ -411,3 +411,26 @@ def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=64") == exact
     with pytest.raises(XcompatError, match="do not fit the index"):
         found(gallery, vectors(3, 1), 5, parameters="nprobes=64")
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no_kernels"])
+def test_gpus_search_where_faiss_has_kernels_for_it(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card itself is stood in for: faiss-gpu has not been run."""
+    import faiss
+
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(50), names(50))
+    gallery.commit()
+    copied: list[object] = []
+
+    def to_gpus(index: Any) -> Any:
+        copied.append(index)
+        if not kernels:
+            raise RuntimeError("no GPU kernels for this kind of index")
+        return faiss.clone_index(index)
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", to_gpus, raising=False)
+    exact = naive(dict(zip(names(50), vectors(50), strict=True)), vectors(3, 1), 5)
+    assert found(gallery, vectors(3, 1), 5) == found(gallery, vectors(3, 1), 5) == exact
+    assert len(copied) == 1, "the copy is kept from query to query"

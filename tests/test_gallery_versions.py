@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.models import FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel
+from xcompat.models import CompatModel, FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel, RidgeConfig, RidgeModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
@@ -99,8 +100,15 @@ def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[s
 # ------------------------------------------------------------------------------------------------------------- upgrade
 
 
-def test_an_upgrade_maps_every_embedding_and_can_be_undone(tmp_path: Path) -> None:
-    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
+def solved_gallery_map() -> RidgeModel:
+    """Return a solved map of old galleries into the new space."""
+    model = RidgeModel(RidgeConfig(old=describe_old(OLD, d), embedding_dim=D, direction="old_to_new"))
+    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
+
+
+@pytest.mark.parametrize("made", [gallery_map, solved_gallery_map])
+def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], CompatModel], tmp_path: Path) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), made()
     gallery.remove(["5"])
     gallery.commit()
     queries = unit(4, D, 3)
@@ -145,9 +153,30 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
     assert again.upgrade(model, batch_size=50) == 2 * N
     assert mapped == [50] * 3 and len(again) == 2 * N and again.damage() == []
     expected = original(model, torch.from_numpy(np.concatenate([unit(N, d, 0), unit(N, d, 1)]))).detach().numpy()
-    stored = np.concatenate([segment.vectors(0, len(segment)) for segment in again.segments])
+    stored = np.concatenate([segment.vectors(np.arange(0, len(segment))) for segment in again.segments])
     np.testing.assert_allclose(stored, expected, atol=1e-6)
     assert not list(again.path.glob("upgrade-*.json"))
+
+
+def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
+    original, calls = FctModel.upgrade, iter(range(3))
+
+    def killed(self: FctModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return original(self, embeds, side)
+
+    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * D * 4)
+    monkeypatch.setattr(FctModel, "upgrade", killed)
+    with pytest.raises(KeyboardInterrupt):
+        gallery.upgrade(model, batch_size=50)
+    monkeypatch.setattr(FctModel, "upgrade", original)
+    again = Gallery.open(gallery.path)
+    again.remove(["5"])  # its block was mapped before the kill
+    again.commit()
+    again.upgrade(model, batch_size=50)
+    assert len(again) == N - 1 and "5" not in {row for segment in again.segments for row in segment.ids(segment.present())}
 
 
 def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> None:
@@ -159,8 +188,9 @@ def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> N
     gallery.upgrade(model)
     old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
     with torch.inference_mode():
-        np.testing.assert_allclose(gallery.segments[0].vectors(0, 20), model.upgrade(old, psi).numpy(), atol=1e-6)
-        np.testing.assert_allclose(gallery.segments[0].side_info(0, 20), model.upgrade_side(old, psi).numpy(), atol=1e-6)
+        rows = np.arange(20)
+        np.testing.assert_allclose(gallery.segments[0].vectors(rows), model.upgrade(old, psi).numpy(), atol=1e-6)
+        np.testing.assert_allclose(gallery.segments[0].side_info(rows), model.upgrade_side(old, psi).numpy(), atol=1e-6)
     bare = old_gallery(tmp_path / "bare")
     with pytest.raises(XcompatError, match="was trained with side-information"):
         bare.upgrade(model)

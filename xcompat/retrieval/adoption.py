@@ -67,6 +67,6 @@ def _open(path: Path) -> tuple[FaissIndex, Metric]:
         return open_faiss(path, "l2"), "l2"
     if not index.rows:
         raise XcompatError(f"{path} holds no vectors; there is nothing to adopt")
-    first = index.vectors(0, min(LOOKED_AT, index.rows))
+    first = index.vectors(np.arange(min(LOOKED_AT, index.rows)))
     unit = np.abs(np.linalg.norm(first, axis=1) - 1).max() < 0.05  # quantised ones are nearly so
     return index, "cosine" if unit else "ip"

@@ -31,8 +31,8 @@ class VectorIndex(Protocol):
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more, of rows that are kept."""
 
-    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return stored vectors (stop - start, d)."""
+    def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return stored vectors (n, d)."""
 
     def set_parameters(self, parameters: str) -> None:
         """Set how hard the index looks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import datasets as hf
 import numpy as np
@@ -24,22 +23,8 @@ NEIGHBOURS = 10
 SEED = 0
 
 
-class BackfillPlan(NamedTuple):
-    """What a backfill would do.
-
-    Args:
-        items: pictures to embed in this call.
-        remaining: pictures that the model has not embedded, those among them.
-        seconds: estimated from one batch.
-    """
-
-    items: int
-    remaining: int
-    seconds: float
-
-
-def plan_backfill(gallery: Gallery, pictures: str | Path, embedder: Embedder, budget: int | None) -> BackfillPlan:
-    """Estimate a backfill without changing anything.
+class Backfill:
+    """Pictures of a gallery that are to be embedded anew.
 
     Args:
         gallery: the gallery.
@@ -47,45 +32,40 @@ def plan_backfill(gallery: Gallery, pictures: str | Path, embedder: Embedder, bu
         embedder: the newer model.
         budget: most pictures to embed; None for all.
 
-    Returns:
-        The plan.
-
     Raises:
         XcompatError: none of the pictures is an item of the gallery.
     """
-    dataset = load_pictures(pictures)
-    remaining = remaining_rows(gallery, dataset, embedder)
-    items = min(budget or len(remaining), len(remaining))
-    if not items:
-        return BackfillPlan(0, 0, 0.0)
-    _, images = next(iterate_images(dataset, BATCH, rows=remaining[:BATCH].tolist(), bad=BadSamples(1.0, len(remaining))))
-    started = time.perf_counter()
-    embedder.embed({"pixel_values": embedder.processor.images(images)})
-    return BackfillPlan(items, len(remaining), (time.perf_counter() - started) / len(images) * items)
 
+    def __init__(self, gallery: Gallery, pictures: str | Path, embedder: Embedder, budget: int | None = None) -> None:
+        self.gallery, self.embedder = gallery, embedder
+        self.dataset = load_pictures(pictures)
+        self.remaining = remaining_rows(gallery, self.dataset, embedder)
+        self.items = min(budget or len(self.remaining), len(self.remaining))
 
-def backfill_gallery(gallery: Gallery, pictures: str | Path, embedder: Embedder, budget: int | None = None) -> Added:
-    """Embed pictures of a gallery anew and put the new embeddings in the place of the old ones.
+    def seconds(self) -> float:
+        """Estimate from one batch how long it takes, changing nothing."""
+        tried = self.remaining[:BATCH].tolist()
+        for rows, images in iterate_images(self.dataset, BATCH, rows=tried, bad=BadSamples(1.0, len(tried))):
+            started = time.perf_counter()
+            self.embedder.embed({"pixel_values": self.embedder.processor.images(images)})
+            return (time.perf_counter() - started) / len(rows) * self.items
+        return 0.0
 
-    Args:
-        gallery: the gallery.
-        pictures: where its pictures are.
-        embedder: the newer model.
-        budget: most pictures to embed in this call; None for all.
+    def run(self) -> Added:
+        """Put new embeddings in the place of old ones, the most useful first.
 
-    Returns:
-        The counts.
+        Returns:
+            The counts.
 
-    Raises:
-        XcompatError: none of the pictures is an item of the gallery, or another process writes.
-    """
-    dataset = load_pictures(pictures)
-    remaining = remaining_rows(gallery, dataset, embedder)
-    if budget is not None and budget < len(remaining):
-        ids = dataset[ID][:]
-        popular = popularity(gallery, [ids[row] for row in remaining.tolist()])
-        remaining = remaining[np.argsort(-popular, kind="stable")][:budget]
-    return add_rows(gallery, dataset, remaining, embedder, replace=True)
+        Raises:
+            XcompatError: another process writes, or too many pictures cannot be read.
+        """
+        rows = self.remaining
+        if self.items < len(rows):
+            ids = self.dataset[ID][:]
+            popular = popularity(self.gallery, [ids[row] for row in rows.tolist()])
+            rows = rows[np.argsort(-popular, kind="stable")][: self.items]
+        return add_rows(self.gallery, self.dataset, rows, self.embedder, replace=True)
 
 
 def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) -> NDArray[np.int64]:

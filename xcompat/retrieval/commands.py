@@ -13,9 +13,11 @@ from rich.table import Table
 from xcompat.data.images import open_image
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console
+from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.filling import add_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.upgrading import plan_upgrade
@@ -79,8 +81,7 @@ def asking(embedder: Embedder) -> Model:
 
 def short(version: Fingerprint) -> str:
     """Return a fingerprint with the last part of its name: folders are long."""
-    path = Path(version.name)
-    return str(Fingerprint(version.digest, path.parent.name if path.name == "model" else path.name))
+    return str(Fingerprint(version.digest, public_name(version.name)))
 
 
 def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
@@ -102,14 +103,13 @@ def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
 
 def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
     """Embed pictures of a gallery anew, the most useful first."""
-    from xcompat.retrieval.backfilling import backfill_gallery, plan_backfill
-
     require_views(asking(embedder), gallery.manifest)
-    plan = plan_backfill(gallery, pictures, embedder, budget)
-    console.print(f"{plan.items:,} of {plan.remaining:,} pictures to embed: about {_duration(plan.seconds)}")
+    plan = Backfill(gallery, pictures, embedder, budget)
+    remaining = len(plan.remaining)
+    console.print(f"{plan.items:,} of {remaining:,} pictures to embed: about {_duration(plan.seconds())}")
     if not dry_run:
-        added = backfill_gallery(gallery, pictures, embedder, budget)
-        console.print(f"[green]✓[/] {added.added:,} embedded anew, {plan.remaining - added.added:,} to go")
+        added = plan.run()
+        console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added:,} to go")
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class FaissIndex:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {_reason(error)}") from None
+        self.__dict__.pop("_searched", None)  # a copy on GPUs is made anew with them
 
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
@@ -85,13 +87,25 @@ class FaissIndex:
         """
         queries_Qd = np.ascontiguousarray(queries_Qd)
         if kept_N is None:
-            scores_Qk, rows_Qk = self.index.search(queries_Qd, k)
+            scores_Qk, rows_Qk = self._searched.search(queries_Qd, k)
         else:
             try:
                 scores_Qk, rows_Qk = self.index.search(queries_Qd, k, params=_selecting(self.index, kept_N))
             except RuntimeError:  # some, such as plain product quantisers, cannot leave rows out while they look
                 scores_Qk, rows_Qk = self._search_and_drop(queries_Qd, k, kept_N)
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+
+    @cached_property
+    def _searched(self) -> Any:  # noqa: ANN401 - faiss has no types
+        """The index on all GPUs, where faiss-gpu is installed and has kernels for its kind; else the index itself."""
+        import faiss
+
+        if not faiss.get_num_gpus():
+            return self.index
+        try:
+            return faiss.index_cpu_to_all_gpus(self.index)
+        except RuntimeError:  # HNSW, for one, and more vectors than fit
+            return self.index
 
     def _search_and_drop(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_]
@@ -103,22 +117,21 @@ class FaissIndex:
         rows_QK[dropped_QK] = -1
         return np.take_along_axis(scores_QK, order_Qk, 1), np.take_along_axis(rows_QK, order_Qk, 1)
 
-    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return stored vectors (stop - start, d), as well as the index keeps them.
+    def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return stored vectors, as well as the index keeps them.
 
         Args:
-            start: the first row.
-            stop: one past the last.
+            rows_n: which.
 
         Returns:
-            float32.
+            (n, d) float32.
         """
         import faiss
 
         ivf = faiss.try_extract_index_ivf(self.index)
         if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
             ivf.make_direct_map()  # else each call looks through every list
-        return self.index.reconstruct_n(start, stop - start)
+        return self.index.reconstruct_batch(rows_n)
 
     def write(self, path: Path) -> None:
         """Write the index to a file."""
@@ -157,8 +170,8 @@ def build_faiss(
             waiting += len(chunk)
             if waiting < min(rows, TRAINED_ON):
                 continue
-            index.train(np.concatenate(pending))
             chunk, pending = np.concatenate(pending), []
+            index.train(chunk)
         index.add(chunk)
     return FaissIndex(index, metric), used
 

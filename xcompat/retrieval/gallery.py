@@ -160,8 +160,7 @@ class Gallery:
     @property
     def versions(self) -> list[Fingerprint]:
         """The models whose embeddings are there, or the one it was made for while it is empty."""
-        present = {record.version for record in self.manifest.segments} or {self.manifest.versions[0].digest}
-        return [version.fingerprint for version in self.manifest.versions if version.digest in present]
+        return [version.fingerprint for version in self.manifest.present() or self.manifest.versions[:1]]
 
     def counts(self) -> dict[Fingerprint, int]:
         """Return how many items there are of each version."""

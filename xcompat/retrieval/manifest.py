@@ -116,6 +116,11 @@ class Manifest(_Record):
         """Return the version with a digest."""
         return next(version for version in self.versions if version.digest == digest)
 
+    def present(self) -> list[VersionRecord]:
+        """Return the versions that embeddings are there of."""
+        digests = {segment.version for segment in self.segments}  # one whose rows were all removed is named no more
+        return [version for version in self.versions if version.digest in digests]
+
     @property
     def rows(self) -> int:
         """Number of embeddings that are there."""

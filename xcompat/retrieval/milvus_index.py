@@ -116,14 +116,14 @@ class MilvusIndex:
                 rows_Qk[query, : len(hits)] = [hit["row"] for hit in hits]
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
 
-    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
+    def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """See :meth:`xcompat.retrieval.backend.VectorIndex.vectors`."""
-        found_nd = np.empty((stop - start, self.dim), np.float32)
-        for first in range(start, stop, ROWS_PER_CALL):
-            last = min(first + ROWS_PER_CALL, stop)
-            wanted = {"filter": f"row >= {first} and row < {last}", "output_fields": ["row", "vector"], "limit": last - first}
-            for entity in self.client.query(self.collection, **wanted):
-                found_nd[entity["row"] - start] = entity["vector"]
+        found_nd = np.empty((len(rows_n), self.dim), np.float32)
+        for start in range(0, len(rows_n), ROWS_PER_CALL):
+            rows = rows_n[start : start + ROWS_PER_CALL].tolist()
+            place = {row: start + number for number, row in enumerate(rows)}
+            for entity in self.client.get(self.collection, ids=rows, output_fields=["row", "vector"]):
+                found_nd[place[entity["row"]]] = entity["vector"]
         return found_nd
 
 

@@ -14,7 +14,7 @@ from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.staging import checked_embeddings
-from xcompat.retrieval.versions import query_view, require_views
+from xcompat.retrieval.versions import query_views
 
 if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
@@ -58,19 +58,16 @@ class Search:
         parameters: str | None,
     ) -> list[list[Hit]]:
         """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
-        require_views(model, self.manifest)
-        present = {segment.record.version for segment in self.segments}
+        views = query_views(model, embeds_QD, self.manifest)
         found = []
-        for version in (version for version in self.manifest.versions if version.digest in present):
-            queries_Qd = query_view(model, embeds_QD, version)
-            assert queries_Qd is not None
+        for version, queries_Qd in views:
             if queries_Qd.shape[1] != version.dim:
                 raise XcompatError(
                     f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
                 )
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
             candidates = self._candidates(version, queries_Qd, top_k, where, parameters)
-            if merge == "standardised" and len(present) > 1:
+            if merge == "standardised" and len(views) > 1:
                 candidates = candidates._replace(sample_QS=queries_Qd @ self._sample(version.digest).T)
             found.append(candidates)
         if not found:
@@ -107,7 +104,7 @@ class Search:
             for segment in mine:
                 count = max(1, round(min(SAMPLE, total) * segment.record.rows / total))
                 rows = np.unique(np.linspace(0, segment.record.rows - 1, count).astype(np.int64))
-                parts += [segment.vectors(row, row + 1) for row in rows.tolist()]
+                parts.append(segment.vectors(rows))
             self._samples[version] = np.concatenate(parts)
         return self._samples[version]
 

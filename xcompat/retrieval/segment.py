@@ -31,6 +31,7 @@ ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
 )
 BLOCK = 65536
 MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
+FILTERS_KEPT = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -128,6 +129,7 @@ class Segment:
         self.folder = folder / SEGMENTS / record.name
         self.record = record
         self._backend = backend
+        self._matched: dict[str, NDArray[np.bool_]] = {}
 
     def __len__(self) -> int:
         """Return how many embeddings are there, removed ones left out."""
@@ -173,7 +175,7 @@ class Segment:
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
-        """Return which rows have metadata of some values, removed ones left out.
+        """Return which rows have metadata of some values, removed ones left out; the last few answers are kept.
 
         Args:
             where: key -> value, or list of values of which one must be there.
@@ -181,6 +183,14 @@ class Segment:
         Returns:
             (rows,) bool.
         """
+        asked = json.dumps(where, sort_keys=True, default=str)
+        if asked not in self._matched:
+            while len(self._matched) >= FILTERS_KEPT:
+                self._matched.pop(next(iter(self._matched)))
+            self._matched[asked] = self._match(where)
+        return self._matched[asked]
+
+    def _match(self, where: dict[str, Any]) -> NDArray[np.bool_]:
         found_N = np.zeros(self.record.rows, bool)
         for start in range(0, self.record.rows, BLOCK):
             rows_n = np.arange(start, min(start + BLOCK, self.record.rows))
@@ -208,39 +218,31 @@ class Segment:
                     rows.append(row)
         return np.array(positions, np.int64), np.array(rows, np.int64)
 
-    def vectors(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return stored vectors (stop - start, d), those of removed rows too."""
+    def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return stored vectors (n, d)."""
         kept = self.folder / VECTORS_FILE
-        if kept.name in self.record.files:
-            return np.array(_mapped(kept)[start:stop])
-        return self.index.vectors(start, stop)
+        return _mapped(kept)[rows_n] if kept.name in self.record.files else self.index.vectors(rows_n)
 
-    def side_info(self, start: int, stop: int) -> NDArray[np.float32] | None:
-        """Return stored side-information (stop - start, S); None when there is none."""
-        if SIDE_FILE not in self.record.files:
-            return None
-        return np.array(_mapped(self.folder / SIDE_FILE)[start:stop])
+    def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Return stored side-information (n, S); None when there is none."""
+        return _mapped(self.folder / SIDE_FILE)[rows_n] if SIDE_FILE in self.record.files else None
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
         """Yield what is there, block by block.
 
         Args:
             size: rows read at a time.
-            rows: only these, ascending; all that are there when None.
+            rows: only these; all that are there when None.
 
         Yields:
             Row numbers, and the items as they could be written to another segment.
         """
         rows = self.present() if rows is None else rows
-        for start in range(0, self.record.rows, size):
-            stop = min(start + size, self.record.rows)
-            rows_n = rows[np.searchsorted(rows, start) : np.searchsorted(rows, stop)]
-            if not len(rows_n):
-                continue
-            side = self.side_info(start, stop)
-            sides = [side[rows_n - start]] if side is not None else []
-            embeds_nd = self.vectors(start, stop)[rows_n - start]
-            yield rows_n, Items([embeds_nd], self.ids(rows_n), self.metadata_text(rows_n), sides)
+        for start in range(0, len(rows), size):
+            rows_n = rows[start : start + size]
+            side = self.side_info(rows_n)
+            sides = [side] if side is not None else []
+            yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
 
     def damaged(self) -> list[str]:
         """Compare every file with what it was when it was written; return one line for each that differs."""

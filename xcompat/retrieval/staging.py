@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def check_items(
     return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
 
 
-def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Any) -> NDArray[np.float32]:  # noqa: ANN401 - row -> text
+def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Callable[[int], str]) -> NDArray[np.float32]:
     """Refuse embeddings that cannot be compared; return them, of length 1 where cosines are asked for.
 
     Args:

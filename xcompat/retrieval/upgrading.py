@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.manifest import SegmentRecord
+from xcompat.retrieval.manifest import SEGMENTS, Metric, SegmentRecord
 from xcompat.retrieval.segment import Items, Segment
 from xcompat.retrieval.staging import checked_embeddings
 from xcompat.retrieval.versions import identity, upgraded_version
@@ -41,8 +41,12 @@ class Plan(NamedTuple):
 
 
 class _Progress(BaseModel):
-    """What an upgrade that was cut off has written: source segment -> the row it got to, and segments made of it."""
+    """What an upgrade that was cut off has written: source segment -> the row it got to, and segments made of it.
 
+    It holds for the generation it was begun in: rows that were mapped then may have been removed since.
+    """
+
+    generation: int
     done: dict[str, int] = {}
     records: list[SegmentRecord] = []
 
@@ -64,7 +68,7 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     items = sum(map(len, segments))
     _, first = next(segments[0].blocks(TRIED))
     started = time.perf_counter()
-    _mapped(model, first)
+    _mapped(model, first, gallery.metric)
     per_item = (time.perf_counter() - started) / len(first)
     return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
 
@@ -87,8 +91,7 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
     staging = gallery.staging()
     version = upgraded_version(model)
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
-    progress = _Progress(**read_json(journal)) if journal.exists() else _Progress()
-    progress = _still_there(gallery.path, progress)
+    progress = _begun(gallery.path, journal, staging.manifest.generation)
     staging.take(progress.records, [version])
     total = sum(map(len, segments))
     with progress_bar() as bar:
@@ -98,7 +101,7 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
             rows = segment.present()
             bar.update(task, advance=int(np.searchsorted(rows, begun)))
             for rows_n, items in segment.blocks(batch_size, rows[rows >= begun]):
-                staging.put(version, _mapped(model, items))
+                staging.put(version, _mapped(model, items, gallery.metric))
                 rate_of(bar, task, len(rows_n), "embeddings")
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
@@ -123,7 +126,7 @@ def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
     return segments
 
 
-def _mapped(model: CompatModel, items: Items) -> Items:
+def _mapped(model: CompatModel, items: Items, metric: Metric) -> Items:
     """Map a block; side-information that the model has no use for is left behind."""
     import torch
 
@@ -134,7 +137,7 @@ def _mapped(model: CompatModel, items: Items) -> Items:
         chain = getattr(model, "side_transform", None)
         new_side = [chain(old, side).float().cpu().numpy()] if chain is not None and side is not None else []
     embeds: NDArray[np.float32] = mapped.float().cpu().numpy()
-    embeds = checked_embeddings(embeds, "cosine", lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
+    embeds = checked_embeddings(embeds, metric, lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
     return Items([embeds], items.ids, items.metadata, new_side)
 
 
@@ -148,9 +151,11 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
     write_json(journal, progress.model_dump(mode="json"))
 
 
-def _still_there(folder: Path, progress: _Progress) -> _Progress:
-    """Return the progress if its segments are there, else none: a compaction may have cleared what no generation names."""
-    from xcompat.retrieval.manifest import SEGMENTS
-
-    whole = all((folder / SEGMENTS / record.name).is_dir() for record in progress.records)
-    return progress if whole else _Progress()
+def _begun(folder: Path, journal: Path, generation: int) -> _Progress:
+    """Return how far an upgrade got; nowhere if the gallery has changed since, or what was written has been cleared away."""
+    fresh = _Progress(generation=generation)
+    if not journal.exists():
+        return fresh
+    found = _Progress(**read_json(journal))
+    whole = all((folder / SEGMENTS / record.name).is_dir() for record in found.records)
+    return found if whole and found.generation == generation else fresh

@@ -126,30 +126,45 @@ def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionReco
     return _through(model.self_view, embeds, model) if of_encoder else None
 
 
-def require_views(model: Model, manifest: Manifest) -> None:
-    """Refuse a model whose queries cannot be compared with everything in a gallery.
+def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
+    """Bring queries into the space of everything in a gallery.
 
     Args:
         model: the query model.
+        embeds_QD: (Q, D) what it makes of the queries.
         manifest: the gallery's state.
 
+    Returns:
+        Each version that is there, with the queries in its space.
+
     Raises:
-        FingerprintMismatchError: naming the model, the version, and what to do.
+        FingerprintMismatchError: they cannot be compared with a version, naming the model, the version, and what to do.
     """
-    present = {segment.version for segment in manifest.segments if segment.rows > segment.n_removed}
-    for version in manifest.versions:
-        if version.digest in present and not fits(model, version):
+    views = []
+    for version in manifest.present():
+        view = query_view(model, embeds_QD, version)
+        if view is None:
             raise FingerprintMismatchError(
                 f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
                 f"{_advice(model)}"
             )
+        views.append((version, view))
+    return views
+
+
+def require_views(model: Model, manifest: Manifest) -> None:
+    """Refuse a model whose queries cannot be compared with everything in a gallery (see :func:`query_views`)."""
+    query_views(model, _any_query(model), manifest)
 
 
 def fits(model: Model, version: VersionRecord) -> bool:
     """Return whether a model's queries can be compared with stored embeddings of a version."""
+    return query_view(model, _any_query(model), version) is not None
+
+
+def _any_query(model: Model) -> NDArray[np.float32]:
     compat = _compat(model)
-    dim = compat.config.embedding_dim if compat is not None and compat is model else 1
-    return query_view(model, np.ones((1, dim), np.float32), version) is not None
+    return np.ones((1, compat.config.embedding_dim if compat is not None and compat is model else 1), np.float32)
 
 
 def _advice(model: Model) -> str:
