@@ -81,10 +81,9 @@ class Fingerprint:
         import torch
 
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
-        sampled = (
-            torch.cat([_samples(tensor).to("cpu", torch.float64) for tensor in tensors]).numpy().tobytes() if tensors else b""
-        )
-        return (*((tensor.data_ptr(), tensor._version) for tensor in tensors), sampled)
+        samples = tuple(_samples(tensor).to("cpu", torch.float64).numpy().tobytes() for tensor in tensors)
+        counts = (None if tensor.is_inference() else tensor._version for tensor in tensors)  # inference mode counts nothing
+        return tuple((tensor.data_ptr(), count) for tensor, count in zip(tensors, counts, strict=True)), samples
 
     def derived(self, what: str) -> Fingerprint:
         """Return the identity of other embeddings that the same model makes, such as its view of an old space.

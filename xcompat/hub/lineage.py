@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
@@ -156,6 +156,8 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
     with hub_errors(name):
         try:
             held = read_repository(api, repo, revision)
+        except GatedRepoError:  # a kind of RepositoryNotFoundError
+            raise
         except (RepositoryNotFoundError, RevisionNotFoundError):
             return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
     if held.config is None:
