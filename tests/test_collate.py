@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -141,6 +142,29 @@ def test_iterating_leaves_out_what_cannot_be_read_and_says_which_rows_are_left()
     assert len(bad.reasons) == 3
     only = list(iterate_images(make(7), batch_size=2, rows=[5, 2, 3]))
     assert [rows.tolist() for rows, _ in only] == [[5, 2], [3]]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_images_decoded_ahead_come_in_order_prepared_and_no_further_than_asked(threads: int) -> None:
+    prepared: list[int] = []
+
+    def prepare(images: list[Image.Image]) -> int:
+        prepared.append(images[0].getpixel((0, 0))[0])
+        return len(images)
+
+    batches = iterate_images(make(40, broken=[4]), batch_size=2, bad=BadSamples(0.5, 40), prepare=prepare, threads=threads)
+    first = [(rows.tolist(), count) for rows, count in islice(batches, 4)]
+    assert first == [([0, 1], 2), ([2, 3], 2), ([5], 1), ([6, 7], 2)]
+    batches.close()
+    assert len(prepared) <= 4 + threads + 1, "what nobody asks for is not decoded"
+
+
+def test_what_goes_wrong_while_preparing_reaches_who_asked() -> None:
+    def prepare(images: list[Image.Image]) -> None:
+        raise XcompatError("no pixels")
+
+    with pytest.raises(XcompatError, match="no pixels"):
+        next(iterate_images(make(4), prepare=prepare))
 
 
 def test_flattened_captions_keep_their_ids() -> None:

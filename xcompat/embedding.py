@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL.Image import Image
 from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
-from xcompat.data.schema import ID
+from xcompat.data.schema import ID, PIXEL_VALUES
 from xcompat.distributed import barrier, is_main_process, rank, world_size
 from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
@@ -21,7 +23,7 @@ from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
-from xcompat.progress import console, progress_bar, rate_of
+from xcompat.progress import Waiting, console, progress_bar, rate_of
 
 if TYPE_CHECKING:
     import datasets
@@ -155,15 +157,14 @@ def embed_texts(
     """
     budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
 
-    def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
-        token_ids = embedder.processor.tokenize(list(texts[start:stop]))
-        embeds = np.empty((stop - start, embedder.dim), dtype=np.float32)
+    def embed_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        with waiting:
+            token_ids = embedder.processor.tokenize(list(texts[start:stop]))
         padded = embedder.processor.max_length if embedder.processor.pad_to_max_length else 0
         for rows in length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget):
-            batch = embedder.processor.pad([token_ids[row] for row in rows])
-            embeds[rows] = embedder.embed(batch).numpy(force=True)
-            tick(len(rows))
-        return embeds
+            with waiting:
+                batch = embedder.processor.pad([token_ids[row] for row in rows])
+            yield rows, embedder.embed(batch)
 
     before = embedder.processor.count_truncated
     cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shard)
@@ -199,19 +200,53 @@ def embed_images(
     """
     if isinstance(embedder, StoredModel):
         rows_Nd = embedder.rows(dataset[ID][:])
-        return _embed(
-            embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, lambda start, stop, tick: rows_Nd[start:stop]
-        )
+
+        def copy_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+            yield np.arange(stop - start), torch.from_numpy(rows_Nd[start:stop])
+
+        return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shard)
     bad = BadSamples(max_bad_share, len(dataset))
 
-    def embed_shard(start: int, stop: int, tick: Callable[[int], None]) -> NDArray[np.float32]:
-        embeds = np.full((stop - start, embedder.dim), np.nan, dtype=np.float32)
-        for rows, images in iterate_images(dataset, IMAGES_PER_BATCH, rows=range(start, stop), bad=bad):
-            embeds[rows - start] = embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy(force=True)
-            tick(len(rows))
-        return embeds
+    def embed_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        for rows, embeds_BD in embed_rows(embedder, dataset, range(start, stop), bad=bad, waiting=waiting):
+            yield rows - start, embeds_BD
 
     return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shard)
+
+
+def embed_rows(
+    embedder: Embedder,
+    dataset: datasets.Dataset,
+    rows: Sequence[int],
+    batch_size: int = IMAGES_PER_BATCH,
+    *,
+    bad: BadSamples | None = None,
+    waiting: Waiting | None = None,
+) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    """Embed images, decoding the next ones meanwhile.
+
+    Args:
+        embedder: the frozen model.
+        dataset: as :func:`xcompat.data.load_pairs` returns it.
+        rows: which, in this order.
+        batch_size: images embedded at a time.
+        bad: counts those that cannot be read, which are left out.
+        waiting: counts the seconds in which the model had nothing to do.
+
+    Yields:
+        Row numbers, and their embeddings (B, d) on the model's device, which a GPU may still be computing.
+    """
+    device = embedder.device.type
+
+    def prepare(images: list[Image]) -> Tensor:
+        pixels_BCHW = embedder.processor.images(images)
+        return pixels_BCHW.pin_memory() if device == "cuda" else pixels_BCHW  # so that it is fetched while the GPU computes
+
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = 1 if device == "cpu" else max(1, cores)  # a model on a CPU needs the cores itself
+    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, threads=threads)
+    for kept, pixels_BCHW in (waiting or Waiting()).of(batches):
+        yield kept, embedder.embed({PIXEL_VALUES: pixels_BCHW})
 
 
 def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
@@ -244,7 +279,7 @@ def _embed(
     path: Path,
     data_digest: str,
     shard_rows: int,
-    embed_shard: Callable[[int, int, Callable[[int], None]], NDArray[np.float32]],
+    embed_shard: Callable[[int, int, Waiting], Iterator[tuple[NDArray[np.int64], Tensor]]],
 ) -> EmbeddingCache:
     info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
     if not rows:
@@ -256,9 +291,17 @@ def _embed(
         total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
         with progress_bar() as bar, packed_linears(embedder.model):
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
+            waiting = Waiting()
             for shard in mine:
-                stop = min(starts[shard] + shard_rows, rows)
-                embeds = embed_shard(starts[shard], stop, lambda n: rate_of(bar, task, n, kind))
+                start, stop = starts[shard], min(starts[shard] + shard_rows, rows)
+                embeds = np.full((stop - start, embedder.dim), np.nan, dtype=np.float32)
+                places, parts = [], []
+                for places_B, embeds_BD in embed_shard(start, stop, waiting):
+                    places.append(places_B)
+                    parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
+                    rate_of(bar, task, len(places_B), kind, waiting)
+                if parts:
+                    embeds[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
                 if (np.abs(embeds) > np.finfo(info.dtype).max).any():
                     raise XcompatError(
                         f"{embedder.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of "

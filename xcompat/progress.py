@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +21,7 @@ from rich.progress import (
 
 from xcompat.distributed import is_main_process
 
+T = TypeVar("T")
 console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
 
 
@@ -39,7 +41,38 @@ def progress_bar() -> Progress:
     )
 
 
-def rate_of(bar: Progress, task: TaskID, done: int, unit: str) -> None:
+class Waiting:
+    """Counts the seconds that pass inside it: those in which a model waits for data."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._entered = 0.0
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        self._entered = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Count no longer."""
+        self.seconds += time.perf_counter() - self._entered
+
+    def of(self, items: Iterable[T]) -> Iterator[T]:
+        """Pass on items, counting the seconds until each is there."""
+        iterator = iter(items)
+        while True:
+            with self:
+                item = next(iterator, self)
+            if item is self:
+                return
+            yield cast(T, item)
+
+    def share_of(self, seconds: float) -> str:
+        """Say which part of some seconds was waited."""
+        return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
+
+
+def rate_of(bar: Progress, task: TaskID, done: int, unit: str, waiting: Waiting | None = None) -> None:
     """Advance a bar and show its mean rate so far.
 
     Args:
@@ -47,10 +80,12 @@ def rate_of(bar: Progress, task: TaskID, done: int, unit: str) -> None:
         task: its task, made with the field ``rate``.
         done: units done since the last call.
         unit: what is counted, such as ``"texts"``.
+        waiting: the seconds in which data were waited for, whose share is shown too.
     """
     state = bar.tasks[bar.task_ids.index(task)]
-    rate = (state.completed + done) / max(state.elapsed or 0.0, 1e-9)
-    bar.update(task, advance=done, rate=f"{rate:,.0f} {unit}/s")
+    elapsed = max(state.elapsed or 0.0, 1e-9)
+    waited = "" if waiting is None else f", {waiting.share_of(elapsed)}"
+    bar.update(task, advance=done, rate=f"{(state.completed + done) / elapsed:,.0f} {unit}/s{waited}")
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from xcompat.errors import XcompatError
 if TYPE_CHECKING:
     import datasets
 
+T = TypeVar("T")
 NAMED = 3  # bad samples named in the error, the rest counted
 MIN_SEEN = 100  # a share of fewer samples of a stream says little
 
@@ -202,18 +206,28 @@ def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[s
 
 
 def iterate_images(
-    dataset: datasets.Dataset, batch_size: int = 256, *, rows: Sequence[int] | None = None, bad: BadSamples | None = None
-) -> Iterator[tuple[NDArray[np.int64], list[Image]]]:
-    """Read images in order, leaving out those that cannot be read.
+    dataset: datasets.Dataset,
+    batch_size: int = 256,
+    *,
+    rows: Sequence[int] | None = None,
+    bad: BadSamples | None = None,
+    prepare: Callable[[list[Image]], T] = list,  # type: ignore[assignment]  # what is read, as it is
+    threads: int = 1,
+) -> Iterator[tuple[NDArray[np.int64], T]]:
+    """Read images in order and ahead of who asks for them, leaving out those that cannot be read.
+
+    Reading, decoding and resizing run outside Python's lock, so that threads keep up with a model and need no processes.
 
     Args:
         dataset: as `xcompat.data.load_pairs` returns it.
         batch_size: rows read at a time; batches are shorter where images are left out.
         rows: only these, in this order; all when None.
         bad: counts what is left out.
+        prepare: what the threads make of a batch of pictures in mode RGB, such as a processor's ``images``.
+        threads: how many batches are decoded at a time.
 
     Yields:
-        ``(rows, images)``: the row numbers that were kept, and their pictures in mode RGB. Never empty.
+        ``(rows, images)``: the row numbers that were kept, and what was prepared of their pictures. Never empty.
 
     Raises:
         XcompatError: more images than allowed cannot be read.
@@ -222,18 +236,31 @@ def iterate_images(
     dataset = _only_pairs(dataset)
     dataset = dataset.select_columns([c for c in (IMAGE, ID) if c in dataset.column_names])
     wanted = np.arange(len(dataset)) if rows is None else np.asarray(rows, dtype=np.int64)
-    for start in range(0, len(wanted), batch_size):
-        batch = wanted[start : start + batch_size]
-        columns = dataset[batch]
-        kept, images = [], []
+    batches = (wanted[start : start + batch_size] for start in range(0, len(wanted), batch_size))
+
+    def decode(batch: NDArray[np.int64], columns: dict[str, list[Any]]) -> tuple[NDArray[np.int64], T | None, dict[str, str]]:
+        kept, images, reasons = [], [], {}
         for place, row in enumerate(batch.tolist()):
             try:
                 images.append(open_image(columns[IMAGE][place]))
                 kept.append(row)
             except UnusableSampleError as error:
-                bad.add(columns[ID][place] if ID in columns else str(row), str(error))
-        if kept:
-            yield np.array(kept, dtype=np.int64), images
+                reasons[columns[ID][place] if ID in columns else str(row)] = str(error)
+        return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
+
+    with ThreadPoolExecutor(threads) as pool:
+        started = (pool.submit(decode, batch, dataset[batch]) for batch in batches)
+        ahead = deque(islice(started, threads + 1))
+        try:
+            while ahead:
+                kept, images, reasons = ahead.popleft().result()
+                ahead.extend(islice(started, 1))
+                for sample_id, reason in reasons.items():
+                    bad.add(sample_id, reason)
+                if images is not None:
+                    yield kept, images
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:

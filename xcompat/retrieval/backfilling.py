@@ -9,8 +9,9 @@ import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.data import BadSamples, iterate_images
+from xcompat.data import BadSamples
 from xcompat.data.schema import ID
+from xcompat.embedding import embed_rows
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.filling import BATCH, Added, add_rows, load_pictures
@@ -44,10 +45,9 @@ class Backfill:
 
     def seconds(self) -> float:
         """Estimate from one batch how long it takes, changing nothing."""
-        tried = self.remaining[:BATCH].tolist()
-        for rows, images in iterate_images(self.dataset, BATCH, rows=tried, bad=BadSamples(1.0, len(tried))):
-            started = time.perf_counter()
-            self.embedder.embed({"pixel_values": self.embedder.processor.images(images)})
+        tried, started = self.remaining[:BATCH].tolist(), time.perf_counter()
+        for rows, embeds in embed_rows(self.embedder, self.dataset, tried, BATCH, bad=BadSamples(1.0, len(tried))):
+            embeds.cpu()
             return (time.perf_counter() - started) / len(rows) * self.items
         return 0.0
 

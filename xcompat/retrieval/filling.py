@@ -10,11 +10,12 @@ from typing import NamedTuple
 import datasets as hf
 import numpy as np
 
-from xcompat.data import BadSamples, PairSource, iterate_images, load_pairs
+from xcompat.data import BadSamples, PairSource, load_pairs
 from xcompat.data.schema import CAPTION, ID, captions_of
+from xcompat.embedding import embed_rows
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
-from xcompat.progress import progress_bar, rate_of
+from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 
 BATCH = 64
@@ -80,10 +81,10 @@ def add_rows(
     bad = BadSamples(total=len(wanted))
     with progress_bar() as bar:
         task = bar.add_task(f"embedding images with {embedder.name}", total=len(todo), rate="")
-        committed = time.monotonic()
-        for kept, embeds, batch_ids, metadata in _embedded(dataset, todo, embedder, bad):
+        committed, waiting = time.monotonic(), Waiting()
+        for kept, embeds, batch_ids, metadata in _embedded(dataset, todo, embedder, bad, waiting):
             gallery.add(embeds, batch_ids, metadata, version=embedder, replace=replace)
-            rate_of(bar, task, len(kept), "images")
+            rate_of(bar, task, len(kept), "images", waiting)
             if time.monotonic() - committed > COMMIT_EVERY:
                 gallery.commit()
                 committed = time.monotonic()
@@ -92,14 +93,13 @@ def add_rows(
 
 
 def _embedded(
-    dataset: hf.Dataset, rows: np.ndarray, embedder: Embedder, bad: BadSamples
+    dataset: hf.Dataset, rows: np.ndarray, embedder: Embedder, bad: BadSamples, waiting: Waiting
 ) -> Iterator[tuple[np.ndarray, np.ndarray, list[str], list[dict[str, str] | None]]]:
-    for kept, images in iterate_images(dataset, BATCH, rows=rows.tolist(), bad=bad):
-        embeds = embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy(force=True)
+    for kept, embeds in embed_rows(embedder, dataset, rows.tolist(), BATCH, bad=bad, waiting=waiting):
         columns = dataset.select_columns([name for name in (ID, CAPTION) if name in dataset.column_names])[kept]
         captions = columns.get(CAPTION, [None] * len(kept))
         metadata = [{CAPTION: texts[0]} if (texts := captions_of(value)) else None for value in captions]
-        yield kept, embeds, columns[ID], metadata
+        yield kept, embeds.numpy(force=True), columns[ID], metadata
 
 
 def load_pictures(path: str | Path) -> hf.Dataset:

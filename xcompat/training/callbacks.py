@@ -14,11 +14,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xcompat.distributed import is_distributed, mean_over_ranks
 from xcompat.errors import TrainingDivergedError
-from xcompat.progress import progress_bar
+from xcompat.progress import Waiting, progress_bar
 
 
 class ProgressCallback(TrainerCallback):
-    """Steps, rate in samples per second and the loss, in one line.
+    """Steps, rate in samples per second, the share of time spent waiting for data, and the loss, in one line.
 
     Args:
         description: what is being trained.
@@ -29,6 +29,7 @@ class ProgressCallback(TrainerCallback):
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._first_step = 0
+        self._waiting = Waiting()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Show the bar."""
@@ -36,6 +37,15 @@ class ProgressCallback(TrainerCallback):
         self._bar.start()
         self._first_step = state.global_step
         self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step, rate="")
+        self._waiting.__enter__()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Look how long the batch took to come."""
+        self._waiting.__exit__()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Leave out the time a checkpoint takes."""
+        self._waiting.__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Advance the bar."""
@@ -43,7 +53,9 @@ class ProgressCallback(TrainerCallback):
         elapsed = self._bar.tasks[0].elapsed or 0.0
         per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rate = (state.global_step - self._first_step) * per_step / max(elapsed, 1e-9)
-        self._bar.update(self._task, completed=state.global_step, rate=f"{rate:,.0f} samples/s{self._loss(state)}")
+        line = f"{rate:,.0f} samples/s, {self._waiting.share_of(elapsed)}{self._loss(state)}"
+        self._bar.update(self._task, completed=state.global_step, rate=line)
+        self._waiting.__enter__()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Take the bar away."""

@@ -11,10 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xcompat.data import PairCollator, PairDataset, iterate_images
 from xcompat.distributed import gather_with_grad, rank, world_size
+from xcompat.embedding import IMAGES_PER_BATCH
 from xcompat.encoders.processor import Processor
 from xcompat.models import CompatModel
-
-IMAGES_PER_BATCH = 64
 
 
 class ScheduleCallback(TrainerCallback):
@@ -59,10 +58,10 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     mine = np.arange(rank() * each, (rank() + 1) * each) % total
     embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
     model.eval()
-    for kept, images in iterate_images(dataset.dataset, IMAGES_PER_BATCH, rows=mine.tolist(), bad=dataset.bad):
-        pixels = processor.images(images).to(model.device)
-        labels = torch.zeros(len(images), dtype=torch.int64, device=model.device)  # read by no one, but a column of the method
+    reading: dict[str, Any] = {"rows": mine.tolist(), "bad": dataset.bad, "prepare": processor.images}
+    for kept, pixels in iterate_images(dataset.dataset, IMAGES_PER_BATCH, **reading):
+        labels = torch.zeros(len(kept), dtype=torch.int64, device=model.device)  # read by no one, but a column of the method
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
-        embeds_ED[places] = model(pixel_values=pixels, labels=labels, return_loss=False).image_embeds.float()
+        embeds_ED[places] = model(pixel_values=pixels.to(model.device), labels=labels, return_loss=False).image_embeds.float()
     model.train(was_training)
     return gather_with_grad(embeds_ED)[:total].numpy(force=True)

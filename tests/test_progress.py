@@ -1,0 +1,89 @@
+"""What a bar says: rates, and the share of time in which a model waited for data, by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xcompat import progress
+from xcompat.progress import Waiting, progress_bar, rate_of
+from xcompat.training.callbacks import ProgressCallback
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock that everything in `xcompat.progress` looks at."""
+    made = Clock()
+    monkeypatch.setattr(progress.time, "perf_counter", made)
+    return made
+
+
+def test_only_waiting_is_counted_as_waiting(clock: Clock) -> None:
+    def slow() -> Iterator[int]:
+        for number in range(3):
+            clock.now += 2
+            yield number
+
+    waiting, seen = Waiting(), []
+    for number in waiting.of(slow()):
+        clock.now += 6
+        seen.append(number)
+    assert seen == [0, 1, 2] and waiting.seconds == 6
+    assert waiting.share_of(24) == "25% waiting for data"
+
+
+def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
+    bar = progress_bar()
+    bar.get_time = clock
+    task = bar.add_task("embedding", total=100, rate="")
+    waiting = Waiting()
+    with waiting:
+        clock.now += 1
+    clock.now += 3
+    rate_of(bar, task, 20, "images", waiting)
+    assert bar.tasks[0].fields["rate"] == "5 images/s, 25% waiting for data"
+    rate_of(bar, task, 20, "images")
+    assert bar.tasks[0].fields["rate"] == "10 images/s"
+
+
+def test_training_says_how_long_it_waited_for_batches(clock: Clock) -> None:
+    args = SimpleNamespace(train_batch_size=8, world_size=2, gradient_accumulation_steps=1)
+    state = SimpleNamespace(global_step=0, max_steps=2, log_history=[{"loss": 0.5}])
+    callback, control = ProgressCallback("xbt"), SimpleNamespace()
+
+    def tell(event: str, seconds: float) -> None:
+        clock.now += seconds
+        getattr(callback, event)(args, state, control)
+
+    def shown() -> Any:
+        assert callback._bar is not None
+        return callback._bar.tasks[0].fields["rate"]
+
+    tell("on_train_begin", 0)
+    assert callback._bar is not None
+    callback._bar.get_time = clock
+    callback._bar.tasks[0]._get_time = clock
+    callback._bar.tasks[0].start_time = clock.now
+    tell("on_step_begin", 1)
+    state.global_step = 1
+    tell("on_step_end", 3)
+    assert shown() == "4 samples/s, 25% waiting for data, loss 0.500"
+    tell("on_save", 5)
+    tell("on_step_begin", 1)
+    state.global_step = 2
+    tell("on_step_end", 6)
+    assert shown() == "2 samples/s, 12% waiting for data, loss 0.500", "writing a checkpoint is no waiting for data"
+    callback.on_train_end(args, state, control)
