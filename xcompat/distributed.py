@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+T = TypeVar("T")
 JUDGING = timedelta(hours=6)
 """Longest that processes wait for one of them, which may be evaluating or embedding the larger shards."""
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from accelerate import PartialState
 
@@ -119,6 +121,42 @@ def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late
             return mine
 
     return Gather
+
+
+def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
+    """Return the rows that are this process's to work on.
+
+    Args:
+        rows_N: row numbers, the same on every process.
+        shared: whether every process is here; else all rows are this one's.
+
+    Returns:
+        A stretch of them.
+    """
+    if not (shared and is_distributed()):
+        return rows_N
+    import numpy as np
+
+    return np.array_split(rows_N, world_size())[rank()]
+
+
+def gather_objects(mine: T, shared: bool) -> list[T]:
+    """Return what every process has made, in the order of their ranks.
+
+    Args:
+        mine: what this one has made.
+        shared: whether every process is here.
+
+    Returns:
+        As many objects as processes; this one's alone where they are not.
+    """
+    if not (shared and is_distributed()):
+        return [mine]
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from xcompat.distributed import my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, blocks, id_codes
 
@@ -90,16 +91,19 @@ class LabelledPairs:
         """Pairs that count."""
         return self.n_queries * self.n_gallery - int((self._left_last_Q - self._left_first_Q).sum())
 
-    def mated_blocks(self) -> Iterator[np.ndarray]:
+    def mated_blocks(self, shared: bool = False) -> Iterator[np.ndarray]:
         """Yield the queries whose class occurs in the gallery, in order of their classes.
+
+        Args:
+            shared: whether every process is here, and gets a share of them.
 
         Yields:
             Row numbers ``(B,)``: at most ``chunk_size``, and fewer where classes are large.
         """
         order_Q = np.argsort(self.query_codes, kind="stable")
         first_Q, last_Q = (np.searchsorted(self._sorted_codes_G, self.query_codes[order_Q], side) for side in ("left", "right"))
-        mated_Q = last_Q > first_Q
-        order_Q, before_Q = order_Q[mated_Q], np.cumsum((last_Q - first_Q)[mated_Q])
+        mine = my_share(np.flatnonzero(last_Q > first_Q), shared)
+        order_Q, before_Q = order_Q[mine], np.cumsum((last_Q - first_Q)[mine])
         start = 0
         while start < len(order_Q):
             limit = before_Q[start] + _BLOCK_POSITIVES

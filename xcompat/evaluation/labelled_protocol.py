@@ -105,6 +105,7 @@ def evaluate_labelled_cases(
     chunk_size: int = 1024,
     n_resamples: int = 1000,
     seed: int = 0,
+    shared: bool = False,
 ) -> Evaluation:
     """Measure CMC and mean average precision of every case and judge backward compatibility (Shen et al. 2020).
 
@@ -122,6 +123,7 @@ def evaluate_labelled_cases(
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws over queries.
         seed: of the draws.
+        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
 
     Returns:
         Cases, verdict, ranks, average precision of every query.
@@ -131,9 +133,7 @@ def evaluate_labelled_cases(
             queries cannot search the new gallery because the old one is mapped instead.
     """
     pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
-    ranked = {
-        (query, gallery): _rank(f"{query}/{gallery}", queries, items, chunk_size) for query, gallery, queries, items in pairs
-    }
+    ranked = {(case[0], case[1]): _rank(*case, chunk_size, shared) for case in pairs}
     sampling = Sampling(n_resamples, seed)
     floor = ranked["old", "old"]
     known_Q = floor.first_hit_ranks_Q >= 0
@@ -173,7 +173,9 @@ def _per_query(ranked: Mapping[tuple[str, str], RankedQueries]) -> dict[ValueKey
     }
 
 
-def _rank(label: str, queries: EmbeddedImages, gallery: EmbeddedImages, chunk_size: int) -> RankedQueries:
+def _rank(
+    query_name: str, gallery_name: str, queries: EmbeddedImages, gallery: EmbeddedImages, chunk_size: int, shared: bool
+) -> RankedQueries:
     """Rank one case; an error names it."""
     try:
         return ranking_per_query(
@@ -184,6 +186,7 @@ def _rank(label: str, queries: EmbeddedImages, gallery: EmbeddedImages, chunk_si
             queries.query_ids,
             gallery.gallery_ids,
             chunk_size=chunk_size,
+            shared=shared,
         )
     except XcompatError as error:
-        raise XcompatError(f"{label}: {error}") from None
+        raise XcompatError(f"{query_name}/{gallery_name}: {error}") from None

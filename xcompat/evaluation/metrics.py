@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from xcompat.distributed import gather_objects, my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, as_rows, blocks, id_codes
 
@@ -52,7 +53,12 @@ def recall_at_k(
 
 
 def first_hit_ranks(
-    queries_QD: Embeddings, gallery_GD: Embeddings, query_ids: Ids, gallery_ids: Ids, chunk_size: int = 1024
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_ids: Ids,
+    gallery_ids: Ids,
+    chunk_size: int = 1024,
+    shared: bool = False,
 ) -> np.ndarray:
     """Return how many negatives stand before each query's best positive.
 
@@ -66,6 +72,7 @@ def first_hit_ranks(
         query_ids: Q hashables.
         gallery_ids: G hashables.
         chunk_size: rows per block on both sides.
+        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
 
     Returns:
         int64 ``(Q,)``, 0 for a first place, -1 for queries whose id is not in the gallery.
@@ -89,24 +96,40 @@ def first_hit_ranks(
     query_codes, gallery_codes = id_codes(
         as_ids(query_ids, len(queries), "queries"), as_ids(gallery_ids, len(gallery), "gallery")
     )
+    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
     # In order of their codes, the positives of a block of queries stand together: finding the best is a fraction of the work.
-    order_Q, order_G = np.argsort(query_codes, kind="stable"), np.argsort(gallery_codes, kind="stable")
-    order_Q = order_Q[np.isin(query_codes[order_Q], gallery_codes)]
+    order_Q = np.argsort(query_codes, kind="stable")
+    order_Q = my_share(order_Q[np.isin(query_codes[order_Q], gallery_codes)], shared)
+    _rank(ranks_Q, order_Q, queries, gallery, query_codes, gallery_codes, chunk_size)
+    for rows_N, ranks_N in gather_objects((order_Q, ranks_Q[order_Q]), shared):
+        ranks_Q[rows_N] = ranks_N
+    return ranks_Q
+
+
+def _rank(
+    ranks_Q: np.ndarray,
+    order_N: np.ndarray,
+    queries: ExactRows,
+    gallery: ExactRows,
+    query_codes: np.ndarray,
+    gallery_codes: np.ndarray,
+    chunk_size: int,
+) -> None:
+    """Write the ranks of some queries, each with a positive, in order of their codes."""
+    order_G = np.argsort(gallery_codes, kind="stable")
     best_Q, tied_Q = np.empty(len(queries)), np.zeros(len(queries), dtype=np.int64)
-    for block in blocks(len(order_Q), min(chunk_size, _POSITIVE_ROWS)):
-        rows = order_Q[block]
+    for block in blocks(len(order_N), min(chunk_size, _POSITIVE_ROWS)):
+        rows = order_N[block]
         codes = query_codes[rows]
         first, last = np.searchsorted(gallery_codes[order_G], [codes[0], codes[-1] + 1])
         best_Q[rows], tied_Q[rows] = _best_positives(
             queries.block(rows), codes, gallery, gallery_codes, order_G[first:last], chunk_size
         )
-    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
-    for block in blocks(len(order_Q), chunk_size):
-        rows = order_Q[block]
+    for block in blocks(len(order_N), chunk_size):
+        rows = order_N[block]
         # Counts every item at or above the best positive: the negatives wanted, and the positives that equal it.
-        above_B = _count_at_least(queries.block(rows), torch.from_numpy(best_Q[rows]).to(device), gallery, chunk_size)
-        ranks_Q[rows] = above_B - tied_Q[rows]
-    return ranks_Q
+        best_B = torch.from_numpy(best_Q[rows]).to(queries.device)
+        ranks_Q[rows] = _count_at_least(queries.block(rows), best_B, gallery, chunk_size) - tied_Q[rows]
 
 
 def _best_positives(

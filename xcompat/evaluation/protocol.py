@@ -131,6 +131,7 @@ def evaluate_cases(
     chunk_size: int = 1024,
     n_resamples: int = 1000,
     seed: int = 0,
+    shared: bool = False,
 ) -> Evaluation:
     """Measure every case in both directions and judge backward compatibility.
 
@@ -150,6 +151,7 @@ def evaluate_cases(
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws; queries with one id are drawn together.
         seed: of the draws.
+        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
 
     Returns:
         Cases, verdict, ranks.
@@ -159,7 +161,7 @@ def evaluate_cases(
     """
     pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
     ranks = {
-        (query, gallery, direction): _direction_ranks(f"{query}/{gallery}", queries, items, direction, chunk_size)
+        (query, gallery, direction): _direction_ranks(f"{query}/{gallery}", queries, items, direction, chunk_size, shared)
         for query, gallery, queries, items in pairs
         for direction in (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
     }
@@ -176,14 +178,16 @@ def evaluate_cases(
     return Evaluation(cases, judge_cases(cases, differences), ranks, dropped, notes, clusters=clusters)
 
 
-def _direction_ranks(label: str, queries: EmbeddedPairs, gallery: EmbeddedPairs, direction: str, chunk_size: int) -> np.ndarray:
+def _direction_ranks(
+    label: str, queries: EmbeddedPairs, gallery: EmbeddedPairs, direction: str, chunk_size: int, shared: bool
+) -> np.ndarray:
     """Return the ranks of one case; an error names it."""
     if direction == IMAGE_TO_TEXT:
         query_side, gallery_side = (queries.image_embeds_ND, queries.image_ids), (gallery.text_embeds_MD, gallery.text_ids)
     else:
         query_side, gallery_side = (queries.text_embeds_MD, queries.text_ids), (gallery.image_embeds_ND, gallery.image_ids)
     try:
-        return first_hit_ranks(query_side[0], gallery_side[0], query_side[1], gallery_side[1], chunk_size)
+        return first_hit_ranks(query_side[0], gallery_side[0], query_side[1], gallery_side[1], chunk_size, shared)
     except XcompatError as error:
         raise XcompatError(f"{label} {direction}: {error}") from None
 

@@ -9,10 +9,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.evaluation.labelled import MATED_ROWS, LabelledPairs
 from xcompat.evaluation.scores import Embeddings, Ids, blocks
 
+_NONE_FOUND = "no query has another item of its class in the gallery; check that both sides use the same labels"
 _KEY_BITS = (
     54  # a score is an integer of about 53 bits with its sign; 8 bits of a key are left to say whose it is, one for a mark
 )
@@ -128,6 +130,7 @@ def ranking_per_query(
     gallery_ids: Ids | None = None,
     *,
     chunk_size: int = 1024,
+    shared: bool = False,
 ) -> RankedQueries:
     """Return first hits and average precisions of each query, for means, flips and bootstrap intervals, from one pass.
 
@@ -142,6 +145,7 @@ def ranking_per_query(
         query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         chunk_size: queries per block; memory grows with it.
+        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
 
     Returns:
         One number of each kind per query.
@@ -157,9 +161,14 @@ def ranking_per_query(
     pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids, chunk_size)
     first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
     whole_Q, at_r_Q = np.full(pairs.n_queries, np.nan), np.full(pairs.n_queries, np.nan)
-    for hits in ranked_hits(pairs):
-        first_Q[hits.rows_B], positives_Q[hits.rows_B] = hits.first_hit_ranks_B, hits.positives_B
-        whole_Q[hits.rows_B], at_r_Q[hits.rows_B] = hits.average_precision(None), hits.average_precision("R")
+    mine = [
+        (hits.rows_B, hits.first_hit_ranks_B, hits.positives_B, hits.average_precision(None), hits.average_precision("R"))
+        for hits in ranked_hits(pairs, shared)
+    ]
+    for rows_B, *values in (block for blocks_of_one in gather_objects(mine, shared) for block in blocks_of_one):
+        first_Q[rows_B], positives_Q[rows_B], whole_Q[rows_B], at_r_Q[rows_B] = values
+    if not positives_Q.any():
+        raise XcompatError(_NONE_FOUND)
     return RankedQueries(first_Q, whole_Q, at_r_Q, positives_Q)
 
 
@@ -202,11 +211,12 @@ class Hits:
         return np.bincount(self.owners_N, weights=precisions_N, minlength=len(self.rows_B)) / most_B
 
 
-def ranked_hits(pairs: LabelledPairs) -> Iterator[Hits]:
+def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
     """Rank the positives of all queries that have any.
 
     Args:
         pairs: queries and gallery.
+        shared: whether every process is here and ranks a share of the queries, which may have none.
 
     Yields:
         The positives, block by block of queries.
@@ -215,7 +225,7 @@ def ranked_hits(pairs: LabelledPairs) -> Iterator[Hits]:
         XcompatError: if no query has a positive.
     """
     none = True
-    for rows_B in pairs.mated_blocks():
+    for rows_B in pairs.mated_blocks(shared):
         scores_N, owners_N = _sorted_positives(pairs, rows_B)
         positives_B = torch.bincount(owners_N, minlength=len(rows_B))
         has_any_B = positives_B > 0  # a query may be the only one of its class
@@ -226,8 +236,8 @@ def ranked_hits(pairs: LabelledPairs) -> Iterator[Hits]:
         owners_N = torch.repeat_interleave(positives_B)
         at_least_N = _count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
         yield _place(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
-    if none:
-        raise XcompatError("no query has another item of its class in the gallery; check that both sides use the same labels")
+    if none and not shared:
+        raise XcompatError(_NONE_FOUND)
 
 
 def _place(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.data.schema import SIDE_INFO
+from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
@@ -115,13 +116,16 @@ def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Cont
     return test.embed(embedder, cache_dir)
 
 
-def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> tuple[Evaluation, Contestants]:
+def judge(
+    contestants: Contestants, settings: EvaluationSettings, seed: int, shared: bool = False
+) -> tuple[Evaluation, Contestants]:
     """Evaluate every case.
 
     Args:
         contestants: the models' embeddings.
         settings: cut-offs and resampling.
         seed: of the bootstrap.
+        shared: whether every process is here, to rank a share of the queries each.
 
     Returns:
         The evaluation, and the contestants without unreadable images.
@@ -136,6 +140,7 @@ def judge(contestants: Contestants, settings: EvaluationSettings, seed: int) -> 
         "chunk_size": settings.chunk_size,
         "n_resamples": settings.resamples,
         "seed": seed,
+        "shared": shared,
     }
     models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
     if isinstance(kept.old, EmbeddedImages):
@@ -163,6 +168,7 @@ def make_report(
     settings: EvaluationSettings,
     method: str,
     seed: int,
+    shared: bool = False,
     **about: Any,  # noqa: ANN401
 ) -> ReportContent:
     """Evaluate, and gather what a report shows.
@@ -173,14 +179,15 @@ def make_report(
         settings: how the result is judged.
         method: name of the method.
         seed: of bootstrap, examples and t-SNE.
+        shared: whether every process is here, to rank a share of the queries each.
         about: ``seconds`` and ``run`` of :class:`ReportContent`.
 
     Returns:
         What :func:`xcompat.report.write_report` writes.
     """
-    evaluation, kept = judge(contestants, settings, seed)
+    evaluation, kept = judge(contestants, settings, seed, shared)
     examples = []
-    if test and settings.examples:  # of all rows: those of ``kept`` are no longer the test set's
+    if test and settings.examples and is_main_process():  # of all rows: those of ``kept`` are no longer the test set's
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}

@@ -142,7 +142,7 @@ class StageRun(Stage):
     def evaluate_unless_done(self) -> Path:
         """Write the stage's report unless it is there; return its folder.
 
-        All processes embed; the first one judges and writes.
+        All processes embed and rank queries; the first one writes.
         """
         settings = self.part.evaluation
         assert settings is not None
@@ -169,12 +169,19 @@ class StageRun(Stage):
         return self.report_dir
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
+        assert self.part.evaluation is not None
+        content = make_report(
+            contestants,
+            test,
+            self.part.evaluation,
+            self.part.method,
+            self.recipe.seed,
+            shared=True,
+            seconds=seconds,
+            run=provenance(),
+        )
         if is_main_process():
-            assert self.part.evaluation is not None
-            seed, method = self.recipe.seed, self.part.method
-            write_report(
-                folder, make_report(contestants, test, self.part.evaluation, method, seed, seconds=seconds, run=provenance())
-            )
+            write_report(folder, content)
 
     def _contestants(self, model: CompatModel, test: EvaluationSet) -> Contestants:
         settings, cache_dir = self.part.evaluation, self.recipe.cache_dir
