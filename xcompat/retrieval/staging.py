@@ -15,7 +15,7 @@ from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord, VersionRecord, read_manifest, write_manifest
 from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, id_hashes, removed_rows, write_segment
 
-FLUSH_BYTES = 2**28
+FLUSH_BYTES = 2**27
 """Embeddings that wait in memory before they are written to a segment."""
 LOCK = ".lock"
 _UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
