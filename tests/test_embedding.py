@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -33,6 +34,15 @@ def test_packed_linears_compute_the_same_and_leave_no_trace(embedder: Embedder) 
         torch.testing.assert_close(embedder.embed(batch), plain, atol=1e-5, rtol=0)
     assert not any("forward" in vars(module) for module in embedder.model.modules())
     assert torch.equal(embedder.embed(batch), plain)
+
+
+def test_half_precision_embeds_nearly_the_same(embedder: Embedder, tmp_path: Path) -> None:
+    half = replace(embedder, autocast=torch.bfloat16)
+    cache = embed_texts(half, TEXTS, tmp_path / "c", "digest")[:]
+    plain = embedder.embed(embedder.processor.texts(TEXTS)).numpy()
+    cosines = (cache * plain).sum(1) / np.linalg.norm(cache, axis=1) / np.linalg.norm(plain, axis=1)
+    assert cosines.min() > 0.999
+    assert np.abs(cache - plain).max() > 5e-4, "further from it than float16, as which caches are stored, can be"
 
 
 def test_padding_behind_a_text_changes_nothing(embedder: Embedder) -> None:

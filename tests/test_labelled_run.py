@@ -117,6 +117,16 @@ def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_pa
         assert torch.equal(model.embed_images(pixels), plain.embed_images(pixels))
 
 
+@pytest.mark.parametrize(("key", "dtype"), [("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)])
+def test_frozen_models_embed_in_the_precision_of_the_recipe(key: str, dtype: torch.dtype, trained: dict[str, Any]) -> None:
+    changes = {"method": "query_map", "new": trained["independent"], "options": {"input": "penultimate"}}
+    exact, half = (
+        Stage(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0]) for training in ({}, {key: True})
+    )
+    assert exact.embedder("new").autocast is None
+    assert half.embedder("old").autocast == half.as_input(half.embedder("new")).autocast == dtype
+
+
 def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: dict[str, Any], tmp_path: Path) -> None:
     changes = {"method": "query_map", "new": trained["independent"], "cache_dir": str(tmp_path / "cache")}
     recipe = recipe_of(trained, **changes, options={"input": "penultimate"}, output_dir=str(tmp_path / "run"))

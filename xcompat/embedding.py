@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,7 +290,7 @@ def _embed(
     if not (path / "cache.json").exists():
         mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
         total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
-        with progress_bar() as bar, packed_linears(embedder.model):
+        with progress_bar() as bar, _as_fast_as_it_goes(embedder):
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
             waiting = Waiting()
             for shard in mine:
@@ -314,6 +315,12 @@ def _embed(
             write_json(path / "cache.json", asdict(info))
         barrier()
     return EmbeddingCache(path)
+
+
+def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextManager[None]:
+    """Lay weights out for a CPU, where a model computes in their precision."""
+    plain = isinstance(embedder, StoredModel) or embedder.autocast is not None
+    return nullcontext() if plain else packed_linears(embedder.model)
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:

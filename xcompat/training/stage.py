@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from xcompat.data import LabelledImages, load_labelled, load_pairs, load_texts, select
 from xcompat.distributed import process_state
@@ -21,9 +22,6 @@ from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.test_sets import load_pair_test_set
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Stage:
@@ -64,7 +62,7 @@ class Stage:
         return source.model_copy(update={"name": self.recipe.resolve(source.name)})
 
     def embedder(self, role: str) -> Embedder:
-        """Load the frozen model in a role.
+        """Load the frozen model in a role; ``training.bf16_full_eval`` has it embed in bfloat16, ``fp16_full_eval`` in float16.
 
         Args:
             role: one of :data:`~xcompat.training.recipe.ROLES`.
@@ -75,7 +73,9 @@ class Stage:
         source = getattr(self.part, role)
         if not isinstance(source, EncoderSource):
             raise XcompatError(f"{self.part.name}: method {self.part.method} needs a trained {role} model; name it under {role}")
-        return load_embedder(self.resolved(source), device())
+        halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
+        chosen = next((dtype for key, dtype in halves.items() if self.part.training.get(key)), None)
+        return replace(load_embedder(self.resolved(source), device()), autocast=chosen)
 
     def as_input(self, new: Embedder) -> Embedder:
         """Return the new model as a map over cached embeddings reads it.
