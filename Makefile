@@ -27,8 +27,8 @@ lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(STAMP) ## Measure: every script in benchmarks/.
-	for script in benchmarks/*.py; do $(VENV)/bin/python "$$script" || exit 1; done
+bench: $(STAMP) ## Measure speed and memory beside other software, and write it into benchmarks/RESULTS.md.
+	$(VENV)/bin/python benchmarks/run.py
 
 venv: $(STAMP) ## Make the virtual environment and install into it.
 

@@ -1,29 +1,24 @@
-"""What a gallery costs beside the faiss index inside it: searching, adding, opening.
+"""What a gallery costs beside the faiss index inside it: searching and adding, and opening beside importing PyTorch.
 
-    python benchmarks/gallery_speed.py [--rows 1000000] [--dim 512] [--queries 256] [--rounds 5]
+    python benchmarks/gallery_speed.py [--items 1000000] [--dim 512] [--queries 256] [--rounds 5]
 
-Both sides do the same work in interleaved rounds. Adding: faiss normalises, adds and writes its index; the gallery also checks
-every embedding, stores ids and metadata, computes checksums and flushes to the disk. Searching: faiss returns row numbers, the
-gallery ids and metadata.
+Both sides do the same work. Adding: faiss normalises, adds and writes its index; the gallery also checks every embedding, stores
+ids and metadata, computes checksums and flushes to the disk. Searching: faiss returns row numbers, the gallery ids and metadata.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import faiss
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from measuring import ROUNDS, Row, main, medians, timed
 
 from xcompat import Fingerprint
 from xcompat.retrieval import Gallery
@@ -31,82 +26,73 @@ from xcompat.retrieval import Gallery
 MODEL = Fingerprint.from_string("benchmark")
 TOP_K = 10
 BLOCK = 100_000
-OPENING = """
-import sys, time
-started = time.perf_counter()
-from xcompat.retrieval import Gallery
-len(Gallery.open(sys.argv[1]))
-print(time.perf_counter() - started)
-"""
+OPENING = "import sys; from xcompat.retrieval import Gallery; print(len(Gallery.open(sys.argv[1])))"
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return how long something takes."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+def add_to_faiss(path: Path, embeds_ND: np.ndarray) -> None:
+    """Normalise, add and write."""
+    index = faiss.IndexFlatIP(embeds_ND.shape[1])
+    for start in range(0, len(embeds_ND), BLOCK):
+        block = embeds_ND[start : start + BLOCK].copy()
+        faiss.normalize_L2(block)
+        index.add(block)
+    faiss.write_index(index, str(path))
+    os.sync()
 
 
-def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rows", 1_000_000), ("dim", 512), ("queries", 256), ("rounds", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    generator = np.random.default_rng(0)
-    embeds = generator.standard_normal((options.rows, options.dim), dtype=np.float32)
-    queries = generator.standard_normal((options.queries, options.dim), dtype=np.float32)
-    ids = [f"photos/{row:09d}.jpg" for row in range(options.rows)]
-    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    try:
-        measure(folder, embeds, queries, ids, options.rounds)
-    finally:
-        shutil.rmtree(folder)
+def add_to_gallery(path: Path, embeds_ND: np.ndarray, ids: list[str]) -> None:
+    """Add in as many calls, and commit."""
+    shutil.rmtree(path, ignore_errors=True)
+    gallery = Gallery.create(path, MODEL, dim=embeds_ND.shape[1])
+    for start in range(0, len(embeds_ND), BLOCK):
+        gallery.add(embeds_ND[start : start + BLOCK], ids[start : start + BLOCK])
+    gallery.commit()
+    os.sync()
 
 
-def measure(folder: Path, embeds: np.ndarray, queries: np.ndarray, ids: list[str], rounds: int) -> None:
-    """Measure in a folder of its own."""
-    table = Table(
-        "", "faiss alone", "gallery", "faiss / gallery", title=f"{len(embeds):,} x {embeds.shape[1]}, {os.cpu_count()} cores"
+def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray, rounds: int) -> dict[str, float]:
+    """Time both searches, which find the same."""
+    index, gallery = faiss.read_index(str(alone)), Gallery.open(ours)
+    unit_QD = queries_QD / np.linalg.norm(queries_QD, axis=1, keepdims=True)
+    scores_QK, rows_QK = index.search(unit_QD, TOP_K)
+    found = gallery.search(queries_QD, MODEL, TOP_K)
+    np.testing.assert_allclose([[hit.score for hit in hits] for hits in found], scores_QK, atol=1e-5)
+    same_QK = np.array([[hit.id for hit in hits] for hits in found]) == np.array(ids)[rows_QK]
+    assert same_QK.mean() > 0.999, "scores that all but tie may change places, no others"
+    return medians(
+        {"faiss": lambda: index.search(unit_QD, TOP_K), "ours": lambda: gallery.search(queries_QD, MODEL, TOP_K)}, rounds
     )
 
-    def add_to_faiss() -> None:
-        index = faiss.IndexFlatIP(embeds.shape[1])
-        for start in range(0, len(embeds), BLOCK):
-            block = embeds[start : start + BLOCK].copy()
-            faiss.normalize_L2(block)
-            index.add(block)
-        faiss.write_index(index, str(folder / "own.faiss"))
-        os.sync()
 
-    def add_to_gallery() -> None:
-        shutil.rmtree(folder / "gallery", ignore_errors=True)
-        gallery = Gallery.create(folder / "gallery", MODEL, dim=embeds.shape[1])
-        for start in range(0, len(embeds), BLOCK):
-            gallery.add(embeds[start : start + BLOCK], ids[start : start + BLOCK])
-        gallery.commit()
-        os.sync()
+def opening(gallery: Path, items: int, rounds: int) -> dict[str, float]:
+    """Time fresh processes."""
+    commands = {"ours": [sys.executable, "-c", OPENING, str(gallery)], "torch": [sys.executable, "-c", "import torch"]}
+    run = {name: partial(subprocess.check_output, command) for name, command in commands.items()}
+    assert int(run["ours"]()) == items
+    return medians(run, rounds)
 
-    pairs = [(seconds(add_to_faiss), seconds(add_to_gallery)) for _ in range(rounds)]
-    row(table, "add and write, s", pairs)
-    index, gallery = faiss.read_index(str(folder / "own.faiss")), Gallery.open(folder / "gallery")
-    unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
-    gallery.search(queries[:1], MODEL)
-    searched = [
-        (seconds(lambda: index.search(unit, TOP_K)), seconds(lambda: gallery.search(queries, MODEL, TOP_K)))
-        for _ in range(rounds)
+
+def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, rounds: int = ROUNDS) -> list[Row]:
+    """Measure a gallery of one version, flat index."""
+    generator = np.random.default_rng(0)
+    embeds_ND = generator.standard_normal((items, dim), dtype=np.float32)
+    queries_QD = generator.standard_normal((queries, dim), dtype=np.float32)
+    ids = [f"photos/{row:09d}.jpg" for row in range(items)]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
+        alone, ours = Path(temporary) / "own.faiss", Path(temporary) / "gallery"
+        add = {"faiss": lambda: add_to_faiss(alone, embeds_ND), "ours": lambda: add_to_gallery(ours, embeds_ND, ids)}
+        for side in add.values():
+            side()
+        searched = searching(alone, ours, ids, queries_QD, rounds)
+        opened = opening(ours, items, rounds)
+        added = medians(add, rounds)
+    size = f"{items:,} x {dim}, flat"
+    return [
+        timed(f"gallery search, {queries} queries, {size}", "faiss alone", ">= 0.95", searched["ours"], searched["faiss"]),
+        timed(f"gallery add and commit, {size}", "faiss alone", ">= 0.8", added["ours"], added["faiss"]),
+        timed(f"gallery opened in a fresh process, {size}", 'python -c "import torch"', "", opened["ours"], opened["torch"]),
     ]
-    row(table, f"search {len(queries)} queries, s", searched)
-    opened = [float(subprocess.check_output([sys.executable, "-c", OPENING, str(gallery.path)])) for _ in range(rounds)]
-    table.add_row("open in a fresh process, imports counted, s", "", f"{statistics.median(opened):.2f}", "")
-    Console().print(table)
-
-
-def row(table: Table, name: str, pairs: list[tuple[float, float]]) -> None:
-    """Add the medians of both sides."""
-    alone, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
-    table.add_row(name, f"{alone:.2f}", f"{ours:.2f}", f"{alone / ours:.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

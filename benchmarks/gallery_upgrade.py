@@ -1,35 +1,34 @@
 """Mapping a stored gallery to a newer model against the bare network on tensors in memory, and how much memory it takes.
 
-    python benchmarks/gallery_upgrade.py [--rows 200000] [--rounds 3] [--map fct]
+    python benchmarks/gallery_upgrade.py [--items 100000] [--rounds 5] [--map fct]
 
 FCT's transformation h of 128 to 128 dimensions with random weights, or a solved linear map of that size. The gallery's side reads
 stored embeddings, maps them, writes and checks new segments and commits; the bare side is the map alone, in the same batches, on
 200,000 embeddings at most. Memory is what the process holds of its own (RssAnon), without pages of mapped files, which the system
-takes back when it needs them. Ten million embeddings: --rows 10000000 --rounds 1 --map ridge (15 GB of disk).
+takes back when it needs them. Ten million embeddings: --items 10000000 --rounds 1 --map ridge (15 GB of disk).
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import shutil
-import statistics
 import tempfile
 import threading
-import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
-from rich.console import Console
+from measuring import ROUNDS, Row, main, medians, timed
+from torch import Tensor
 
 from xcompat import FctConfig, FctModel, Fingerprint, RidgeConfig, RidgeModel
+from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery
 
 OLD = Fingerprint.from_string("old")
 DIM, BATCH = 128, 8192
-IN_MEMORY = 200_000
+IN_MEMORY, BLOCK = 200_000, 100_000
 
 
 def own_memory() -> float:
@@ -52,63 +51,62 @@ class Peak(threading.Thread):
             self.highest = max(self.highest, own_memory())
 
 
-def fct(_: np.random.Generator) -> FctModel:
+def fct() -> FctModel:
     """Return h with random weights."""
     return FctModel(FctConfig(old=describe_old(OLD, DIM), embedding_dim=DIM))
 
 
-def ridge(generator: np.random.Generator) -> RidgeModel:
+def ridge() -> RidgeModel:
     """Return a linear map of galleries, solved from random pairs."""
     model = RidgeModel(RidgeConfig(old=describe_old(OLD, DIM), embedding_dim=DIM, direction="old_to_new"))
-    new, old = torch.from_numpy(generator.standard_normal((2, 1000, DIM), dtype=np.float32))
+    new, old = torch.randn(2, 1000, DIM, generator=torch.Generator().manual_seed(0))
     return model.fit([(new, old)])
 
 
-MAPS = {"fct": fct, "ridge": ridge}
+@torch.inference_mode()
+def alone(model: CompatModel, embeds_ND: Tensor) -> Tensor:
+    """Map what is in memory."""
+    return torch.cat([model.upgrade(block_BD) for block_BD in embeds_ND.split(BATCH)])
 
 
-def main() -> None:
-    """Measure both sides in turn and print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--map", choices=MAPS, default="fct")
-    options = parser.parse_args()
+def measure(items: int = 100_000, rounds: int = ROUNDS, map: Literal["fct", "ridge"] = "fct") -> list[Row]:  # noqa: A002
+    """Measure an upgrade of a whole gallery."""
     generator = np.random.default_rng(0)
-    model = MAPS[options.map](generator).eval()
-    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    console = Console(highlight=False)
-    try:
-        gallery = Gallery.create(folder / "gallery", OLD, dim=DIM)
-        for start in range(0, options.rows, 100_000):
-            count = min(100_000, options.rows - start)
-            gallery.add(generator.standard_normal((count, DIM), dtype=np.float32), [str(start + row) for row in range(count)])
+    model = {"fct": fct, "ridge": ridge}[map]().eval()
+    memory: list[float] = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        gallery = Gallery.create(Path(folder) / "gallery", OLD, dim=DIM)
+        embeds_ND = torch.empty(0, DIM)
+        for start in range(0, items, BLOCK):
+            block_BD = generator.standard_normal((min(BLOCK, items - start), DIM), dtype=np.float32)
+            gallery.add(block_BD, [str(start + row) for row in range(len(block_BD))])
+            if len(embeds_ND) < IN_MEMORY:
+                embeds_ND = torch.cat([embeds_ND, torch.nn.functional.normalize(torch.from_numpy(block_BD))])
         first = gallery.commit()
-        embeds = torch.from_numpy(generator.standard_normal((min(options.rows, IN_MEMORY), DIM), dtype=np.float32))
-        bare, ours, memory = [], [], []
-        for _ in range(options.rounds):
-            started = time.perf_counter()
-            with torch.inference_mode():
-                for block in embeds.split(BATCH):
-                    model.upgrade(block)
-            bare.append(len(embeds) / (time.perf_counter() - started))
+
+        def upgrade() -> None:
             gallery.rollback(first)
             peak = Peak()
             peak.start()
-            started = time.perf_counter()
             gallery.upgrade(model, batch_size=BATCH)
-            ours.append(options.rows / (time.perf_counter() - started))
             peak.over.set()
             memory.append(peak.highest - peak.before)
-        rates = [statistics.median(each) for each in (bare, ours)]
-        console.print(
-            f"{options.rows:,} x {DIM}: {options.map} alone {rates[0]:,.0f}/s, gallery {rates[1]:,.0f}/s, "
-            f"ratio {rates[1] / rates[0]:.2f}"
-        )
-        console.print(f"memory of its own beyond the start: {max(memory):,.0f} MB")
-    finally:
-        shutil.rmtree(folder)
+
+        upgrade()
+        check(gallery, alone(model, embeds_ND))
+        took = medians({"ours": upgrade, "alone": lambda: alone(model, embeds_ND)}, rounds)
+    share, note = items / len(embeds_ND), f"{max(memory):,.0f} MB of its own"
+    what = f"gallery upgrade, {items:,} x {DIM}"
+    return [timed(what, f"{map} alone, in memory", ">= 0.8", took["ours"], share * took["alone"], note)]
+
+
+def check(gallery: Gallery, mapped_ND: Tensor) -> None:
+    """Assert that the gallery holds what the map alone makes: each of some mapped rows finds itself."""
+    rows = range(0, len(mapped_ND), len(mapped_ND) // 50)
+    found = gallery.search(mapped_ND[rows].numpy(), gallery.versions[0], top_k=1)
+    assert [hits[0].id for hits in found] == [str(row) for row in rows]
+    np.testing.assert_allclose([hits[0].score for hits in found], 1, atol=1e-5)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

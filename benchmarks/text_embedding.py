@@ -1,34 +1,29 @@
-"""Text embedding, CLIP B/32's text tower on a CPU: length-sorted trimmed batches against padding to 77.
+"""Text embedding, CLIP B/32's text tower on a CPU: sorted and trimmed batches against padding and sentence-transformers.
 
-    python benchmarks/text_embedding.py [--captions FILE] [--texts 2048] [--rounds 5]
+    python benchmarks/text_embedding.py [--captions FILE] [--texts 1024] [--rounds 5]
 
-Random weights (speed does not depend on them) and CLIP's own byte-pair vocabulary, which open_clip ships. Both sides embed
-captions of 6 to 20 tokens in interleaved rounds; their median rates are compared, and so are the embeddings. The padded side
-embeds the first batch only, as its time for a text depends neither on the text nor on how many there are.
+Random weights (speed does not depend on them), CLIP's own byte-pair vocabulary, which open_clip ships, and captions of COCO of 6
+to 20 tokens. Ours tokenises, sorts, embeds and writes the cache to disk. The padded side embeds one batch only: its time for a
+text depends neither on the text nor on how many there are. Peers: `pip install sentence-transformers`.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from measuring import ROUNDS, Row, main, medians, not_installed, timed
 from open_clip.tokenizer import SimpleTokenizer
-from rich.console import Console
-from rich.table import Table
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPTokenizer
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
-from xcompat.embedding import TOKENS_PER_BATCH, embed_texts, length_sorted_batches
-from xcompat.encoders.packed import packed_linears
+from xcompat.embedding import embed_texts
 from xcompat.encoders.transformers_encoder import build_transformers_encoder, make_processor
 from xcompat.models.embedder import Embedder
-from xcompat.training.provenance import provenance
 
 CAPTIONS = Path(__file__).resolve().parents[2] / "shared" / "data" / "captions" / "coco_val2017.txt.gz"
 PADDED_BATCH = 256
@@ -51,7 +46,7 @@ def clip_b32() -> Embedder:
     return Embedder(encoder, processor, encoder.fingerprint(processor), 512)
 
 
-def captions(file: Path, count: int, embedder: Embedder) -> list[str]:
+def read_captions(file: Path, count: int, embedder: Embedder) -> list[str]:
     """Read the first captions of 6 to 20 tokens."""
     with gzip.open(file, "rt", encoding="utf-8") as handle:
         lines = handle.read().splitlines()[: 4 * count]
@@ -65,59 +60,51 @@ def padded(embedder: Embedder, texts: list[str]) -> np.ndarray:
     return embedder.embed(dict(tokens)).numpy()
 
 
-def trimmed(embedder: Embedder, texts: list[str]) -> np.ndarray:
-    """Embed as the cache does, without writing it: for comparing the values before they are stored as float16."""
-    ids = embedder.processor.tokenize(texts)
-    embeds = np.empty((len(texts), embedder.dim), np.float32)
-    with packed_linears(embedder.model):
-        for rows in length_sorted_batches([len(tokens) for tokens in ids], TOKENS_PER_BATCH):
-            embeds[rows] = embedder.embed(embedder.processor.pad([ids[row] for row in rows])).numpy()
-    return embeds
-
-
-def cached(embedder: Embedder, texts: list[str]) -> None:
-    """Embed into a cache on disk."""
+def ours(embedder: Embedder, texts: list[str]) -> np.ndarray:
+    """Embed into a cache on disk, and read it."""
     with tempfile.TemporaryDirectory() as folder:
-        embed_texts(embedder, texts, Path(folder) / "cache", "benchmark")
+        return embed_texts(embedder, texts, Path(folder) / "cache", "benchmark")[:]
 
 
-def rate(embed: Callable[[Embedder, list[str]], object], embedder: Embedder, texts: list[str]) -> float:
-    """Return texts per second of one call."""
-    started = time.perf_counter()
-    embed(embedder, texts)
-    return len(texts) / (time.perf_counter() - started)
+def sentence_transformer(embedder: Embedder) -> Callable[[list[str]], np.ndarray] | None:
+    """Return the encode of sentence-transformers for the same model, with its own settings; None where it is not installed."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        embedder.model.model.save_pretrained(folder)
+        CLIPProcessor(CLIPImageProcessorPil(), embedder.processor.tokenizer).save_pretrained(folder)
+        model = SentenceTransformer(folder, device="cpu")
+    return lambda texts: model.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
 
-def main() -> None:
-    """Run and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--captions", type=Path, default=CAPTIONS)
-    parser.add_argument("--texts", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+def measure(captions: Path = CAPTIONS, texts: int = 1024, rounds: int = ROUNDS) -> list[Row]:
+    """Measure text embedding on a CPU."""
     embedder = clip_b32()
-    texts = captions(arguments.captions, arguments.texts, embedder)
-    sides = {"padded to 77, batches of 256": (padded, texts[:PADDED_BATCH]), "xcompat embedding cache": (cached, texts)}
-    difference = np.abs(padded(embedder, texts[:PADDED_BATCH]) - trimmed(embedder, texts[:PADDED_BATCH])).max()
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(arguments.rounds):
-        for name, (embed, given) in sides.items():
-            rates[name].append(rate(embed, embedder, given))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    tokens = statistics.mean(map(len, embedder.processor.tokenize(texts)))
-    title = f"captions of 6-20 tokens, {tokens:.1f} on average; medians of {arguments.rounds} interleaved rounds"
-    table = Table("", "texts/s", "ratio", title=title)
-    slowest = min(medians.values())
-    for name, median in medians.items():
-        table.add_row(name, f"{median:,.0f}", f"{median / slowest:.1f}x")
-    console = Console()
-    console.print(table)
-    console.print(f"largest difference of an embedding's component: {difference:.1e} (allowed 1e-5)")
-    about = provenance()
-    machine, versions = about["machine"], about["versions"]
-    libraries = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    console.print(f"{machine['device']}, {machine['threads']} threads, {libraries}")
+    given = read_captions(captions, texts, embedder)
+    first, encode = given[:PADDED_BATCH], sentence_transformer(embedder)
+    mine = ours(embedder, given)  # stored as float16
+    np.testing.assert_allclose(padded(embedder, first), mine[: len(first)], atol=1e-4)
+    sides: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours(embedder, given),
+        "padded": lambda: padded(embedder, first),
+    }
+    if encode is not None:
+        np.testing.assert_allclose(encode(given), mine, atol=1e-4)
+        sides["encode"] = lambda: encode(given)
+    took = medians(sides, rounds)
+    tokens = statistics.mean(map(len, embedder.processor.tokenize(given)))
+    what = f"{len(given):,} captions of {tokens:.1f} tokens into a cache, CLIP B/32"
+    peer = "sentence-transformers' encode"
+    all_padded, note = took["padded"] * len(given) / len(first), f"theirs of one batch of {len(first)}, multiplied"
+    return [
+        timed(what, "transformers, padded to 77", ">= 8", took["ours"], all_padded, note),
+        timed(what, peer, ">= 1.5", took["ours"], took["encode"])
+        if encode is not None
+        else not_installed(what, peer, ">= 1.5", "sentence-transformers"),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

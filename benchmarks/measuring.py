@@ -1,0 +1,159 @@
+"""What every benchmark is made of: interleaved medians, peak memory, and rows that say whether their bound holds.
+
+A script of a row has a function `measure() -> list[Row]` whose arguments, all with defaults, become options of its command line,
+and ends in `main(measure)`. It asserts first that both sides give the same. `make bench` finds it by that function.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROUNDS = 5
+KEPT = Path("runs/bench")
+"""Where a script leaves its rows for `make bench`: NAME.json."""
+COLUMNS = ("ours", "against", "ratio", "bound", "")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Args:
+        what: what of ours was measured.
+        against: what it was compared with.
+        ratio: the figure; None where it was not measured.
+        bound: what the figure must be, such as ">= 15" or "<= 6"; empty where nothing is asked of it.
+        detail: the two numbers, and what else one must know.
+
+    Example:
+        >>> [Row("ranking", "sorting", 4.5, bound).holds for bound in (">= 4", "<= 4", "")]
+        [True, False, None]
+    """
+
+    what: str
+    against: str
+    ratio: float | None
+    bound: str = ""
+    detail: str = ""
+
+    @property
+    def holds(self) -> bool | None:
+        """Return whether the bound holds; None without bound or figure."""
+        if self.ratio is None or not self.bound:
+            return None
+        comparison, limit = self.bound.split()
+        return {">=": self.ratio >= float(limit), "<=": self.ratio <= float(limit)}[comparison]
+
+    def cells(self) -> list[str]:
+        """Return the row as text, a column each of :data:`COLUMNS`."""
+        verdict = {True: " holds", False: " MISSED", None: ""}[self.holds]
+        ratio = "" if self.ratio is None else f"{self.ratio:.2f}" if self.ratio < 10 else f"{self.ratio:.0f}"
+        return [self.what, self.against, ratio, f"{self.bound}{verdict}", self.detail]
+
+
+def medians(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Run all sides in turn, round after round, so that whatever else the machine does hits them alike.
+
+    Nothing is warmed up: call each side once before, for the check that they agree.
+
+    Args:
+        sides: what to run, by name.
+        rounds: how often.
+
+    Returns:
+        Median seconds of each side.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def timed(what: str, against: str, bound: str, ours: float, theirs: float, note: str = "") -> Row:
+    """Compare two times of the same work.
+
+    Args:
+        what: what of ours was measured.
+        against: what it was compared with.
+        bound: of ``>=``, or empty: the ratio is how many times as fast ours is; of ``<=``: how many times the time it takes.
+        ours: seconds.
+        theirs: seconds.
+        note: what else one must know.
+
+    Returns:
+        The row.
+    """
+    ratio = ours / theirs if bound.startswith("<=") else theirs / ours
+    return Row(what, against, ratio, bound, f"{ours:.3g} s, {theirs:.3g} s{f'; {note}' if note else ''}")
+
+
+def not_installed(what: str, against: str, bound: str, packages: str) -> Row:
+    """Say how to get a peer that is not there, instead of failing."""
+    return Row(what, against, None, bound, f"not run: pip install {packages}")
+
+
+def in_fresh_process(run: Callable[..., Result], *args: object) -> Result:
+    """Run a function of a module in a process of its own, which inherits neither memory nor threads.
+
+    Args:
+        run: a function at the top of a module.
+        args: what it is given.
+
+    Returns:
+        What it returns.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run, *args).result()
+
+
+def peak_memory(run: Callable[[], object]) -> int:
+    """Return by how many bytes resident memory rose, at its highest, over what it was before (Linux); for a fresh process."""
+
+    def kilobytes(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5")  # what imports and inputs once took is forgotten
+    before = kilobytes("VmRSS:")
+    run()
+    return 1024 * (kilobytes("VmHWM:") - before)
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """Return rows as a table of the terminal."""
+    drawn = Table(*COLUMNS)
+    for row in rows:
+        drawn.add_row(*row.cells())
+    return drawn
+
+
+def main(measure: Callable[..., list[Row]]) -> None:
+    """Make a command of a script: its arguments are options, its rows are printed and kept for `make bench`."""
+
+    @functools.wraps(measure)
+    def command(**options: object) -> None:
+        rows = measure(**options)
+        Console().print(table(rows))
+        KEPT.mkdir(parents=True, exist_ok=True)
+        (KEPT / f"{Path(sys.argv[0]).stem}.json").write_text(json.dumps([asdict(row) for row in rows]))
+
+    typer.run(command)

@@ -1,0 +1,131 @@
+"""Benchmarks at toy size: both sides agree, rows are complete, and only the measured section of the results is rewritten."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "benchmarks"
+TOYS = {
+    "ranking": {"items": 120, "classes": 5, "dim": 8},
+    "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4},
+    "gallery_upgrade": {"items": 400},
+    "channels_last": {"images": 2},
+}
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+def test_a_row_says_whether_its_bound_holds(benchmark: Any) -> None:
+    measuring = benchmark("measuring")
+    assert [measuring.Row("a", "b", ratio, ">= 4").holds for ratio in (4.0, 3.9, None)] == [True, False, None]
+    assert [measuring.Row("a", "b", ratio, "<= 0.5").holds for ratio in (0.5, 0.6)] == [True, False]
+    assert measuring.Row("a", "b", 2.0).holds is None
+    assert measuring.Row("a", "b", 2.0, ">= 4").cells() == ["a", "b", "2.00", ">= 4 MISSED", ""]
+    assert measuring.timed("a", "b", ">= 2", ours=1, theirs=3).ratio == 3
+    assert measuring.timed("a", "b", "<= 2", ours=1, theirs=4).ratio == 0.25
+    assert measuring.not_installed("a", "b", ">= 2", "peer").cells()[2:] == ["", ">= 2", "not run: pip install peer"]
+
+
+def test_sides_take_turns(benchmark: Any) -> None:
+    turns: list[str] = []
+    took = benchmark("measuring").medians({name: lambda name=name: turns.append(name) for name in ("ours", "theirs")}, rounds=3)
+    assert turns == ["ours", "theirs"] * 3
+    assert set(took) == {"ours", "theirs"}
+
+
+def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
+    code = (
+        "from measuring import peak_memory\n"
+        "big = bytearray(b'x') * 2**28; del big\n"  # before: not counted
+        "def run():\n    block = bytearray(b'x') * 2**26\n"
+        "print(peak_memory(run))"
+    )
+    taken = int(subprocess.check_output([sys.executable, "-c", code], cwd=SCRIPTS, text=True))
+    assert 0.9 * 2**26 < taken < 2**27  # the kernel counts pages in lots
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every script asserts it before it measures."""
+    monkeypatch.chdir(tmp_path)
+    rows = benchmark(name).measure(**TOYS[name], rounds=1)
+    assert rows and all(row.what and row.against and len(row.cells()) == 5 for row in rows)
+    assert all(row.ratio is None or row.ratio > 0 for row in rows)
+
+
+def test_memory_is_measured_in_a_fresh_process(benchmark: Any) -> None:
+    absolute, relative = benchmark("ranking_memory").measure(items=200, classes=5, dim=8)
+    assert 0 < absolute.ratio < 1
+    assert relative.ratio > 0
+
+
+def test_a_missing_peer_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (
+        "pytorch_metric_learning.utils.accuracy_calculator",
+        "clip_benchmark.metrics",
+        "torchmetrics.functional.retrieval",
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+    rows = [row for name in ("ranking", "recall") for row in benchmark(name).measure(**TOYS[name], rounds=1)]
+    assert [row.detail for row in rows if row.ratio is None] == [
+        "not run: pip install pytorch-metric-learning",
+        "not run: pip install --no-deps clip_benchmark",
+        "not run: pip install torchmetrics",
+    ]
+
+
+def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
+    options = [word for key, value in TOYS["ranking"].items() for word in (f"--{key}", str(value))]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "ranking.py"), *options, "--rounds", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept = json.loads((tmp_path / "runs/bench/ranking.json").read_text())
+    assert [row["bound"] for row in kept] == [">= 15", ">= 4", "<= 6"]
+    assert "argsort" in done.stdout
+
+
+def test_results_are_rewritten_between_the_markers_only(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, row = benchmark("run"), benchmark("measuring").Row
+    found = run.scripts()
+    assert SCRIPTS / "ranking.py" in found and SCRIPTS / "measuring.py" not in found and SCRIPTS / "run.py" not in found
+    assert all(path.read_text().endswith('if __name__ == "__main__":\n    main(measure)\n') for path in found)
+    before = (SCRIPTS / "RESULTS.md").read_text()
+    assert len(run.SECTION.findall(before)) == 1
+    (tmp_path / "RESULTS.md").write_text(before)
+    rows = {
+        "one.py": [row("ours", "theirs", 20.0, ">= 15", "1 s, 20 s")],
+        "two.py": [row("two.py", "", None, "", "FAILED: exit code 1")],
+    }
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(run, "scripts", lambda: [Path(name) for name in rows])
+    monkeypatch.setattr(run, "rows_of", lambda script: rows[script.name])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 1, "a script that failed is no success"
+    after = (tmp_path / "RESULTS.md").read_text()
+    assert run.SECTION.sub("", after) == run.SECTION.sub("", before)
+    assert "| ours | theirs | 20 | >= 15 holds | 1 s, 20 s |" in after and "torch" in after
+    assert "FAILED" in after
+
+
+def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    (row,) = benchmark("run").rows_of(tmp_path / "broken.py")
+    assert row.cells() == ["broken.py", "", "", "", "FAILED: exit code 3"]
