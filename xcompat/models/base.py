@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
@@ -315,6 +315,25 @@ class CompatModel(CheckpointModel):
     def forward(self, *args: Any, **kwargs: Any) -> CompatOutput:  # noqa: ANN401 - every method has its own columns
         """Compute the loss of one batch; every method names the columns it reads."""
         raise TypeError(f"{type(self).__name__} does not define forward")
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """Compute the loss of a batch from what :meth:`forward` embedded of it, where that is all the loss depends on.
+
+        A method that defines it, and calls it in ``forward``, can be trained with ``mini_batch_size``.
+
+        Args:
+            output: the embeddings of the whole batch, without a loss.
+            batch: its columns, of which the loss may read any that is not embedded.
+
+        Returns:
+            Scalar.
+        """
+        raise TypeError(f"the loss of {type(self).__name__} is not one of embeddings alone")
+
+    @classmethod
+    def has_embeds_loss(cls) -> bool:
+        """Return whether the method defines :meth:`embeds_loss`."""
+        return cls.embeds_loss is not CompatModel.embeds_loss
 
     def _require(self, **columns: Tensor | None) -> None:
         """Refuse a batch that lacks a column the loss needs, by its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -50,11 +51,16 @@ class DirectModel(ProjectedModel):
             Loss and the synthetic old embeddings it compared.
         """
         self._require(pixel_values=pixel_values, input_ids=input_ids, old_embeds=old_embeds, old_text_embeds=old_text_embeds)
-        assert pixel_values is not None and input_ids is not None and old_embeds is not None and old_text_embeds is not None
+        assert pixel_values is not None and input_ids is not None
         image_embeds, text_embeds = self.project_pair(pixel_values, input_ids, attention_mask)
-        scale, loss = self.config.logit_scale, None
-        if return_loss:
-            loss = clip_contrastive_loss(image_embeds, old_text_embeds, scale) + clip_contrastive_loss(
-                text_embeds, old_embeds, scale
-            )
-        return CompatOutput(loss=loss, image_embeds=image_embeds, text_embeds=text_embeds)
+        output = CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds)
+        old = {"old_embeds": old_embeds, "old_text_embeds": old_text_embeds}
+        return CompatOutput(loss=self.embeds_loss(output, old), **output) if return_loss else output
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """See :class:`DirectModel`."""
+        new_images, new_texts = output.image_embeds, output.text_embeds
+        old_images, old_texts = batch["old_embeds"], batch["old_text_embeds"]
+        assert new_images is not None and new_texts is not None and old_images is not None and old_texts is not None
+        scale = self.config.logit_scale
+        return clip_contrastive_loss(new_images, old_texts, scale) + clip_contrastive_loss(new_texts, old_images, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -85,8 +86,8 @@ class IndependentModel(ClassifiedModel):
         self._require(pixel_values=pixel_values, input_ids=input_ids)
         assert pixel_values is not None and input_ids is not None
         image_embeds, text_embeds = self.embed_images(pixel_values), self.embed_texts(input_ids, attention_mask)
-        loss = self._own_loss(image_embeds, text_embeds) if return_loss else None
-        return CompatOutput(loss=loss, image_embeds=image_embeds, text_embeds=text_embeds)
+        output = CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds)
+        return CompatOutput(loss=self.embeds_loss(output, {}), **output) if return_loss else output
 
     def _mixed(self, pixel_values: Tensor | None, labels: Tensor | None) -> CompatOutput:
         """Return L = λ·CE(W, f, y) + (1 − λ)·CE(W, f, y'), f of λx + (1 − λ)x', λ ~ Beta(α, α) (Zhang et al. 2018, mixup)."""
@@ -98,9 +99,10 @@ class IndependentModel(ClassifiedModel):
         own, other = (self.classification_loss(features, wanted) for wanted in (labels, labels[order_B]))
         return CompatOutput(loss=share * own + (1 - share) * other, image_embeds=F.normalize(features, dim=-1))
 
-    def _own_loss(self, image_embeds: Tensor, text_embeds: Tensor) -> Tensor:
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
         """Return the loss the encoder's family is trained with: sigmoid when it has a logit bias (SigLIP), else softmax."""
-        assert self.encoder is not None
+        image_embeds, text_embeds = output.image_embeds, output.text_embeds
+        assert self.encoder is not None and image_embeds is not None and text_embeds is not None
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         bias = getattr(self.encoder.model, "logit_bias", None)
         if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none

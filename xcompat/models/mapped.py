@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
@@ -91,6 +92,12 @@ class LearnedMapModel(MappedModel):
         given = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels}
         self._require(**{name: given[name] for name in self.columns})
         assert new_embeds is not None and old_embeds is not None
-        source, target = self.ordered(new_embeds, old_embeds)
-        mapped = self.map(source)
-        return CompatOutput(loss=self.loss(mapped, target, labels) if return_loss else None, image_embeds=mapped)
+        source, _ = self.ordered(new_embeds, old_embeds)
+        output = CompatOutput(image_embeds=self.map(source))
+        return CompatOutput(loss=self.embeds_loss(output, given), **output) if return_loss else output
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """See :meth:`loss`."""
+        _, target = self.ordered(batch["new_embeds"], batch["old_embeds"])
+        assert output.image_embeds is not None and target is not None
+        return self.loss(output.image_embeds, target, batch.get("labels"))

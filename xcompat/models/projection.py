@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -77,9 +78,14 @@ class ProjectionModel(CompatModel):
             Loss and φ's output as ``text_embeds``.
         """
         self._require(new_embeds=new_embeds, old_embeds=old_embeds)
-        assert new_embeds is not None and old_embeds is not None
+        assert new_embeds is not None
         if self.training and self.config.noise_std > 0:
             new_embeds = F.normalize(new_embeds + self.config.noise_std * torch.randn_like(new_embeds), dim=-1)
-        mapped = self.projection(new_embeds)
-        loss = clip_contrastive_loss(mapped, old_embeds, self.config.logit_scale) if return_loss else None
-        return CompatOutput(loss=loss, text_embeds=mapped)
+        output = CompatOutput(text_embeds=self.projection(new_embeds))
+        return CompatOutput(loss=self.embeds_loss(output, {"old_embeds": old_embeds}), **output) if return_loss else output
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """See :class:`ProjectionModel`."""
+        mapped, old_embeds = output.text_embeds, batch["old_embeds"]
+        assert mapped is not None and old_embeds is not None
+        return clip_contrastive_loss(mapped, old_embeds, self.config.logit_scale)

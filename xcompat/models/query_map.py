@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -191,15 +192,20 @@ class QueryMapModel(CompatModel):
             Loss and the mapped embeddings.
         """
         self._require(new_embeds=new_embeds, old_embeds=old_embeds)
-        assert new_embeds is not None and old_embeds is not None
-        mapped = self.view(new_embeds)
-        loss = None
-        if return_loss:
-            loss = self._loss(mapped, old_embeds, labels, index)
-            if self.config.pull:
-                start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
-                loss = loss + self.config.pull * angular_alignment_loss(mapped, self._inputs(new_embeds) @ start_Dd + start_d)
-        return CompatOutput(loss=loss, image_embeds=mapped)
+        assert new_embeds is not None
+        output = CompatOutput(image_embeds=self.view(new_embeds))
+        batch = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels, "index": index}
+        return CompatOutput(loss=self.embeds_loss(output, batch), **output) if return_loss else output
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """See :class:`QueryMapModel`."""
+        mapped, new_embeds, old_embeds = output.image_embeds, batch["new_embeds"], batch["old_embeds"]
+        assert mapped is not None and new_embeds is not None and old_embeds is not None
+        loss = self._loss(mapped, old_embeds, batch.get("labels"), batch.get("index"))
+        if self.config.pull:
+            start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
+            loss = loss + self.config.pull * angular_alignment_loss(mapped, self._inputs(new_embeds) @ start_Dd + start_d)
+        return loss
 
     def _loss(self, mapped_Bd: Tensor, old_Bd: Tensor, labels: Tensor | None, index: Tensor | None) -> Tensor:
         config = self.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -56,5 +57,10 @@ class XbtModel(ProjectedModel):
         self._require(pixel_values=pixel_values, input_ids=input_ids)
         assert pixel_values is not None and input_ids is not None
         image_embeds, text_embeds = self.project_pair(pixel_values, input_ids, attention_mask)
-        loss = clip_contrastive_loss(image_embeds, text_embeds, self.config.logit_scale) if return_loss else None
-        return CompatOutput(loss=loss, image_embeds=image_embeds, text_embeds=text_embeds)
+        output = CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds)
+        return CompatOutput(loss=self.embeds_loss(output, {}), **output) if return_loss else output
+
+    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+        """See :class:`XbtModel`."""
+        assert output.image_embeds is not None and output.text_embeds is not None
+        return clip_contrastive_loss(output.image_embeds, output.text_embeds, self.config.logit_scale)

@@ -129,6 +129,8 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
+    if part.mini_batch_size is not None:
+        replaced["mini_batch_size"] = BATCH // 2
     if part.evaluation is not None:
         short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=part.evaluation.compare_with)
         replaced["evaluation"] = short.model_dump()

@@ -37,6 +37,9 @@ class StageRecipe(Section):
         options: the method's own configuration.
         data: what it learns from.
         training: fields of ``transformers.TrainingArguments``.
+        mini_batch_size: samples embedded at a time, where the graph of a whole batch does not fit into memory: loss and gradient
+            stay those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache).
+            It must divide ``training.per_device_train_batch_size``; None for the whole batch at once.
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
         evaluation: how the result is judged; null for no evaluation.
     """
@@ -52,6 +55,7 @@ class StageRecipe(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     data: DataSettings = DataSettings()
     training: dict[str, Any] = Field(default_factory=dict)
+    mini_batch_size: int | None = Field(None, ge=1)
     prompt_lr_factor: float = Field(100.0, gt=0)
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
@@ -127,6 +131,26 @@ class StageRecipe(Section):
             raise ValueError(
                 f"a batch of triplets holds {each} images (data.samples_per_class) of each of its classes, two or more, and "
                 f"training.per_device_train_batch_size is {batch}; make it a multiple of {each}, at least {2 * each}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mini_batches_make_a_batch(self) -> StageRecipe:
+        from xcompat.models import METHODS
+
+        size, method = self.mini_batch_size, METHODS[self.method]
+        if size is None:
+            return self
+        classified = self.data.images is not None and not method.embeds_in_memory  # the classifier is part of the loss
+        if classified or not method.has_embeds_loss():
+            raise ValueError(
+                f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} is not one of embeddings alone; "
+                "leave mini_batch_size out (null in this stage, where another one sets it for all)"
+            )
+        if self.batch_size % size:
+            raise ValueError(
+                f"mini_batch_size is {size}, which does not divide training.per_device_train_batch_size, {self.batch_size}; "
+                "choose a divisor"
             )
         return self
 

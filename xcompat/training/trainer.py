@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import parse_flag_from_env
 from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -31,6 +32,7 @@ from xcompat.files import read_json
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.progress import console
+from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
@@ -165,17 +167,27 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
     return Data(EmbeddingPairDataset(new, old, rows, extra), collate_embeddings)
 
 
-class SampledTrainer(Trainer):
-    """The stock Trainer, drawing from a sampler of ours where there is one.
+class StageTrainer(Trainer):
+    """The stock Trainer, drawing from a sampler of ours where there is one, and embedding in mini-batches where asked to.
 
     Args:
         sampler: of samples for all processes; accelerate deals its batches to them in turn.
+        mini_batch_size: samples embedded at a time; None for the whole batch.
         arguments: the Trainer's own.
     """
 
-    def __init__(self, sampler: Sampler[int] | None, **arguments: Any) -> None:  # noqa: ANN401 - the Trainer's own
+    def __init__(self, sampler: Sampler[int] | None, mini_batch_size: int | None, **arguments: Any) -> None:  # noqa: ANN401 - its own
         self.sampler = sampler
+        self.mini_batch_size = mini_batch_size
         super().__init__(**arguments)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Compute and backpropagate the loss of one batch, in mini-batches where asked to."""
+        if self.mini_batch_size is None or self.mini_batch_size == self.args.train_batch_size:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        share = 1 / self.current_gradient_accumulation_steps
+        return backward_in_parts(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
@@ -204,8 +216,9 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         model = shardable(model)
     torch.nn.Module.to(model, memory_format=torch.channels_last)  # a small ResNet's step takes two thirds of the time on a CPU
-    trainer = SampledTrainer(
+    trainer = StageTrainer(
         sampler,
+        part.mini_batch_size,
         model=model.train(),
         args=settings,
         train_dataset=dataset,
@@ -219,6 +232,8 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         ],
         optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part.prompt_lr_factor)),
     )
+    if part.mini_batch_size is not None:
+        refuse_what_parts_change(model, trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:

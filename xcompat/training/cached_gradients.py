@@ -1,0 +1,132 @@
+"""Large contrastive batches in the memory of small ones: the loss is over the whole batch, the model sees parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Self
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from xcompat.errors import XcompatError
+from xcompat.models import CompatModel
+from xcompat.outputs import CompatOutput
+
+Batch = Mapping[str, Tensor]
+
+
+class RandomState(NamedTuple):
+    """What dropout and noise are drawn from: the generators of the CPU and of the devices that hold a batch.
+
+    Args:
+        cpu: state of the CPU's generator.
+        devices: numbers of the other devices.
+        states: theirs.
+        kind: what kind of device they are.
+    """
+
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    kind: str
+
+    @classmethod
+    def now(cls, batch: Batch) -> Self:
+        """Return the state at this moment."""
+        first = next(iter(batch.values()))
+        return cls(torch.get_rng_state(), *get_device_states(first), first.device.type)
+
+    def restore(self) -> None:
+        """Draw from here again."""
+        torch.set_rng_state(self.cpu)
+        set_device_states(self.devices, self.states, device_type=self.kind)
+
+
+def refuse_what_parts_change(model: CompatModel, accelerator: Accelerator) -> None:
+    """Refuse to train in mini-batches what would learn something else, or not learn, in them.
+
+    Args:
+        model: in training mode.
+        accelerator: of the Trainer.
+
+    Raises:
+        XcompatError: the model has batch norms that learn statistics, or DeepSpeed trains it.
+    """
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    learning = [name for name in norms if model.get_submodule(name).training]
+    if learning:
+        raise XcompatError(
+            f"mini_batch_size: {learning[0]} normalises over the batch, and mini-batches have other means than the whole; leave "
+            "mini_batch_size out (training.activation_checkpointing saves memory too)"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise XcompatError(
+            "mini_batch_size: DeepSpeed takes a step after every backward pass, and each mini-batch has one; launch with "
+            "another accelerate_configs/*.yaml"
+        )
+
+
+def backward_in_parts(
+    accelerator: Accelerator, model: nn.Module, batch: Batch, mini_batch_size: int, share: float = 1.0
+) -> Tensor:
+    """Backpropagate a loss over the whole batch of all processes, the graph of one mini-batch in memory at a time.
+
+    With e_i the embeddings of sample i, ∂L/∂θ = Σ_i ∂L/∂e_i · ∂e_i/∂θ: the first factor is computed from embeddings made
+    without a graph, the second mini-batch by mini-batch, with the same dropout and noise (Gao et al. 2021, "Scaling deep
+    contrastive learning batch size under memory limited setup", Eqns. 6 to 9). Every sample is embedded twice, gradients
+    are those of the plain step. Processes exchange embeddings once, and gradients with the last mini-batch.
+
+    Args:
+        accelerator: it prepared the model.
+        model: perhaps wrapped; one that has ``embeds_loss``. Gradients are added to those of its parameters.
+        batch: columns of this process's B samples, on the model's device; B is the same on every process.
+        mini_batch_size: samples embedded at a time.
+        share: factor on loss and gradients, for gradient accumulation.
+
+    Returns:
+        The loss times ``share``, detached.
+
+    Raises:
+        XcompatError: FSDP has cut into shards a parameter that the loss reads beside the embeddings.
+    """
+    method = accelerator.unwrap_model(model)
+    parts = _split(batch, mini_batch_size)
+    states: list[RandomState] = []
+    embedded: list[CompatOutput] = []
+    with torch.no_grad():
+        for part in parts:
+            states.append(RandomState.now(part))
+            embedded.append(model(**part, return_loss=False))
+    whole = {name: torch.cat([output[name] for output in embedded]).requires_grad_() for name in embedded[0]}
+    loss = method.embeds_loss(CompatOutput(**whole), batch)
+    # a learned scale or centres mapped by the model get theirs here; the embeddings' are those that are cached
+    weights = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*whole.values(), *weights], allow_unused=True)
+    cached = dict(zip(whole, gradients, strict=False))
+    direct = [(weight, own) for weight, own in zip(weights, gradients[len(whole) :], strict=True) if own is not None]
+    if any(isinstance(weight, DTensor) for weight, _ in direct):
+        raise XcompatError("mini_batch_size: the loss reads a parameter that FSDP has cut into shards; launch without FSDP")
+    after = RandomState.now(batch)
+    for start, (part, state) in enumerate(zip(parts, states, strict=True)):
+        is_last = start == len(parts) - 1
+        rows = slice(start * mini_batch_size, (start + 1) * mini_batch_size)
+        with nullcontext() if is_last else accelerator.no_sync(model):
+            state.restore()
+            output = model(**part, return_loss=False)
+            terms = [(output[name] * gradient[rows]).sum() for name, gradient in cached.items() if gradient is not None]
+            if is_last:  # where data-parallel training waits for every parameter's gradient
+                terms += [(weight * gradient).sum() for weight, gradient in direct]
+            accelerator.backward(share * torch.stack(terms).sum())
+    after.restore()
+    return share * loss.detach()
+
+
+def _split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
+    """Return the columns of each ``size`` samples, of fewer at the end."""
+    columns = {name: column.split(size) for name, column in batch.items()}
+    return [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
