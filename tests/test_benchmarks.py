@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,21 @@ def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: 
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     (row,) = benchmark("run").rows_of(tmp_path / "broken.py")
     assert row.cells() == ["broken.py", "", "", "", "FAILED: exit code 3"]
+
+
+def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
+    """On a GPU it has not been run; its parts are those that would run there."""
+    script = SCRIPTS / "gpu" / "throughput.py"
+    printed = subprocess.check_output(
+        [sys.executable, str(script), "--tiny"], cwd=tmp_path, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    assert "toy size" in printed
+    for part in (
+        "matrix product",
+        "text embedding",
+        "from tensors",
+        "from JPEG files",
+        "φ, batches of 16",
+        "8 pairs in parts of 4",
+    ):
+        assert part in printed
