@@ -27,12 +27,13 @@ from xcompat import Fingerprint, XbtModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import CompatModel, describe_old
 from xcompat.progress import console as progress
+from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
-BATCH, STEPS, WARM, ROUNDS, PAIRS = 32, 30, 5, 5, 512
+BATCH, STEPS, WARM, ROUNDS, PAIRS = 32, 25, 5, 5, 512
 RATE = 1e-4
 TOWER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
 CLIP = {
@@ -131,6 +132,7 @@ def measure() -> list[Row]:
 def main() -> None:
     """Run and print the table."""
     progress.quiet = True
+    silence_libraries()
     rows = measure()
     table = Table(
         "", "ms/step", "ratio", title=f"XBT, batches of {BATCH}; medians of {ROUNDS} interleaved rounds of {STEPS - WARM} steps"

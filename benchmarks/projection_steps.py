@@ -29,6 +29,7 @@ from xcompat.embedding import CacheInfo, EmbeddingCache
 from xcompat.files import write_json
 from xcompat.models import describe_old
 from xcompat.progress import console as progress
+from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import StageRecipe
@@ -111,6 +112,7 @@ def measure() -> list[Row]:
 def main() -> None:
     """Run and print the table."""
     progress.quiet = True
+    silence_libraries()
     rows = measure()
     title = f"φ, batches of {BATCH}; medians of {ROUNDS} interleaved rounds of {STEPS - WARM} steps"
     table = Table("", "steps/s", "share", title=title)

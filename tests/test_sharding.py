@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,25 +13,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
-from xcompat.models import IndependentModel
+from xcompat import Fingerprint, XcompatError
+from xcompat.models import CompatModel, DirectModel, IndependentModel, describe_old
+from xcompat.training.cached_gradients import backward_in_parts
 from xcompat.training.sharding import shardable, unsharded
 
 TEXTS = ["a cat", "two red shoes", "a dog in the snow", "greek small letter alpha"]
 
 
-def _batch(model: IndependentModel) -> dict[str, torch.Tensor]:
+def _batch(model: CompatModel) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     height, width = model.processor.image_size
     return {"pixel_values": torch.randn(4, 3, height, width, generator=generator), **model.processor.texts(TEXTS)}
 
 
-def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
+def _fully_shard(model: CompatModel) -> None:
+    """Cut a model into shards as accelerate does with ``fsdp2``."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = shardable(IndependentModel.from_encoder(encoder))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     assert layers, "FSDP finds the layers by the names that the model gives"
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -36,6 +38,14 @@ def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shardable(IndependentModel.from_encoder(encoder))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _fully_shard(model)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(**_batch(model)).loss
     loss.backward()
@@ -59,3 +69,58 @@ def test_a_sharded_step_equals_a_plain_one(kind: str, folder_of: dict[str, str],
     saved = IndependentModel.from_encoder(str(tmp_path / "out")).state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(saved[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+class _Fsdp:
+    """What cached gradients ask of accelerate, as it does it for FSDP2."""
+
+    unwrap_model = staticmethod(lambda model: model)
+    backward = staticmethod(torch.Tensor.backward)
+
+    @staticmethod
+    @contextmanager
+    def no_sync(model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+def _direct(encoder: str) -> DirectModel:
+    torch.manual_seed(0)
+    old = describe_old(Fingerprint.from_string("old"), dim=8)
+    return DirectModel.from_encoder(encoder, old=old, train_encoder="all").train()
+
+
+def _old() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) for name in ("old_embeds", "old_text_embeds")}
+
+
+def _sharded_parts(rank: int, encoder: str, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shardable(_direct(encoder))
+    mine = {name: column[2 * rank : 2 * rank + 2] for name, column in (_batch(model) | _old()).items()}
+    _fully_shard(model)
+    loss = backward_in_parts(_Fsdp(), model, mine, 1)  # type: ignore[arg-type]
+    whole = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    scale = shardable(IndependentModel.from_encoder(encoder)).train()
+    _fully_shard(scale)
+    with pytest.raises(XcompatError, match=r"the loss of \w*IndependentModel reads its own weights; launch without FSDP"):
+        backward_in_parts(_Fsdp(), scale, _batch(scale), 2)  # type: ignore[arg-type]
+    if rank == 0:
+        torch.save((loss, whole), out)
+    dist.destroy_process_group()
+
+
+def test_mini_batches_of_a_sharded_model_give_the_gradient_of_the_whole_batch(folder_of: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    mp.spawn(_sharded_parts, args=(folder_of["clip"], str(tmp_path / "store"), str(out)), nprocs=2)
+    model = _direct(folder_of["clip"])
+    wanted = model(**_batch(model), **_old()).loss
+    wanted.backward()
+    loss, found = torch.load(out, weights_only=True)
+    torch.testing.assert_close(loss, wanted.detach())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name].reshape_as(gradient), gradient, atol=1e-5, rtol=1e-4)

@@ -92,9 +92,10 @@ def backward_in_parts(
         The loss times ``share``, detached.
 
     Raises:
-        XcompatError: FSDP has cut into shards a parameter that the loss reads beside the embeddings.
+        XcompatError: the loss reads weights beside the embeddings, and FSDP has cut them into shards.
     """
     method = accelerator.unwrap_model(model)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in method.parameters())
     parts = _split(batch, mini_batch_size)
     states: list[RandomState] = []
     embedded: list[CompatOutput] = []
@@ -109,8 +110,8 @@ def backward_in_parts(
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*whole.values(), *weights], allow_unused=True)
     cached = dict(zip(whole, gradients, strict=False))
     direct = [(weight, own) for weight, own in zip(weights, gradients[len(whole) :], strict=True) if own is not None]
-    if any(isinstance(weight, DTensor) for weight, _ in direct):
-        raise XcompatError("mini_batch_size: the loss reads a parameter that FSDP has cut into shards; launch without FSDP")
+    if is_sharded and direct:  # FSDP gathers weights, and spreads gradients, around a forward, and the loss is outside of it
+        raise XcompatError(f"mini_batch_size: the loss of {type(method).__name__} reads its own weights; launch without FSDP")
     after = RandomState.now(batch)
     for start, (part, state) in enumerate(zip(parts, states, strict=True)):
         is_last = start == len(parts) - 1
