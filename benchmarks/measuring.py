@@ -67,8 +67,25 @@ class Row:
         return [self.what, self.against, ratio, f"{self.bound}{verdict}", self.detail]
 
 
-def medians(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
     """Run all sides in turn, round after round, so that whatever else the machine does hits them alike.
+
+    Args:
+        sides: what to run, by name; each returns its own figure.
+        rounds: how often.
+
+    Returns:
+        Median of each side's figures.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            figures[name].append(run())
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def medians(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Time all sides in turn (see :func:`interleaved`).
 
     Nothing is warmed up: call each side once before, for the check that they agree.
 
@@ -79,13 +96,13 @@ def medians(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> 
     Returns:
         Median seconds of each side.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, run in sides.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+
+    def seconds(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    return interleaved({name: functools.partial(seconds, run) for name, run in sides.items()}, rounds)
 
 
 def timed(what: str, against: str, bound: str, ours: float, theirs: float, note: str = "") -> Row:

@@ -1,6 +1,6 @@
 """Memory of XBT's pair stage over the batch size: whole batches against mini-batches of 64, with and without checkpointing.
 
-    python benchmarks/pair_memory.py
+    python benchmarks/pair_memory.py [--most 1024]
 
 A CLIP of two towers of 4 layers, 128 wide, on images of 32 pixels, with LoRA and prompts. Counted are the bytes that autograd
 holds for backward, at their most: every storage once, without weights and the batch itself. Of a checkpointed block that is its
@@ -13,12 +13,10 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
-from rich.table import Table
+from measuring import Row, main
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,7 +24,6 @@ from xcompat import Fingerprint, XbtModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import describe_old
 from xcompat.training.cached_gradients import backward_in_parts
-from xcompat.training.provenance import provenance
 
 BATCHES = (64, 128, 256, 512, 1024)
 MINI_BATCH = 64
@@ -39,16 +36,6 @@ CLIP = {
 }
 WORDS = ["red", "blue", "old", "new", "shoe", "dog", "house", "tree"]
 ALLOWED_SHARE, ALLOWED_DIFFERENCE = 0.25, 1e-5
-
-
-class Row(NamedTuple):
-    """One line of the table: bytes that backward needs, and how far the gradients of mini-batches are from those of the whole."""
-
-    batch: int
-    checkpointed: bool
-    whole: int
-    parts: int
-    difference: float
 
 
 class Held:
@@ -115,41 +102,34 @@ def gradient(model: XbtModel) -> Tensor:
     return found
 
 
-def measure() -> list[Row]:
-    """Measure every batch size, whole and in parts."""
+def compared(model: XbtModel, batch: dict[str, Tensor], what: str) -> Row:
+    """Measure one batch, whole and in parts; the gradients are the same."""
+    outside = [*model.parameters(), *model.buffers(), *batch.values()]
+    whole, parts = Meter(outside), Meter(outside)
+    with whole.running():
+        model(**batch).loss.backward()
+    wanted = gradient(model)
+    with parts.running():
+        backward_in_parts(Accelerator(cpu=True), model, batch, MINI_BATCH)
+    difference = float((gradient(model) - wanted).abs().max() / wanted.abs().max())
+    assert difference < ALLOWED_DIFFERENCE, difference
+    size = len(batch["pixel_values"])
+    held = f"{parts.peak / 1e6:,.1f} MB, {whole.peak / 1e6:,.1f} MB; gradients differ by {difference:.0e}"
+    bound = f"<= {ALLOWED_SHARE}" if size == max(BATCHES) else ""
+    return Row(f"{what}, {size:,} pairs in parts of {MINI_BATCH}", "the whole batch", parts.peak / whole.peak, bound, held)
+
+
+def measure(most: int = max(BATCHES)) -> list[Row]:
+    """Measure every batch size up to the most."""
     model, largest = build()
-    accelerator, rows = Accelerator(cpu=True), []
-    for checkpointed in (False, True):
-        if checkpointed:
+    rows = []
+    for what in ("memory of the pair stage", "the same with checkpointing"):
+        if what != "memory of the pair stage":
             model.activation_checkpointing_enable()
-        for size in BATCHES:
-            batch = {name: column[:size].clone() for name, column in largest.items()}
-            outside = [*model.parameters(), *model.buffers(), *batch.values()]
-            whole, parts = Meter(outside), Meter(outside)
-            with whole.running():
-                model(**batch).loss.backward()
-            wanted = gradient(model)
-            with parts.running():
-                backward_in_parts(accelerator, model, batch, MINI_BATCH)
-            difference = float((gradient(model) - wanted).abs().max() / wanted.abs().max())
-            rows.append(Row(size, checkpointed, whole.peak, parts.peak, difference))
+        for size in (size for size in BATCHES if size <= most):
+            rows.append(compared(model, {name: column[:size].clone() for name, column in largest.items()}, what))
     return rows
 
 
-def main() -> None:
-    """Run and print the table."""
-    rows = measure()
-    title = f"MB held for backward, whole batch and mini-batches of {MINI_BATCH}"
-    table = Table("batch", "checkpointing", "whole", "mini-batches", "share", "largest difference of a gradient", title=title)
-    for row in rows:
-        held = (f"{row.whole / 1e6:,.1f}", f"{row.parts / 1e6:,.1f}", f"{row.parts / row.whole:.1%}")
-        table.add_row(f"{row.batch}", "yes" if row.checkpointed else "no", *held, f"{row.difference:.1e}")
-    console = Console()
-    console.print(table)
-    console.print(f"allowed at {max(BATCHES)}: {ALLOWED_SHARE:.0%} without checkpointing; difference: {ALLOWED_DIFFERENCE:.0e}")
-    about = provenance()
-    console.print(f"{about['machine']['device']}, {about['machine']['threads']} threads, torch {about['versions']['torch']}")
-
-
 if __name__ == "__main__":
-    main()
+    main(measure)

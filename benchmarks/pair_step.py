@@ -1,6 +1,6 @@
 """Time of a step of XBT's pair stage: this project's training against a hand-written loop with the same model, data and autocast.
 
-    python benchmarks/pair_step.py
+    python benchmarks/pair_step.py [--rounds 5]
 
 A small CLIP with LoRA and prompts in bfloat16, batches of 32 from memory: whatever a step costs beside the model's own
 computation is a larger share of it than it would be of a large model's. Both sides clip gradients and use the same AdamW.
@@ -9,17 +9,15 @@ The time is taken from one forward to the next, the first steps left out, in int
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import ROUNDS, Row, interleaved, main, timed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -29,11 +27,10 @@ from xcompat.models import CompatModel, describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.provenance import provenance
 from xcompat.training.recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
-BATCH, STEPS, WARM, ROUNDS, PAIRS = 32, 25, 5, 5, 512
+BATCH, STEPS, WARM, PAIRS = 32, 25, 5, 512
 RATE = 1e-4
 TOWER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
 CLIP = {
@@ -43,13 +40,6 @@ CLIP = {
     "vision_config": TOWER | {"image_size": 64, "patch_size": 8},
 }
 ALLOWED = 1.08
-
-
-class Row(NamedTuple):
-    """One line of the table: a side, and its median milliseconds a step."""
-
-    side: str
-    milliseconds: float
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
@@ -119,32 +109,13 @@ def step_time(side: Callable[[CompatModel, Any], None]) -> float:
     return (begun[-1] - begun[WARM]) / (len(begun) - 1 - WARM)
 
 
-def measure() -> list[Row]:
-    """Measure both sides in interleaved rounds."""
-    sides = {"by hand": by_hand, "by recipe": by_recipe}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            times[name].append(step_time(side))
-    return [Row(name, 1000 * statistics.median(values)) for name, values in times.items()]
-
-
-def main() -> None:
-    """Run and print the table."""
+def measure(rounds: int = ROUNDS) -> list[Row]:
+    """Measure both sides in turn."""
     progress.quiet = True
     silence_libraries()
-    rows = measure()
-    table = Table(
-        "", "ms/step", "ratio", title=f"XBT, batches of {BATCH}; medians of {ROUNDS} interleaved rounds of {STEPS - WARM} steps"
-    )
-    for row in rows:
-        table.add_row(row.side, f"{row.milliseconds:,.1f}", f"{row.milliseconds / rows[0].milliseconds:.3f}x")
-    console = Console()
-    console.print(table)
-    console.print(f"allowed: {ALLOWED}x")
-    about = provenance()
-    console.print(f"{about['machine']['device']}, {about['machine']['threads']} threads, torch {about['versions']['torch']}")
+    took = interleaved({"ours": lambda: step_time(by_recipe), "theirs": lambda: step_time(by_hand)}, rounds)
+    return [timed(f"step of the pair stage, {BATCH} pairs", "a hand-written loop", f"<= {ALLOWED}", took["ours"], took["theirs"])]
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

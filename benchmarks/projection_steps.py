@@ -1,6 +1,6 @@
 """Steps per second of φ's pretraining: this project's, from caches on disk, against a bare loop over tensors in memory.
 
-    python benchmarks/projection_steps.py
+    python benchmarks/projection_steps.py [--rounds 5]
 
 200,000 pairs of random unit vectors of the quickstart's dimensions, 128 and 64, in batches of 1024; the caches hold them as
 float16, in two shards each. Both sides add noise, clip gradients and use the same AdamW. The time is taken from one forward to
@@ -9,18 +9,17 @@ the next, the first steps left out, in interleaved rounds; medians are compared.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import ROUNDS, Row, interleaved, main
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,21 +30,13 @@ from xcompat.models import describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.provenance import provenance
 from xcompat.training.recipe import StageRecipe
 from xcompat.training.trainer import embedding_data, train
 
 ROWS, SHARD_ROWS, NEW_DIM, OLD_DIM = 200_000, 100_000, 128, 64
-BATCH, STEPS, WARM, ROUNDS = 1024, 120, 20, 5
+BATCH, STEPS, WARM = 1024, 120, 20
 RATE = 1e-4
 ALLOWED_SHARE = 0.8
-
-
-class Row(NamedTuple):
-    """One line of the table: a side, and its median steps per second."""
-
-    side: str
-    rate: float
 
 
 def write_cache(folder: Path, dim: int) -> EmbeddingCache:
@@ -97,33 +88,18 @@ def rate(side: Callable[..., None], *caches: EmbeddingCache) -> float:
     return (len(begun) - 1 - WARM) / (begun[-1] - begun[WARM])
 
 
-def measure() -> list[Row]:
-    """Measure both sides in interleaved rounds."""
-    sides = {"by hand, in memory": by_hand, "by recipe, from caches": by_recipe}
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    with tempfile.TemporaryDirectory() as folder:
-        caches = [write_cache(Path(folder) / name, dim) for name, dim in (("new", NEW_DIM), ("old", OLD_DIM))]
-        for _ in range(ROUNDS):
-            for name, side in sides.items():
-                rates[name].append(rate(side, *caches))
-    return [Row(name, statistics.median(values)) for name, values in rates.items()]
-
-
-def main() -> None:
-    """Run and print the table."""
+def measure(rounds: int = ROUNDS) -> list[Row]:
+    """Measure both sides in turn."""
     progress.quiet = True
     silence_libraries()
-    rows = measure()
-    title = f"φ, batches of {BATCH}; medians of {ROUNDS} interleaved rounds of {STEPS - WARM} steps"
-    table = Table("", "steps/s", "share", title=title)
-    for row in rows:
-        table.add_row(row.side, f"{row.rate:,.1f}", f"{row.rate / rows[0].rate:.1%}")
-    console = Console()
-    console.print(table)
-    console.print(f"allowed: {ALLOWED_SHARE:.0%}")
-    about = provenance()
-    console.print(f"{about['machine']['device']}, {about['machine']['threads']} threads, torch {about['versions']['torch']}")
+    with tempfile.TemporaryDirectory() as folder:
+        caches = [write_cache(Path(folder) / name, dim) for name, dim in (("new", NEW_DIM), ("old", OLD_DIM))]
+        sides = {"ours": by_recipe, "theirs": by_hand}
+        rates = interleaved({name: partial(rate, side, *caches) for name, side in sides.items()}, rounds)
+    detail = f"{rates['ours']:.1f} steps/s, {rates['theirs']:.1f}; batches of {BATCH:,}"
+    what, against = "φ's pretraining from caches on disk", "a bare loop over tensors in memory"
+    return [Row(what, against, rates["ours"] / rates["theirs"], f">= {ALLOWED_SHARE}", detail)]
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

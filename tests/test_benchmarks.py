@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks"
 TOYS = {
-    "ranking": {"items": 120, "classes": 5, "dim": 8},
-    "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4},
-    "gallery_upgrade": {"items": 400},
-    "channels_last": {"images": 2},
+    "ranking": {"items": 120, "classes": 5, "dim": 8, "rounds": 1},
+    "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4, "rounds": 1},
+    "gallery_upgrade": {"items": 400, "rounds": 1},
+    "channels_last": {"images": 2, "rounds": 1},
+    "pair_memory": {"most": 128},
 }
 
 
@@ -61,7 +62,7 @@ def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
 def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every script asserts it before it measures."""
     monkeypatch.chdir(tmp_path)
-    rows = benchmark(name).measure(**TOYS[name], rounds=1)
+    rows = benchmark(name).measure(**TOYS[name])
     assert rows and all(row.what and row.against and len(row.cells()) == 5 for row in rows)
     assert all(row.ratio is None or row.ratio > 0 for row in rows)
 
@@ -79,7 +80,7 @@ def test_a_missing_peer_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch
         "torchmetrics.functional.retrieval",
     ):
         monkeypatch.setitem(sys.modules, module, None)
-    rows = [row for name in ("ranking", "recall") for row in benchmark(name).measure(**TOYS[name], rounds=1)]
+    rows = [row for name in ("ranking", "recall") for row in benchmark(name).measure(**TOYS[name])]
     assert [row.detail for row in rows if row.ratio is None] == [
         "not run: pip install pytorch-metric-learning",
         "not run: pip install --no-deps clip_benchmark",
@@ -90,7 +91,7 @@ def test_a_missing_peer_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
     options = [word for key, value in TOYS["ranking"].items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "ranking.py"), *options, "--rounds", "1"],
+        [sys.executable, str(SCRIPTS / "ranking.py"), *options],
         cwd=tmp_path,
         capture_output=True,
         text=True,
