@@ -18,7 +18,7 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from measuring import ROUNDS, Row, main, medians, timed
+from measuring import KEPT, ROUNDS, Row, main, medians, timed
 
 from xcompat import Fingerprint
 from xcompat.retrieval import Gallery
@@ -78,7 +78,8 @@ def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, rounds: 
     embeds_ND = generator.standard_normal((items, dim), dtype=np.float32)
     queries_QD = generator.standard_normal((queries, dim), dtype=np.float32)
     ids = [f"photos/{row:09d}.jpg" for row in range(items)]
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
+    KEPT.mkdir(parents=True, exist_ok=True)  # on the disk that galleries lie on, not in a temporary one of memory
+    with tempfile.TemporaryDirectory(dir=KEPT) as temporary:
         alone, ours = Path(temporary) / "own.faiss", Path(temporary) / "gallery"
         add = {"faiss": lambda: add_to_faiss(alone, embeds_ND), "ours": lambda: add_to_gallery(ours, embeds_ND, ids)}
         for side in add.values():

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from measuring import ROUNDS, Row, main, medians, timed
+from measuring import KEPT, ROUNDS, Row, main, medians, timed
 from torch import Tensor
 
 from xcompat import FctConfig, FctModel, Fingerprint, RidgeConfig, RidgeModel
@@ -74,7 +74,8 @@ def measure(items: int = 100_000, rounds: int = ROUNDS, map: Literal["fct", "rid
     generator = np.random.default_rng(0)
     model = {"fct": fct, "ridge": ridge}[map]().eval()
     memory: list[float] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    KEPT.mkdir(parents=True, exist_ok=True)  # on the disk that galleries lie on, not in a temporary one of memory
+    with tempfile.TemporaryDirectory(dir=KEPT) as folder:
         gallery = Gallery.create(Path(folder) / "gallery", OLD, dim=DIM)
         embeds_ND = torch.empty(0, DIM)
         for start in range(0, items, BLOCK):
