@@ -434,3 +434,25 @@ def test_gpus_search_where_faiss_has_kernels_for_it(kernels: bool, tmp_path: Pat
     exact = naive(dict(zip(names(50), vectors(50), strict=True)), vectors(3, 1), 5)
     assert found(gallery, vectors(3, 1), 5) == found(gallery, vectors(3, 1), 5) == exact
     assert len(copied) == 1, "the copy is kept from query to query"
+
+
+BESIDE_TORCH_UTILS = """
+import sys
+import faiss.contrib.torch_utils  # as pytorch-metric-learning imports it: for the whole process
+import numpy as np
+from xcompat import Fingerprint
+from xcompat.retrieval import Gallery
+
+gallery = Gallery.open(sys.argv[1])
+hits = gallery.search(np.eye(8, dtype=np.float32)[:1], Fingerprint.from_string("clip"), top_k=3, where={"odd": True})
+print(*(hit.id for hit in hits[0]), sep=",", end="")
+"""
+
+
+def test_filters_work_beside_what_other_libraries_make_of_faiss(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(20), names(20), [{"odd": bool(row % 2)} for row in range(20)])
+    gallery.commit()
+    expected = found(gallery, np.eye(DIM, dtype=np.float32)[:1], 3, where={"odd": True})[0]
+    printed = subprocess.check_output([sys.executable, "-c", BESIDE_TORCH_UTILS, str(gallery.path)], text=True)
+    assert printed.split(",") == expected

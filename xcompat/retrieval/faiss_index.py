@@ -89,8 +89,10 @@ class FaissIndex:
         if kept_N is None:
             scores_Qk, rows_Qk = self._searched.search(queries_Qd, k)
         else:
+            # faiss.contrib.torch_utils, which other libraries import, puts a search without `params` in the place of faiss's own
+            search = getattr(self.index, "search_numpy", self.index.search)
             try:
-                scores_Qk, rows_Qk = self.index.search(queries_Qd, k, params=_selecting(self.index, kept_N))
+                scores_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(self.index, kept_N))
             except RuntimeError:  # some, such as plain product quantisers, cannot leave rows out while they look
                 scores_Qk, rows_Qk = self._search_and_drop(queries_Qd, k, kept_N)
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
