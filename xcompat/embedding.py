@@ -243,7 +243,7 @@ def embed_rows(
         pixels_BCHW = embedder.processor.images(images)
         return pixels_BCHW.pin_memory() if device == "cuda" else pixels_BCHW  # so that it is fetched while the GPU computes
 
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = 1 if device == "cpu" else max(1, cores)  # a model on a CPU needs the cores itself
     batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, threads=threads)
     for kept, pixels_BCHW in (waiting or Waiting()).of(batches):

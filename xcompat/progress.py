@@ -46,16 +46,24 @@ class Waiting:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._entered = 0.0
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """Begin to count, or begin anew."""
+        self._begun = time.perf_counter()
+
+    def end(self) -> None:
+        """Count no longer."""
+        self.seconds += time.perf_counter() - self._begun
 
     def __enter__(self) -> Self:
         """Begin to count."""
-        self._entered = time.perf_counter()
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Count no longer."""
-        self.seconds += time.perf_counter() - self._entered
+        self.end()
 
     def of(self, items: Iterable[T]) -> Iterator[T]:
         """Pass on items, counting the seconds until each is there."""

@@ -145,8 +145,8 @@ def photos(embedder: Embedder, size: Size, device: torch.device) -> Figure:
                 tar.addfile(member, buffer)
         dataset = load_pairs(PairSource(path=f"{folder}/photos.tar", captions=False))
         caches = (Path(folder) / f"cache-{number}" for number in range(ROUNDS + 2))
-        run = partial(lambda: embed_images(embedder, dataset, next(caches), "photos"))
-        return measured("image embedding, from JPEG files", run, size.photos, device)
+        what = "image embedding, from JPEG files"
+        return measured(what, lambda: embed_images(embedder, dataset, next(caches), "photos"), size.photos, device)
 
 
 def stepping(model: CompatModel, backward: Callable[[], object]) -> Callable[[], None]:

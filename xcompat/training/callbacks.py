@@ -37,15 +37,15 @@ class ProgressCallback(TrainerCallback):
         self._bar.start()
         self._first_step = state.global_step
         self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step, rate="")
-        self._waiting.__enter__()
+        self._waiting.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Look how long the batch took to come."""
-        self._waiting.__exit__()
+        self._waiting.end()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Leave out the time a checkpoint takes."""
-        self._waiting.__enter__()
+        self._waiting.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Advance the bar."""
@@ -55,7 +55,7 @@ class ProgressCallback(TrainerCallback):
         rate = (state.global_step - self._first_step) * per_step / max(elapsed, 1e-9)
         line = f"{rate:,.0f} samples/s, {self._waiting.share_of(elapsed)}{self._loss(state)}"
         self._bar.update(self._task, completed=state.global_step, rate=line)
-        self._waiting.__enter__()
+        self._waiting.begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Take the bar away."""
