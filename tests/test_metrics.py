@@ -17,6 +17,7 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
+from xcompat.evaluation.scores import UNIT, ExactRows, ieee_products, narrow, rounding_error
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
@@ -77,6 +78,41 @@ def test_copies_tie_in_any_position_chunk_and_scale(seed: int, chunk_size: int, 
     ranks = first_hit_ranks(queries, gallery, np.arange(20), gallery_ids, chunk_size)
     assert (ranks >= 1).all()
     assert ranks.tolist() == first_hit_ranks(queries, gallery, np.arange(20), gallery_ids).tolist()
+
+
+@pytest.mark.parametrize(("copies", "one_by_one"), [(1, True), (40, False)])
+def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly(copies: int, one_by_one: bool) -> None:
+    generator = np.random.default_rng(0)
+    queries = generator.normal(size=(30, 96))
+    positives = queries + generator.normal(size=queries.shape)
+    nearly = np.concatenate([positives + 1e-8 * generator.normal(size=queries.shape) for _ in range(copies)])
+    gallery = np.concatenate([positives, nearly, generator.normal(size=(400, 96))])
+    gallery_ids = np.concatenate([np.arange(30), np.arange(100, 100 + len(gallery) - 30)])
+    exact_QG, exact_GG = (ExactRows(rows, "rows", torch.device("cpu")).block(slice(None)) for rows in (queries, gallery))
+    scores = (exact_QG @ exact_GG.T).numpy()
+    best = np.diag(scores)[:, None]
+    close = np.abs(scores - best) < rounding_error(96) * UNIT
+    assert close.any(axis=1).all() and (close.mean() < 1 / 64) == one_by_one
+    expected = (scores >= best).sum(axis=1) - 1
+    assert 0 < (expected > 0).sum() < 30 * (1 + (copies > 1)), "some twins must be above and some below"
+    assert first_hit_ranks(queries, gallery, np.arange(30), gallery_ids).tolist() == expected.tolist()
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 3, 64, 777]), st.sampled_from(["highest", "medium"]))
+@settings(max_examples=40, deadline=None)
+def test_float32_scores_are_as_near_as_promised_whatever_precision_is_allowed(seed: int, dim: int, precision: str) -> None:
+    generator = np.random.default_rng(seed)
+    rows = generator.normal(size=(20, dim)) * generator.choice([1e-3, 1.0], size=(20, dim))
+    block = ExactRows(rows, "rows", torch.device("cpu")).block(slice(None))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with ieee_products():
+            scores = narrow(block) @ narrow(block).T
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (scores.double() - block @ block.T / UNIT).abs().max() <= rounding_error(dim)
 
 
 def test_all_equal_scores_do_not_score() -> None:

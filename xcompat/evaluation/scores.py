@@ -4,11 +4,14 @@ A BLAS product adds up in an order that depends on the shape of its operands, so
 chunk size, and copies of one gallery item need not tie. Here rows are L2-normalised and rounded to multiples of 2^-26 (finer
 than float32 scores can tell apart). As integers their products are below 2^52 and so, by Cauchy-Schwarz, is every partial sum;
 float64 holds integers up to 2^53, hence no order of summation rounds, and a score is a pure function of its two rows.
+
+Where a score is only compared, a float32 product says most of it at half the cost: what it may be wrong by is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ Ids = Sequence[Hashable] | np.ndarray | torch.Tensor
 """One identity per row."""
 
 _GRID = 2.0**26
+UNIT = _GRID**2
+"""The score of a cosine of 1."""
 _NORM_ROWS = 1024
 
 
@@ -167,3 +172,39 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     # accumulate adds from left to right by definition; a plain sum may pair its terms differently in blocks of another shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
     return np.where(norms_B1 > 0, norms_B1, 1.0)
+
+
+def narrow(block_BD: torch.Tensor) -> torch.Tensor:
+    """Return rows of :meth:`ExactRows.block` in float32, of norm about 1."""
+    return block_BD.float().div_(_GRID)
+
+
+def rounding_error(dim: int) -> float:
+    """Return how far the product of two :func:`narrow` rows may be from their exact cosine, whatever order it adds up in.
+
+    γₙ = nu / (1 - nu) times the sum of the terms' sizes, at most about 1 by Cauchy-Schwarz (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 3.1); n counts D - 1 additions and, for each term, a product and the rounding of two factors.
+    What a score is compared with is rounded too: that makes one more.
+
+    Args:
+        dim: D.
+
+    Returns:
+        A cosine.
+    """
+    n_u = (dim + 3) * 2.0**-24
+    return 1.001 * n_u / (1 - n_u)
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Compute float32 products in float32 inside the block, whatever lower precision is allowed outside of it."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

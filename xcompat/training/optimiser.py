@@ -1,15 +1,19 @@
-"""AdamW with the learning rate of visual prompts set apart, as a factory that the stock Trainer calls."""
+"""AdamW with learning rates of their own for prompts and pretrained weights, as a factory that the stock Trainer calls."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
+_PRETRAINED = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
+"""Names of the encoder's own weights, in a model that may be wrapped for several processes or compiled."""
+
 
 class AdamWFactory:
-    """Build AdamW over the trainable parameters: no weight decay on biases and norms, prompts with their own rate.
+    """Build AdamW over the trainable parameters: no weight decay on biases and norms, prompts and encoder with their own rates.
 
     The Trainer builds the optimiser after it has wrapped the model, so groups of parameters are made here and not before.
     """
@@ -20,6 +24,7 @@ class AdamWFactory:
         *,
         lr: float,
         prompt_lr_factor: float,
+        encoder_lr_factor: float,
         weight_decay: float,
         **options: Any,  # noqa: ANN401
     ) -> torch.optim.AdamW:
@@ -29,6 +34,7 @@ class AdamWFactory:
             model: the possibly wrapped model.
             lr: learning rate.
             prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in xbt.txt §4.1).
+            encoder_lr_factor: learning rate of the encoder's own weights over ``lr``.
             weight_decay: on matrices, prompts left out.
             options: betas and eps of AdamW.
 
@@ -39,8 +45,9 @@ class AdamWFactory:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 prompt = "prompts." in name
+                factor = prompt_lr_factor if prompt else encoder_lr_factor if _PRETRAINED.match(name) else 1.0
                 decay = weight_decay if parameter.ndim > 1 and not prompt else 0.0
-                groups.setdefault((lr * prompt_lr_factor if prompt else lr, decay), []).append(parameter)
+                groups.setdefault((lr * factor, decay), []).append(parameter)
         return torch.optim.AdamW(
             [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()],
             lr=lr,

@@ -41,6 +41,8 @@ class StageRecipe(Section):
             stay those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache).
             It must divide ``training.per_device_train_batch_size``; None for the whole batch at once.
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
+        encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
+            pretrained and the head is not, whose first gradients would undo them.
         evaluation: how the result is judged; null for no evaluation.
     """
 
@@ -57,6 +59,7 @@ class StageRecipe(Section):
     training: dict[str, Any] = Field(default_factory=dict)
     mini_batch_size: int | None = Field(None, ge=1)
     prompt_lr_factor: float = Field(100.0, gt=0)
+    encoder_lr_factor: float = Field(1.0, gt=0)
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
     @field_validator(*ROLES, mode="before")

@@ -230,7 +230,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
             interrupt,
             ScheduleCallback(model, dataset, collator),
         ],
-        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part.prompt_lr_factor)),
+        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part)),
     )
     if part.mini_batch_size is not None:
         refuse_what_parts_change(model, trainer.accelerator)
@@ -279,10 +279,11 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
         raise XcompatError(f"{part.name}: the training section does not fit: {' '.join(str(error).split())}") from None
 
 
-def _adamw(settings: TrainingArguments, prompt_lr_factor: float) -> dict[str, Any]:
+def _adamw(settings: TrainingArguments, part: StageRecipe) -> dict[str, Any]:
     return {
         "lr": settings.learning_rate,
-        "prompt_lr_factor": prompt_lr_factor,
+        "prompt_lr_factor": part.prompt_lr_factor,
+        "encoder_lr_factor": part.encoder_lr_factor,
         "weight_decay": settings.weight_decay,
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_epsilon,
