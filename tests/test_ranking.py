@@ -15,13 +15,14 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     RankedQueries,
     cmc,
+    counting,
     first_hit_ranks,
     labelled,
     mean_average_precision,
     negative_flip_rate,
-    ranking,
     ranking_per_query,
 )
+from xcompat.evaluation.scores import ExactRows
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
@@ -134,12 +135,35 @@ def test_every_way_to_cut_the_work_gives_the_same_bits(monkeypatch: pytest.Monke
     for module, name, value in (
         (labelled, "_BLOCK_POSITIVES", 1000),
         (labelled, "_TILE", 700),
-        (ranking, "_TILE", {"cpu": 1200, "cuda": 1200}),
-        (ranking, "_BUCKETS", (5, 9)),
+        (counting, "_TILE", {"cpu": 1200, "cuda": 1200}),
+        (counting, "_BUCKETS", (5, 9)),
     ):
         monkeypatch.setattr(module, name, value)
         for chunk_size in (3, 16):
             assert_identical(ranking_per_query(*problem, chunk_size=chunk_size), whole)
+
+
+@pytest.mark.parametrize(("n_far", "dim"), [(600, 96), (3, 96), (600, 2)])
+def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly(n_far: int, dim: int) -> None:
+    """Each positive has negatives within 1e-8 of it, above and below: few among others, or most of the gallery."""
+    generator = np.random.default_rng(0)
+    queries = generator.normal(size=(12, dim))
+    positives = np.repeat(queries, 4, axis=0) + generator.normal(size=(48, dim))
+    nearly = np.concatenate([positives + 1e-8 * generator.normal(size=positives.shape) for _ in range(2)])
+    gallery = np.concatenate([positives, nearly, generator.normal(size=(n_far, dim))])
+    labels = np.concatenate([np.repeat(np.arange(12), 4), np.full(len(gallery) - 48, -1)])
+    exact_QD, exact_GD = (ExactRows(rows, "rows", torch.device("cpu")).block(slice(None)).numpy() for rows in (queries, gallery))
+    scores = exact_QD @ exact_GD.T
+    expected_first, expected_precision = [], []
+    for query, row in enumerate(scores):
+        ranks = sorted(
+            int((row[labels == query] > best).sum() + 1 + (row[labels != query] >= best).sum()) for best in row[labels == query]
+        )
+        expected_first.append(ranks[0] - 1)
+        expected_precision.append(np.mean([place / rank for place, rank in enumerate(ranks, 1)]))
+    ranked = ranking_per_query(queries, gallery, range(12), labels)
+    assert ranked.first_hit_ranks_Q.tolist() == expected_first
+    assert np.allclose(ranked.average_precision_Q, expected_precision, rtol=1e-12)
 
 
 def test_one_far_positive_does_not_blur_the_crowd() -> None:

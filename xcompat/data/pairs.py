@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +16,7 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
 from xcompat.errors import XcompatError
+from xcompat.threads import map_in_threads
 
 if TYPE_CHECKING:
     import datasets
@@ -238,7 +236,8 @@ def iterate_images(
     wanted = np.arange(len(dataset)) if rows is None else np.asarray(rows, dtype=np.int64)
     batches = (wanted[start : start + batch_size] for start in range(0, len(wanted), batch_size))
 
-    def decode(batch: NDArray[np.int64], columns: dict[str, list[Any]]) -> tuple[NDArray[np.int64], T | None, dict[str, str]]:
+    def decode(read: tuple[NDArray[np.int64], dict[str, list[Any]]]) -> tuple[NDArray[np.int64], T | None, dict[str, str]]:
+        batch, columns = read
         kept, images, reasons = [], [], {}
         for place, row in enumerate(batch.tolist()):
             try:
@@ -248,19 +247,11 @@ def iterate_images(
                 reasons[columns[ID][place] if ID in columns else str(row)] = str(error)
         return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
 
-    with ThreadPoolExecutor(threads) as pool:
-        started = (pool.submit(decode, batch, dataset[batch]) for batch in batches)
-        ahead = deque(islice(started, threads + 1))
-        try:
-            while ahead:
-                kept, images, reasons = ahead.popleft().result()
-                ahead.extend(islice(started, 1))
-                for sample_id, reason in reasons.items():
-                    bad.add(sample_id, reason)
-                if images is not None:
-                    yield kept, images
-        finally:
-            pool.shutdown(cancel_futures=True)
+    for kept, images, reasons in map_in_threads(decode, ((batch, dataset[batch]) for batch in batches), threads):
+        for sample_id, reason in reasons.items():
+            bad.add(sample_id, reason)
+        if images is not None:
+            yield kept, images
 
 
 def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:

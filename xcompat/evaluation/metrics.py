@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from xcompat.evaluation.scores import (
     id_codes,
     ieee_products,
     narrow,
+    pair_scores,
     rounding_error,
+    true_places,
 )
+from xcompat.threads import map_over_cores
 
 _POSITIVE_ROWS = 128  # queries whose positives are looked for together; few, so that little else stands between them
-_FEW = 1 / 64  # share of pairs that are sooner scored one by one than with all others
 
 
 def recall_at_k(
@@ -109,90 +112,95 @@ def first_hit_ranks(
     query_codes, gallery_codes = id_codes(
         as_ids(query_ids, len(queries), "queries"), as_ids(gallery_ids, len(gallery), "gallery")
     )
-    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
     # In order of their codes, the positives of a block of queries stand together: finding the best is a fraction of the work.
     order_Q = np.argsort(query_codes, kind="stable")
     order_Q = my_share(order_Q[np.isin(query_codes[order_Q], gallery_codes)], shared)
-    _rank(ranks_Q, order_Q, queries, gallery, query_codes, gallery_codes, chunk_size)
-    for rows_N, ranks_N in gather_objects((order_Q, ranks_Q[order_Q]), shared):
+    by_code_G = np.argsort(gallery_codes, kind="stable")
+    searched = _Searched(gallery, by_code_G, gallery_codes[by_code_G], chunk_size)
+    mine = _rank(queries, query_codes, order_Q, searched)
+    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
+    for rows_N, ranks_N in gather_objects((order_Q, mine), shared):
         ranks_Q[rows_N] = ranks_N
     return ranks_Q
 
 
-def _rank(
-    ranks_Q: np.ndarray,
-    order_N: np.ndarray,
-    queries: ExactRows,
-    gallery: ExactRows,
-    query_codes: np.ndarray,
-    gallery_codes: np.ndarray,
-    chunk_size: int,
-) -> None:
-    """Write the ranks of some queries, each with a positive, in order of their codes."""
-    order_G = np.argsort(gallery_codes, kind="stable")
-    best_Q, tied_Q = np.empty(len(queries)), np.zeros(len(queries), dtype=np.int64)
-    for block in blocks(len(order_N), min(chunk_size, _POSITIVE_ROWS)):
-        rows = order_N[block]
-        codes = query_codes[rows]
-        first, last = np.searchsorted(gallery_codes[order_G], [codes[0], codes[-1] + 1])
-        best_Q[rows], tied_Q[rows] = _best_positives(
-            queries.block(rows), codes, gallery, gallery_codes, order_G[first:last], chunk_size
-        )
-    for block in blocks(len(order_N), chunk_size):
-        rows = order_N[block]
+def _rank(queries: ExactRows, query_codes: np.ndarray, order_N: np.ndarray, gallery: _Searched) -> np.ndarray:
+    """Return the ranks of some queries, each with a positive, in order of their codes."""
+
+    def rank(rows: np.ndarray) -> np.ndarray:
+        block_BD = queries.block(rows)
+        best_B, tied_B = _best_positives(block_BD, query_codes[rows], gallery)
         # Counts every item at or above the best positive: the negatives wanted, and the positives that equal it.
-        best_B = torch.from_numpy(best_Q[rows]).to(queries.device)
-        ranks_Q[rows] = _count_at_least(queries, rows, best_B, gallery, chunk_size) - tied_Q[rows]
+        return (_count_at_least(block_BD, best_B, gallery) - tied_B).cpu().numpy()
+
+    if not len(order_N):
+        return np.zeros(0, dtype=np.int64)
+    with ieee_products():
+        parts = np.array_split(order_N, _n_blocks(len(order_N), gallery.chunk_size))
+        return np.concatenate(list(map_over_cores(rank, parts, queries.device)))
 
 
-def _best_positives(
-    block_BD: torch.Tensor,
-    codes_B: np.ndarray,
-    gallery: ExactRows,
-    gallery_codes: np.ndarray,
-    candidates: np.ndarray,
-    chunk_size: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return each query's best positive score, and how many positives have exactly that; each has one among the candidates."""
-    query_codes_B1 = torch.from_numpy(codes_B).to(gallery.device)[:, None]
+def _n_blocks(n_queries: int, chunk_size: int) -> int:
+    """Return into how many blocks queries are cut, so that threads have equally many."""
+    threads = torch.get_num_threads()
+    return min(n_queries, -(-n_queries // (chunk_size * threads)) * threads)
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A gallery, and its items in order of their codes.
+
+    Args:
+        rows: its embeddings.
+        by_code_G: row numbers in that order.
+        codes_G: the codes in that order.
+        chunk_size: items per block.
+    """
+
+    rows: ExactRows
+    by_code_G: np.ndarray
+    codes_G: np.ndarray
+    chunk_size: int
+
+
+def _best_positives(block_BD: torch.Tensor, codes_B: np.ndarray, gallery: _Searched) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each query's best positive score, and how many positives have exactly that; each has one in the gallery."""
     best_B = block_BD.new_full((len(block_BD),), -torch.inf)
-    tied_B = torch.zeros(len(block_BD), dtype=torch.int64, device=gallery.device)
-    for columns in blocks(len(candidates), chunk_size):
-        items = candidates[columns]
-        scores_BC = block_BD @ gallery.block(items).T
-        is_negative_BC = torch.from_numpy(gallery_codes[items]).to(gallery.device) != query_codes_B1
-        scores_BC.masked_fill_(is_negative_BC, -torch.inf)
-        better_B = torch.maximum(best_B, scores_BC.amax(dim=1))
-        tied_B = torch.where(better_B > best_B, 0, tied_B) + (scores_BC == better_B[:, None]).count_nonzero(dim=1)
-        best_B = better_B
-    return best_B.cpu().numpy(), tied_B.cpu().numpy()
+    tied_B = torch.zeros(len(block_BD), dtype=torch.int64, device=block_BD.device)
+    for part in blocks(len(block_BD), min(gallery.chunk_size, _POSITIVE_ROWS)):
+        part_codes_B1 = torch.from_numpy(codes_B[part]).to(block_BD.device)[:, None]
+        first, last = np.searchsorted(gallery.codes_G, [codes_B[part][0], codes_B[part][-1] + 1])
+        for columns in blocks(last - first, gallery.chunk_size):
+            scores_BC = block_BD[part] @ gallery.rows.block(gallery.by_code_G[first:last][columns]).T
+            codes_C = torch.from_numpy(gallery.codes_G[first:last][columns]).to(block_BD.device)
+            scores_BC.masked_fill_(codes_C != part_codes_B1, -torch.inf)
+            better_B = torch.maximum(best_B[part], scores_BC.amax(dim=1))
+            kept_B = torch.where(better_B > best_B[part], 0, tied_B[part])
+            tied_B[part] = kept_B + (scores_BC == better_B[:, None]).count_nonzero(dim=1)
+            best_B[part] = better_B
+    return best_B, tied_B
 
 
-def _count_at_least(
-    queries: ExactRows, rows: np.ndarray, threshold_B: torch.Tensor, gallery: ExactRows, chunk: int
-) -> np.ndarray:
+def _count_at_least(block_BD: torch.Tensor, threshold_B: torch.Tensor, gallery: _Searched) -> torch.Tensor:
     """Return how many gallery items score at least the threshold, per query.
 
-    A float32 product, half the work of an exact one, decides all pairs but those that it cannot tell from the threshold.
+    A float32 product (:func:`ieee_products`) is half the work of an exact one, and leaves few pairs that are within its error of
+    the threshold: those alone are scored exactly.
     """
-    block_BD = queries.block(rows)
-    narrow_BD, margin = narrow(block_BD), rounding_error(queries.dim)
+    narrow_BD, margin = narrow(block_BD), rounding_error(gallery.rows.dim)
     cosine_B1 = threshold_B[:, None] / UNIT
     surely_B1, maybe_B1 = (cosine_B1 + margin).float(), (cosine_B1 - margin).float()
-    count_B = torch.zeros(len(rows), dtype=torch.int64, device=gallery.device)
-    for columns in blocks(len(gallery), chunk):
-        items_CD = gallery.block(columns)
-        with ieee_products():
-            scores_BC = narrow_BD @ narrow(items_CD).T
+    count_B = torch.zeros(len(block_BD), dtype=torch.int64, device=block_BD.device)
+    for columns in blocks(len(gallery.rows), gallery.chunk_size):
+        items_CD = gallery.rows.block(columns)
+        scores_BC = narrow_BD @ narrow(items_CD).T
         above_BC = scores_BC > surely_B1
-        row_N, column_N = (above_BC ^ (scores_BC >= maybe_B1)).nonzero(as_tuple=True)
-        if len(row_N) > _FEW * scores_BC.numel():  # a gallery of copies, say
-            count_B += (block_BD @ items_CD.T >= threshold_B[:, None]).count_nonzero(dim=1)
-            continue
-        count_B += above_BC.count_nonzero(dim=1)
-        exact_N = torch.linalg.vecdot(block_BD[row_N], items_CD[column_N])
-        count_B += torch.bincount(row_N[exact_N >= threshold_B[row_N]], minlength=len(rows))
-    return count_B.cpu().numpy()
+        close_N = true_places(above_BC ^ (scores_BC >= maybe_B1))
+        row_N, column_N = close_N // len(items_CD), close_N % len(items_CD)
+        exact_N = pair_scores(block_BD, items_CD, row_N, column_N)
+        among_B = torch.bincount(row_N[exact_N >= threshold_B[row_N]], minlength=len(block_BD))
+        count_B += above_BC.count_nonzero(dim=1) + among_B
+    return count_B
 
 
 def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int = 1) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -11,17 +12,12 @@ import torch
 
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
+from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.labelled import MATED_ROWS, LabelledPairs
-from xcompat.evaluation.scores import Embeddings, Ids, blocks
+from xcompat.evaluation.scores import SCORE_BITS, Embeddings, Ids, blocks, scores_of, sort_keys, sorted_keys
+from xcompat.threads import map_over_cores
 
 _NONE_FOUND = "no query has another item of its class in the gallery; check that both sides use the same labels"
-_KEY_BITS = (
-    54  # a score is an integer of about 53 bits with its sign; 8 bits of a key are left to say whose it is, one for a mark
-)
-_MOST_ROWS = 2 ** (62 - _KEY_BITS)
-_TILE = {"cpu": 2**17, "cuda": 2**22}  # scores counted together: what a core's cache holds, or what fills a GPU
-_BUCKETS_PER_POSITIVE = 32
-_BUCKETS = (64, 16384)
 
 
 @dataclass(frozen=True)
@@ -225,19 +221,25 @@ def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
         XcompatError: if no query has a positive.
     """
     none = True
-    for rows_B in pairs.mated_blocks(shared):
-        scores_N, owners_N = _sorted_positives(pairs, rows_B)
-        positives_B = torch.bincount(owners_N, minlength=len(rows_B))
-        has_any_B = positives_B > 0  # a query may be the only one of its class
-        if not has_any_B.any():
-            continue
-        none = False
-        rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
-        owners_N = torch.repeat_interleave(positives_B)
-        at_least_N = _count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
-        yield _place(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
+    for hits in map_over_cores(partial(_rank_block, pairs), pairs.mated_blocks(shared), pairs.device):
+        if hits is not None:
+            none = False
+            yield hits
     if none and not shared:
         raise XcompatError(_NONE_FOUND)
+
+
+def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
+    """Rank the positives of a block of queries; None if they have none."""
+    scores_N, owners_N = _sorted_positives(pairs, rows_B)
+    positives_B = torch.bincount(owners_N, minlength=len(rows_B))
+    has_any_B = positives_B > 0  # a query may be the only one of its class
+    if not has_any_B.any():
+        return None
+    rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
+    owners_N = torch.repeat_interleave(positives_B)
+    at_least_N = count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
+    return _place(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
 
 
 def _place(
@@ -258,70 +260,7 @@ def _sorted_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.T
     """Return the positives of a block of queries by owner, then by score, and their owners."""
     scores, owners = [], []
     for part in blocks(len(rows_B), MATED_ROWS):
-        keys_N = _sorted(_keys(*pairs.positives(rows_B[part])))
-        scores.append(((keys_N & (2**_KEY_BITS - 1)) - 2 ** (_KEY_BITS - 1)).double())
-        owners.append((keys_N >> _KEY_BITS) + part.start)
+        keys_N = sorted_keys(sort_keys(*pairs.positives(rows_B[part])))
+        scores.append(scores_of(keys_N))
+        owners.append((keys_N >> SCORE_BITS) + part.start)
     return torch.cat(scores), torch.cat(owners)
-
-
-def _count_at_least(
-    pairs: LabelledPairs, rows_B: np.ndarray, scores_N: torch.Tensor, owners_N: torch.Tensor, positives_B: torch.Tensor
-) -> torch.Tensor:
-    """Return how many gallery items of any class score at least as high as each positive does for its owner."""
-    ends = [0, *positives_B.cumsum(0).tolist()]
-    fewest, most = _BUCKETS
-    n_buckets = max(fewest, min(most, _BUCKETS_PER_POSITIVE * int(positives_B.max())))
-    counts_N = torch.zeros_like(owners_N)
-    for rows, columns, scores_RC in pairs.tiles(rows_B):
-        n_rows = max(1, min(_MOST_ROWS, _TILE[pairs.device.type] // (columns.stop - columns.start)))
-        for part in blocks(len(scores_RC), n_rows):
-            first = rows.start + part.start
-            its = slice(ends[first], ends[rows.start + part.stop])
-            counts_N[its] += _count_in_tile(scores_RC[part], scores_N[its], owners_N[its] - first, n_buckets)
-    return counts_N
-
-
-def _count_in_tile(scores_RC: torch.Tensor, positives_N: torch.Tensor, owners_N: torch.Tensor, n_buckets: int) -> torch.Tensor:
-    """Count the scores at or above each positive of its row without sorting the row.
-
-    Each row is cut into buckets of equal width from its lowest positive to its highest. A score in another bucket than a positive
-    is above or below it by that alone; only those that share a bucket with one, a few per cent, are sorted.
-    """
-    n_rows, n_columns = scores_RC.shape
-    n_R = torch.bincount(owners_N, minlength=n_rows)
-    last_R = n_R.cumsum(0)
-    lowest_R, highest_R = positives_N[last_R - n_R], positives_N[last_R - 1]
-    width_R = ((highest_R - lowest_R) / (n_buckets - 4)).ceil().clamp(min=1)
-    origin_R = lowest_R - 2 * width_R  # what is below all positives falls into buckets that none of them is in
-    first_R = torch.arange(0, n_rows * n_buckets, n_buckets, dtype=torch.int32, device=scores_RC.device)
-
-    def buckets(scores: torch.Tensor, rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        # Each step keeps the order of the scores of a row and rounds equal ones alike: fused, they might not.
-        steps = (scores - rows(origin_R)).mul_(rows(1 / width_R)).clamp_(0, n_buckets - 1)
-        return steps.to(torch.int32).add_(rows(first_R))
-
-    bucket_N = buckets(positives_N, lambda values_R: values_R.index_select(0, owners_N))
-    bucket_RC = buckets(scores_RC, lambda values_R: values_R[:, None]).view(-1)
-    shared = torch.zeros(n_rows * n_buckets, dtype=torch.bool, device=scores_RC.device)
-    shared.index_fill_(0, bucket_N.long(), 1)
-    passed = torch.bincount(bucket_RC, minlength=len(shared)).index_fill_(0, bucket_N.long(), 0).cumsum_(0)
-    above_N = passed[n_buckets - 1 :: n_buckets].index_select(0, owners_N) - passed.index_select(0, bucket_N)
-
-    undecided = shared.index_select(0, bucket_RC).nonzero().squeeze(1)
-    rows = undecided // n_columns
-    keys = _keys(scores_RC.reshape(-1).index_select(0, undecided), rows)
-    # Sorted together, a positive's position less the positives before it is the number of scores below it, those of rows before
-    # included, which are as many as the rows have.
-    merged = _sorted(torch.cat([keys * 2 + 1, _keys(positives_N, owners_N) * 2]))
-    below_N = (merged & 1 == 0).nonzero().squeeze(1) - torch.arange(len(owners_N), device=merged.device)
-    return above_N + torch.bincount(rows, minlength=n_rows).cumsum_(0).index_select(0, owners_N) - below_N
-
-
-def _keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``(N,)`` that sort by row, then by score, and hold both."""
-    return scores_N.long() + (2 ** (_KEY_BITS - 1)) + (rows_N << _KEY_BITS)
-
-
-def _sorted(keys_N: torch.Tensor) -> torch.Tensor:
-    """Return keys in ascending order; on a CPU by NumPy, which, not asked where each came from, is three times as fast."""
-    return keys_N.sort().values if keys_N.is_cuda else torch.from_numpy(np.sort(keys_N.numpy()))

@@ -1,0 +1,82 @@
+"""Work spread over cores: in order, no further ahead than needed, and with the result of one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from xcompat.evaluation import first_hit_ranks, ranking_per_query
+from xcompat.threads import map_in_threads, map_over_cores
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order_and_items_are_read_no_further_than_needed(threads: int) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(20):
+            read.append(item)
+            yield item
+
+    results = map_in_threads(lambda item: item**2, items(), threads)
+    assert next(results) == 0
+    assert len(read) == threads + 2
+    assert list(results) == [item**2 for item in range(1, 20)]
+
+
+def test_an_error_reaches_who_asks_and_ends_the_work() -> None:
+    def fail_at_three(item: int) -> int:
+        if item == 3:
+            raise KeyError("three")
+        return item
+
+    results = map_in_threads(fail_at_three, range(1000), 2)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="three"):
+        next(results)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_every_item_computes_on_one_core_and_others_keep_theirs() -> None:
+    together = threading.Barrier(3, timeout=60)
+
+    def threads(item: int) -> int:
+        together.wait()
+        return torch.get_num_threads()
+
+    assert list(map_over_cores(threads, range(6), CPU)) == [1] * 6
+    assert torch.get_num_threads() == 3
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [3]
+
+
+def test_ranks_of_several_threads_are_those_of_one(three_threads: None) -> None:
+    generator = np.random.default_rng(0)
+    queries, gallery = generator.normal(size=(70, 12)), generator.normal(size=(210, 12))
+    labels = generator.integers(30, size=70), generator.integers(30, size=210)
+
+    def ranks() -> list[bytes]:
+        ranked = ranking_per_query(queries, gallery, *labels, chunk_size=16)
+        found = first_hit_ranks(queries, gallery, *labels, chunk_size=16)
+        return [found.tobytes(), ranked.first_hit_ranks_Q.tobytes(), ranked.average_precision_Q.tobytes()]
+
+    by_three = ranks()
+    torch.set_num_threads(1)
+    assert by_three == ranks()

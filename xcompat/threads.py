@@ -1,0 +1,76 @@
+"""Work that is spread over the cores of one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """Compute ahead of who asks, in order, and hold no more results than threads.
+
+    Args:
+        function: what is computed of each item; most of it must run outside Python's lock.
+        items: read one by one, by the thread that asks.
+        threads: how many items are worked on at a time.
+
+    Yields:
+        The results in the order of the items.
+
+    Example:
+        >>> list(map_in_threads(abs, [-3, 2, -1], threads=2))
+        [3, 2, 1]
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        started = (pool.submit(function, item) for item in items)
+        ahead = deque(islice(started, threads + 1))
+        try:
+            while ahead:
+                result = ahead.popleft().result()
+                ahead.extend(islice(started, 1))
+                yield result
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
+    """Compute on as many cores as torch does, each item on one: sorting, counting and indexing know no other way.
+
+    Args:
+        function: what is computed of each item.
+        items: independent of each other.
+        device: what is computed on; anything but a CPU is given one item after the other.
+
+    Yields:
+        The results in the order of the items.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1:
+        yield from map(function, items)
+        return
+
+    def alone(item: T) -> R:
+        with _one_torch_thread(threads):
+            return function(item)
+
+    yield from map_in_threads(alone, items, threads)
+
+
+@contextmanager
+def _one_torch_thread(of: int) -> Iterator[None]:
+    """Have torch compute on the calling thread alone; other threads keep what they have."""
+    torch.get_num_threads()  # the first question in a thread takes over everyone's number, over what it was told before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(of)  # what threads that start later take over
