@@ -303,6 +303,8 @@ class Gallery:
     def upgrade(self, model: CompatModel, batch_size: int = 65536) -> int:
         """Map stored embeddings towards a newer model, without images; the old ones can be returned to until a compaction.
 
+        Mapped are those of the model's old one, and those that compatible models stored in the old one's space.
+
         Args:
             model: one that maps galleries, such as FCT.
             batch_size: embeddings in memory at a time.
@@ -311,7 +313,8 @@ class Gallery:
             How many were mapped.
 
         Raises:
-            XcompatError: the model maps no galleries, none of this version is here, or another process writes.
+            XcompatError: the model maps no galleries, nothing that it maps is here, or another process writes.
+            FingerprintMismatchError: something is here that it neither maps nor searches.
         """
         from xcompat.retrieval.upgrading import upgrade_gallery
 
