@@ -186,6 +186,10 @@ def test_any_history_ends_like_that_of_a_dictionary(
         (lambda g: g.add(vectors(1), ["x"], ["text"]), "not an object of keys and values"),
         (lambda g: g.add(vectors(1), [""]), "is no id"),
         (lambda g: g.add(vectors(1), ["two\nlines"]), "is no id"),
+        (lambda g: g.add(vectors(1), [5]), "5 is no id"),
+        (lambda g: g.add(vectors(1), [None]), "None is no id"),
+        (lambda g: g.add(vectors(1), ["\udcff.png"]), "is no id"),
+        (lambda g: g.add(vectors(1), ["x"], [{"a": "\udcff"}]), "cannot be written as JSON"),
         (lambda g: g.add(np.zeros((1, DIM)), ["x"]), "the embedding of 'x' is zero"),
         (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
         (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, these embeddings have 5"),
@@ -198,10 +202,20 @@ def test_any_history_ends_like_that_of_a_dictionary(
         (lambda g: g.search(np.full((1, DIM), np.inf), CLIP), "query 0 is not finite"),
         (lambda g: g.search(np.zeros((1, DIM)), CLIP), "query 0 is zero"),
         (lambda g: g.search(vectors(1), CLIP, merge="mean"), "no way 'mean' to merge"),
+        (lambda g: g.search(vectors(1), CLIP, top_k=0), "top_k is 0"),
+        (lambda g: g.search(vectors(1), "clip"), "'clip' is a name: give Fingerprint.from_string"),
         (lambda g: g.rollback(9), "has no generation 9"),
         (lambda g: Gallery.create(g.path, CLIP, dim=3), "is not empty"),
         (lambda g: Gallery.create(g.path / "in", CLIP), "give the dimension of its embeddings as dim"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss makes no index 'Flatt'"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, metric="cosin"), "no metric 'cosin'; did you mean 'cosine'"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "at least 1 dimension, not 0"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="v.db", index="HNSW32"), "Milvus chooses its own"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="vectors"), "no Milvus answers at"),
+        (
+            lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="http://127.0.0.1:9"),
+            "no Milvus answers at http://127.0.0.1:9",
+        ),
         (lambda g: Gallery.open(g.path / "no"), "is no gallery"),
     ],
 )
@@ -213,7 +227,7 @@ def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery]
     with pytest.raises(XcompatError, match=message):
         change(gallery)
     gallery.close()
-    assert read_manifest(gallery.path) == before and gallery.damage() == []
+    assert read_manifest(gallery.path) == before and gallery.damage() == [] and not (gallery.path / "in").exists()
     assert found(Gallery.open(gallery.path), vectors(10)[[4]], 1) == [["item 4"]]
 
 
@@ -358,6 +372,34 @@ def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_g
         reader.find(["part 0 1"])
     (gallery.path / "segments" / gallery.segments[0].record.name / "rows.arrow").write_bytes(b"")
     with pytest.raises(XcompatError, match=r"is damaged: .*rows.arrow has 0 bytes"):
+        Gallery.open(gallery.path).verify()
+
+
+def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pymilvus.exceptions import MilvusException
+
+    from xcompat.retrieval.milvus_index import connect
+
+    monkeypatch.chdir(tmp_path)
+    gallery = Gallery.create("gallery", CLIP, dim=DIM, milvus="vectors.db")
+    gallery.add(vectors(9), names(9))
+    gallery.commit()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the Milvus is found from anywhere
+    gallery = Gallery.open(tmp_path / "gallery")
+    assert found(gallery, vectors(9)[[4]], 1) == [["item 4"]] and gallery.damage() == []
+    client, collection = connect(str(tmp_path / "vectors.db")), f"xcompat_{gallery.segments[0].record.name}"
+    with monkeypatch.context() as failing:
+        failing.setattr(client, "search", lambda *_, **__: (_ for _ in ()).throw(MilvusException(message="server gone")))
+        with pytest.raises(XcompatError, match=r"Milvus failed \(.*server gone.*\); see that it runs"):
+            found(gallery, vectors(1), 1)
+    client.delete(collection, ids=[3])
+    with pytest.raises(XcompatError, match=f"Milvus holds 8 vectors in {collection}, it was given 9"):
+        gallery.verify()
+    client.drop_collection(collection)
+    with pytest.raises(XcompatError, match=f"Milvus has no collection {collection}"):
         Gallery.open(gallery.path).verify()
 
 

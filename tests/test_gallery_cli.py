@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from xcompat import XbtModel, cli
+from xcompat import FctModel, XbtModel, cli
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -80,6 +82,31 @@ def compatible(tmp_path: Path, folder_of: dict[str, str], old_folder: str) -> st
     return str(tmp_path / "xbt")
 
 
+def test_the_commands_of_the_readme_one_after_the_other(
+    run: Run, photos: Path, tmp_path: Path, compatible: str, folder_of: dict[str, str], old_folder: str
+) -> None:
+    gallery, more = tmp_path / "gallery", tmp_path / "more"
+    more.mkdir()
+    Image.new("RGB", (20, 20), "red").save(more / "red.png")
+    torch.manual_seed(0)
+    FctModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(tmp_path / "fct")
+    assert run("build", photos, "--model", old_folder, "--out", gallery)[0] == 0
+    assert run("search", gallery, "--model", compatible, "a red running shoe")[0] == 0
+    assert run("add", gallery, more, "--model", compatible)[0] == 0
+    assert len(Gallery.open(gallery).versions) == 2
+    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "fct", "--dry-run")
+    assert code == 0 and "121 embeddings to map" in out and Gallery.open(gallery).generation == 2
+    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "fct")
+    assert code == 0 and "undo with `xcompat gallery rollback" in out
+    for query in ("a red running shoe", photos / "0.png"):
+        code, out, _ = run("search", gallery, query, "--model", tmp_path / "fct", "--top-k", 200)
+        assert code == 0 and sum(".png" in line for line in out.splitlines()) == 121 and "red.png" in out
+    code, out, _ = run("rollback", gallery)
+    assert code == 0 and "back at generation 2, which is now 4: 121 items" in out
+    assert run("search", gallery, "a red running shoe", "--model", compatible)[0] == 0
+    assert run("verify", gallery)[0] == 0
+
+
 def test_a_model_that_would_split_the_gallery_is_refused(
     run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], old_folder: str
 ) -> None:
@@ -134,8 +161,53 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", "/our/clip", "--out", tmp_path / "g")
     code, _, err = run(*adopt)
     assert code == 2 and "with --ids" in err
+    for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "cannot be read")):
+        code, _, err = run(*adopt, "--ids", ids)
+        assert code == 2 and message in err and not (tmp_path / "g").exists()
+    code, _, err = run("build", tmp_path, *adopt[1:], "--ids", tmp_path / "ids.txt")
+    assert code == 2 and "adopts an index as it is" in err
     code, out, _ = run(*adopt, "--ids", tmp_path / "ids.txt")
     assert code == 0 and "4 vectors of /our/clip@" in out and "cannot be loaded" in out
+    code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")
+    assert code == 2 and "gone does not exist; name its file" in err
+
+
+def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old_folder: str) -> None:
+    embedder, texts = load_embedder(old_folder), ["a", "b", "c"]
+    gallery = Gallery.create(tmp_path / "gallery", embedder)
+    about = [{"year": 2020, "new": True}, {"year": "2020"}, {"year": 1999}]
+    gallery.add(embedder.embed(embedder.processor.texts(texts)), [f"item-{text}" for text in texts], about)
+    gallery.commit()
+    for where, expected in (("year=2020", {"a", "b"}), ("new=true", {"a"}), ("year=1999", {"c"}), ("year=", set())):
+        code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, "--where", where)
+        assert code == 0 and {text for text in texts if f"item-{text}" in out} == expected, where
+    code, _, err = run("search", gallery.path, "a dog", "--model", old_folder, "--where", "year")
+    assert code == 2 and "'year' is not KEY=VALUE" in err
+
+
+def test_nothing_is_made_where_there_are_no_pictures(run: Run, tmp_path: Path, old_folder: str) -> None:
+    code, _, err = run("build", tmp_path / "nowhere", "--model", old_folder, "--out", tmp_path / "gallery")
+    assert code == 2 and "nowhere" in err and not (tmp_path / "gallery").exists()
+
+
+def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
+    (tmp_path / "in" / "side").mkdir(parents=True)
+    with tarfile.open(tmp_path / "in" / "side" / "shard.tar", "w") as shard:
+        for name in ("../../escaped.png", str(tmp_path / "absolute.png"), "plain.png"):
+            picture = tarfile.TarInfo(name)
+            picture.size = (photos / "0.png").stat().st_size
+            with (photos / "0.png").open("rb") as file:
+                shard.addfile(picture, file)
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        shard.addfile(link)
+    before = {path for path in tmp_path.rglob("*") if photos not in path.parents}
+    code, out, _ = run("build", tmp_path / "in" / "side" / "shard.tar", "--model", old_folder, "--out", tmp_path / "gallery")
+    assert code == 0 and "3 pictures added" in out
+    gallery = Gallery.open(tmp_path / "gallery")
+    assert None not in gallery.find(["../../escaped", str(tmp_path / "absolute"), "plain"]) and gallery.damage() == []
+    after = {path for path in tmp_path.rglob("*") if photos not in path.parents and gallery.path not in (path, *path.parents)}
+    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -143,6 +215,8 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     [
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
+        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
+        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "name them with --backfill"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is no gallery"),
         (("verify", "nowhere"), "nowhere is no gallery"),
     ],

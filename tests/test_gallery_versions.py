@@ -197,6 +197,28 @@ def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> N
     assert bare.damage() == [] and bare.versions == [OLD]
 
 
+def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: Path) -> None:
+    gallery, queries, newer = old_gallery(tmp_path / "g"), query_map(), gallery_map()
+    gallery.add(unit(50, D, 4), [f"new {number}" for number in range(50)], version=queries)
+    gallery.commit()
+    assert plan_upgrade(gallery, newer).items == gallery.upgrade(newer) == N + 50 == len(gallery)
+    assert gallery.versions == [newer.fingerprint().derived("upgrade")]
+    stored = queries.view(torch.from_numpy(unit(50, D, 4)))
+    with torch.inference_mode():
+        own = newer.upgrade(stored).numpy()
+    assert ids(gallery.search(own[[7]], newer, top_k=1)) == [["new 7"]]
+
+
+def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Path) -> None:
+    gallery = old_gallery(tmp_path / "g")
+    gallery.add(unit(5, D, 4), list("abcde"), version=Fingerprint.from_string("stranger"))
+    gallery.commit()
+    for refused in (plan_upgrade, Gallery.upgrade):
+        with pytest.raises(FingerprintMismatchError, match="neither maps nor searches the stranger@.* beside those of old@"):
+            refused(gallery, gallery_map())
+    assert gallery.generation == 2 and gallery.damage() == []
+
+
 def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
     with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):

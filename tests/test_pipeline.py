@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hub_server import Hub
 from PIL import Image
 from transformers import pipeline
 
 import xcompat
 from xcompat import FingerprintMismatchError, XcompatError
+from xcompat.data.images import open_image
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.pipeline import as_picture
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe"]
 
@@ -58,8 +61,24 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
     picture.save(tmp_path / "shoe.png")
     with torch.inference_mode():
         best = gallery.search(model.embed_images(model.processor.images([picture])), model, top_k=2)[0]
-    for query in (picture, np.array(picture), str(tmp_path / "shoe.png")):
+    for query in (picture, np.array(picture), str(tmp_path / "shoe.png"), tmp_path / "shoe.png"):
         assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
+
+
+def test_a_picture_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_path: Path) -> None:
+    """Transparent parts are white, and a camera's orientation is left alone, wherever the picture comes from."""
+    pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 4), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    file = tmp_path / "photos" / "shoe.png"
+    file.parent.mkdir()
+    Image.fromarray(pixels).save(file, exif=exif)
+    hub.add("me/photos", file.parent)
+    expected = np.array(open_image(file))
+    with Image.open(file) as opened:
+        for query in (opened, str(file), file, f"{hub.url}/me/photos/resolve/main/shoe.png"):
+            found = as_picture(query)
+            assert found is not None and np.array_equal(np.array(found), expected), query
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -97,8 +116,15 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
     with pytest.raises(XcompatError, match="not int"):
         find(3)
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(XcompatError, match="cannot read the picture"):
-        find(str(tmp_path / "bad.png"))
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:80])
+    with Image.open(tmp_path / "cut.png") as cut:
+        for query in (str(tmp_path / "bad.png"), tmp_path / "nowhere.png", cut, "http://127.0.0.1:9/shoe.png"):
+            with pytest.raises(XcompatError, match="cannot read the picture"):
+                find(query)
+    for array in (np.zeros((20, 20, 3)), np.zeros((3, 20, 20), np.uint8), np.zeros((2, 20, 20, 3), np.uint8)):
+        with pytest.raises(XcompatError, match=r"an array is a picture as \(H, W, 3\) uint8, not \("):
+            find(array)
 
 
 def test_zero_shot_classification_compares_in_the_models_own_space(model_folder: str, find: Any) -> None:

@@ -30,18 +30,19 @@ def build(
     ids: Annotated[Optional[Path], typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,  # noqa: UP045
 ) -> None:
     """Embed pictures into a new gallery, or adopt a faiss index; started again, it continues."""
-    from xcompat.retrieval import Gallery, commands
+    from xcompat.retrieval import commands
 
     _require_model(model)
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
+        if pictures is not None or milvus is not None:
+            raise XcompatError("--from-faiss adopts an index as it is: leave out pictures and --milvus, add pictures afterwards")
         commands.adopt(out, from_faiss, ids, model)
+    elif ids is not None:
+        raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths")
     elif pictures is not None:
-        embedder = _load(model)
-        is_begun = (out / "gallery.json").exists()
-        gallery = Gallery.open(out) if is_begun else Gallery.create(out, embedder, index=index, milvus=milvus)
-        commands.fill(gallery, pictures, embedder, replace=False)
+        commands.build(out, pictures, _load(model), index, milvus)
     else:
         raise XcompatError("name the pictures to embed, or an index to adopt with --from-faiss")
 
@@ -70,7 +71,7 @@ def add(
     """Embed more pictures, with the gallery's model or a newer one."""
     from xcompat.retrieval import commands
 
-    commands.fill(_open(gallery), pictures, _load(model), replace)
+    commands.add(_open(gallery), pictures, _load(model), replace)
 
 
 @app.command()
@@ -86,6 +87,8 @@ def upgrade(
 
     if backfill is not None:
         commands.backfill(_open(gallery), backfill, _load(model), budget, dry_run)
+    elif budget is not None:
+        raise XcompatError("--budget is of pictures to embed anew: name them with --backfill, or leave it out to map all")
     else:
         commands.upgrade(_open(gallery), _load(model), dry_run)
 
@@ -108,8 +111,14 @@ def verify(gallery: Folder) -> None:
 
 
 @app.command()
-def rollback(gallery: Folder, generation: Annotated[int, typer.Argument(help="As `xcompat gallery info` lists them.")]) -> None:
-    """Return to an earlier state."""
+def rollback(
+    gallery: Folder,
+    generation: Annotated[
+        Optional[int],  # noqa: UP045 - typer
+        typer.Argument(help="As `xcompat gallery info` lists them; the one before this unless given."),
+    ] = None,
+) -> None:
+    """Return to an earlier state: undo what came last, or all since a generation."""
     from xcompat.retrieval import commands
 
     commands.rollback(_open(gallery), generation)

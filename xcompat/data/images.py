@@ -52,6 +52,7 @@ def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store ima
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     try:
         if isinstance(value, Image.Image):
+            value.load()  # an opened file that is cut short says so here
             return to_rgb(value)
         if isinstance(value, bytes):
             value = io.BytesIO(value)

@@ -32,6 +32,8 @@ def adopt_faiss(
 ) -> Manifest:
     """Make a gallery around an index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
     require_empty(folder)
+    if not index_file.is_file():
+        raise XcompatError(f"the faiss index {index_file} does not exist; name its file")
     index, metric = _open(index_file.resolve())
     ids = list(ids)
     if len(ids) != index.rows:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.retrieval.faiss_index import build_faiss, is_lossless, open_faiss
+from xcompat.errors import XcompatError, nearest
+from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
 INDEX_FILE = "index.faiss"
@@ -55,6 +56,9 @@ class Backend(Protocol):
     def drop(self, record: SegmentRecord) -> None:
         """Forget the vectors of a segment that no generation names any more."""
 
+    def damaged(self, record: SegmentRecord) -> list[str]:
+        """Return one line for what is missing of vectors that are in no file of the segment."""
+
 
 class FaissBackend:
     """Index files inside the gallery's folder.
@@ -83,6 +87,39 @@ class FaissBackend:
 
     def drop(self, record: SegmentRecord) -> None:
         """See :meth:`Backend.drop`: its file goes with its folder."""
+
+    def damaged(self, record: SegmentRecord) -> list[str]:
+        """See :meth:`Backend.damaged`: its file is one of the segment's."""
+        return []
+
+
+def check_place(metric: str, index: str, dim: int, milvus: str | None) -> str | None:
+    """Refuse a place for vectors before a gallery is made that needs it.
+
+    Args:
+        metric: how vectors are compared.
+        index: faiss factory string.
+        dim: d.
+        milvus: URI of a Milvus; None for faiss.
+
+    Returns:
+        The URI, a file's path in full, so that the gallery can be opened from elsewhere; None for faiss.
+
+    Raises:
+        XcompatError: there is no such metric, faiss knows no such index, or no Milvus answers.
+    """
+    if metric not in get_args(Metric):
+        raise XcompatError(f"there is no metric {metric!r}; {nearest(metric, get_args(Metric))}")
+    if milvus is None:
+        make_index(index, dim, metric)
+        return None
+    if index != EXACT:
+        raise XcompatError(f"{index} is an index of faiss, and Milvus chooses its own; leave index out")
+    from xcompat.retrieval.milvus_index import connect
+
+    uri = milvus if "://" in milvus else str(Path(milvus).resolve())
+    connect(uri)
+    return uri
 
 
 def open_backend(manifest: Manifest) -> Backend:

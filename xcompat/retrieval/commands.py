@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.filesize import decimal
@@ -18,12 +19,14 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console
 from xcompat.retrieval.backfilling import Backfill
-from xcompat.retrieval.filling import add_pictures
+from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 
 if TYPE_CHECKING:
+    import datasets as hf
     from torch import Tensor
 
     from xcompat.retrieval.versions import Model
@@ -31,18 +34,34 @@ if TYPE_CHECKING:
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
     """Make a gallery around a faiss index; a model that cannot be loaded is known by its name alone."""
+    try:
+        names = ids.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise XcompatError(f"--ids {ids} cannot be read ({error}); name a text file with one id a line") from None
     version: Model
     try:
         version = load_embedder(model)
     except XcompatError:
         version = Fingerprint.from_string(model)
         console.print(f"[yellow]![/] {escape(model)} cannot be loaded: only queries that claim this very name fit the gallery")
-    lines = ids.read_text(encoding="utf-8").splitlines()
-    gallery = Gallery.from_faiss(folder, index, lines, version)
+    gallery = Gallery.from_faiss(folder, index, names, version)
     console.print(f"[green]✓[/] {len(gallery):,} vectors of {gallery.versions[0]}, left where they are")
 
 
-def fill(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
+def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
+    """Embed more pictures into a gallery."""
+    fill(gallery, load_pictures(pictures), embedder, replace)
+
+
+def build(folder: Path, pictures: Path, embedder: Embedder, index: str, milvus: str | None) -> None:
+    """Embed pictures into a new gallery, or go on with one that was begun; none is made where there are no pictures."""
+    loaded = load_pictures(pictures)
+    is_begun = (folder / CURRENT).exists()
+    gallery = Gallery.open(folder) if is_begun else Gallery.create(folder, embedder, index=index, milvus=milvus)
+    fill(gallery, loaded, embedder, replace=False)
+
+
+def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool) -> None:
     """Embed pictures into a gallery; a model whose queries cannot search what is there would split it in two."""
     require_views(asking(embedder), gallery.manifest)
     added = add_pictures(gallery, pictures, embedder, replace)
@@ -53,13 +72,38 @@ def fill(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) ->
 
 def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
     """Print what is nearest to a text or a picture."""
-    wanted = dict(pair.partition("=")[::2] for pair in where)
+    wanted = dict(map(wanted_values, where))
     hits = gallery.search(query_embeddings(embedder, query), asking(embedder), top_k, wanted or None)[0]
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):
         about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
         table.add_row(str(place), f"{hit.score:.3f}", escape(hit.id), escape(short(hit.version)), escape(about))
     console.print(table if hits else "nothing found")
+
+
+def wanted_values(pair: str) -> tuple[str, list[Any]]:
+    """Return what ``KEY=VALUE`` asks of metadata: the value as text, and what it is in JSON, where that is not text.
+
+    Args:
+        pair: as typed.
+
+    Returns:
+        Key and values, of which one must be there.
+
+    Raises:
+        XcompatError: it has no ``=``.
+
+    Example:
+        >>> wanted_values("colour=red"), wanted_values("year=2020"), wanted_values("in stock=true")
+        (('colour', ['red']), ('year', ['2020', 2020]), ('in stock', ['true', True]))
+    """
+    key, equals, text = pair.partition("=")
+    if not (key and equals):
+        raise XcompatError(f"--where {pair!r} is not KEY=VALUE; write such as colour=red")
+    try:
+        return key, [text, json.loads(text)]
+    except json.JSONDecodeError:
+        return key, [text]
 
 
 def query_embeddings(embedder: Embedder, query: str) -> Tensor:
@@ -141,8 +185,9 @@ def verify(gallery: Gallery) -> bool:
     return not wrong
 
 
-def rollback(gallery: Gallery, generation: int) -> None:
-    """Return to an earlier state."""
+def rollback(gallery: Gallery, generation: int | None) -> None:
+    """Return to an earlier state, the one before this unless another is named."""
+    generation = gallery.generation - 1 if generation is None else generation
     now = gallery.rollback(generation)
     console.print(f"[green]✓[/] back at generation {generation}, which is now {now}: {len(gallery):,} items")
 

@@ -37,12 +37,12 @@ class Added(NamedTuple):
     unreadable: int
 
 
-def add_pictures(gallery: Gallery, path: str | Path, embedder: Embedder, replace: bool = False) -> Added:
+def add_pictures(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool = False) -> Added:
     """Embed pictures and add them under their ids; those that this model embedded before are left as they are.
 
     Args:
         gallery: the gallery.
-        path: a folder of pictures or anything else that pairs are read from; captions become metadata.
+        pictures: from :func:`load_pictures`; captions become metadata.
         embedder: the model.
         replace: whether pictures that another model embedded take the new embedding.
 
@@ -52,8 +52,7 @@ def add_pictures(gallery: Gallery, path: str | Path, embedder: Embedder, replace
     Raises:
         XcompatError: a picture with an id is there from another model and ``replace`` is not set, or too many cannot be read.
     """
-    dataset = load_pictures(path)
-    return add_rows(gallery, dataset, np.arange(len(dataset)), embedder, replace)
+    return add_rows(gallery, pictures, np.arange(len(pictures)), embedder, replace)
 
 
 def add_rows(

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.retrieval.backend import open_backend
-from xcompat.retrieval.faiss_index import make_index
+from xcompat.retrieval.backend import check_place, open_backend
 from xcompat.retrieval.manifest import (
     CURRENT,
     Manifest,
@@ -88,15 +87,14 @@ class Gallery:
             The gallery.
 
         Raises:
-            XcompatError: something is there already, the dimension is not known, or faiss knows no such index.
+            XcompatError: something is there already, the dimension is not known, faiss knows no such index, or no Milvus answers.
         """
         folder = Path(path)
         require_empty(folder)
         version = stored_version(model_or_fingerprint, dim)
         if dim is not None and dim != version.dim:
             raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; leave dim out")
-        if milvus is None:
-            make_index(index, version.dim, metric)
+        milvus = check_place(metric, index, version.dim, milvus)
         manifest = Manifest(metric=metric, index=index, milvus=milvus, versions=(version,))
         return cls(folder, write_manifest(folder, manifest))
 
@@ -303,6 +301,8 @@ class Gallery:
     def upgrade(self, model: CompatModel, batch_size: int = 65536) -> int:
         """Map stored embeddings towards a newer model, without images; the old ones can be returned to until a compaction.
 
+        Mapped are those of the model's old one, and those that compatible models stored in the old one's space.
+
         Args:
             model: one that maps galleries, such as FCT.
             batch_size: embeddings in memory at a time.
@@ -311,7 +311,8 @@ class Gallery:
             How many were mapped.
 
         Raises:
-            XcompatError: the model maps no galleries, none of this version is here, or another process writes.
+            XcompatError: the model maps no galleries, nothing that it maps is here, or another process writes.
+            FingerprintMismatchError: something is here that it neither maps nor searches.
         """
         from xcompat.retrieval.upgrading import upgrade_gallery
 
@@ -341,7 +342,7 @@ class Gallery:
         """Read every file and compare it with what was written.
 
         Raises:
-            XcompatError: naming each that is missing, truncated or altered.
+            XcompatError: naming each that is missing, truncated or altered. Vectors in a Milvus are counted, not compared.
         """
         if wrong := self.damage():
             raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
@@ -385,7 +386,7 @@ class Gallery:
 
         Raises:
             FingerprintMismatchError: the model is not compatible with a version that is stored here.
-            XcompatError: a query is zero or not finite, or of another dimension.
+            XcompatError: a query is zero or not finite, or of another dimension, or ``top_k`` is less than 1.
         """
         search = Search(self.segments, self.manifest, self._samples)
         return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters)

@@ -79,4 +79,5 @@ def _keys(found: Candidates, merge: Merge) -> NDArray[np.float32]:
         return np.broadcast_to(places_k.astype(np.float32), found.scores_Qk.shape)
     assert found.sample_QS is not None
     mean_Q1, std_Q1 = found.sample_QS.mean(1, keepdims=True), found.sample_QS.std(1, keepdims=True)
-    return (found.scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)
+    scores_Qk = np.where(found.rows_Qk < 0, -np.inf, found.scores_Qk)  # faiss's own is so low that dividing it overflows
+    return (scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)

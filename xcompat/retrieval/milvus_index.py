@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,25 @@ FOUND_AT_MOST = 16384  # a limit of Milvus
 _METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # stored vectors are of length 1 where cosines are meant
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _answered(asking: Callable[P, R]) -> Callable[P, R]:
+    """Turn what pymilvus raises into one line."""
+
+    @wraps(asking)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return asking(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith("pymilvus"):
+                raise
+            said = " ".join(str(error).split())[:200]
+            raise XcompatError(f"Milvus failed ({said}); see that it runs, and do it again") from error
+
+    return asked
+
+
 class MilvusBackend:
     """One collection for each segment; ids, metadata and history stay in the gallery's folder.
 
@@ -30,6 +49,7 @@ class MilvusBackend:
     def __init__(self, metric: Metric, uri: str) -> None:
         self.metric, self.uri = metric, uri
 
+    @_answered
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
         """See :meth:`xcompat.retrieval.backend.Backend.build`."""
         from pymilvus import DataType, MilvusClient
@@ -49,6 +69,7 @@ class MilvusBackend:
         client.flush(collection)
         return INDEX
 
+    @_answered
     def open(self, record: SegmentRecord, folder: Path) -> MilvusIndex:
         """See :meth:`xcompat.retrieval.backend.Backend.open`."""
         return MilvusIndex(connect(self.uri), record, self.metric)
@@ -57,9 +78,19 @@ class MilvusBackend:
         """See :meth:`xcompat.retrieval.backend.Backend.keeps`: a collection holds vectors as they were."""
         return True
 
+    @_answered
     def drop(self, record: SegmentRecord) -> None:
         """See :meth:`xcompat.retrieval.backend.Backend.drop`."""
         connect(self.uri).drop_collection(_collection(record.name))
+
+    def damaged(self, record: SegmentRecord) -> list[str]:
+        """See :meth:`xcompat.retrieval.backend.Backend.damaged`: vectors are counted, not compared."""
+        try:
+            rows = MilvusIndex(connect(self.uri), record, self.metric).rows
+        except XcompatError as error:
+            return [str(error)]
+        held = f"Milvus holds {rows} vectors in {_collection(record.name)}, it was given {record.rows}"
+        return [held] if rows != record.rows else []
 
 
 class MilvusIndex:
@@ -74,6 +105,7 @@ class MilvusIndex:
         XcompatError: the collection is not there.
     """
 
+    @_answered
     def __init__(self, client: Any, record: SegmentRecord, metric: Metric) -> None:  # noqa: ANN401 - pymilvus has no types
         self.client, self.record, self.metric = client, record, metric
         self.collection = _collection(record.name)
@@ -82,11 +114,13 @@ class MilvusIndex:
         client.load_collection(self.collection)
 
     @property
+    @_answered
     def rows(self) -> int:
         """Number of vectors."""
         return int(self.client.query(self.collection, filter="", output_fields=["count(*)"])[0]["count(*)"])
 
     @property
+    @_answered
     def dim(self) -> int:
         """Dimension of the vectors."""
         fields = self.client.describe_collection(self.collection)["fields"]
@@ -96,6 +130,7 @@ class MilvusIndex:
         """Refuse: Milvus chooses them itself."""
         raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")
 
+    @_answered
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -116,6 +151,7 @@ class MilvusIndex:
                 rows_Qk[query, : len(hits)] = [hit["row"] for hit in hits]
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
 
+    @_answered
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """See :meth:`xcompat.retrieval.backend.VectorIndex.vectors`."""
         found_nd = np.empty((len(rows_n), self.dim), np.float32)
@@ -148,7 +184,8 @@ def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
     try:
         return MilvusClient(uri)
     except (MilvusException, OSError) as error:
-        raise XcompatError(f"no Milvus answers at {uri}: {' '.join(str(error).split())[:200]}") from None
+        said = " ".join(str(error).split())[:200]
+        raise XcompatError(f"no Milvus answers at {uri} ({said}); name a .db file, or a URI such as http://host:19530") from None
 
 
 def _collection(name: str) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
-from transformers.image_utils import load_image
 from transformers.models.auto import modeling_auto
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.utils.generic import ModelOutput
 
+from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.models import METHODS
@@ -26,14 +28,16 @@ from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit
 
 TASK = "compatible-retrieval"
+PATIENCE = 30.0
+"""Seconds to wait for a picture at an address."""
 _SEARCH = ("top_k", "where", "merge", "parameters")
 
 
 class CompatibleRetrievalPipeline(Pipeline):
     """Texts and pictures search a gallery with any model that is compatible with what it holds.
 
-    A query is a text, a picture (PIL or an array), or a string that is a picture's path or URL; a list of these is searched at
-    once, in batches of ``batch_size``. Hits are dictionaries: ``id``, ``score``, ``version``, ``metadata``.
+    A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
+    searched at once, in batches of ``batch_size``. Hits are dictionaries: ``id``, ``score``, ``version``, ``metadata``.
 
     Args:
         gallery: a gallery, or its folder.
@@ -125,10 +129,10 @@ class CompatibleRetrievalPipeline(Pipeline):
 
 
 def as_picture(query: Any) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
-    """Return the picture that a query is or names; None for a text.
+    """Return the picture that a query is or names, as galleries read theirs; None for a text.
 
     Args:
-        query: a picture, an array (H, W, 3) uint8, or a string.
+        query: a picture, an array (H, W, 3) uint8, a path, or a string.
 
     Returns:
         The picture in mode RGB.
@@ -136,18 +140,35 @@ def as_picture(query: Any) -> Image.Image | None:  # noqa: ANN401 - whatever a u
     Raises:
         XcompatError: it is neither, or the picture cannot be read.
     """
+    name, found = str(query), query
     if isinstance(query, np.ndarray):
-        query = Image.fromarray(query)
-    if isinstance(query, Image.Image):
-        return query.convert("RGB")
-    if not isinstance(query, str):
-        raise XcompatError(f"a query is a text, a picture or an array, not {type(query).__name__}")
-    if not query.startswith(("http://", "https://")) and not (len(query) < 4096 and Path(query).is_file()):
-        return None
+        name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
+    elif isinstance(query, str):
+        found = _named(query)
+    elif not isinstance(query, Image.Image | Path):
+        raise XcompatError(f"a query is a text, a picture, an array or a path, not {type(query).__name__}")
     try:
-        return load_image(query).convert("RGB")
-    except (OSError, ValueError) as error:
-        raise XcompatError(f"cannot read the picture {query}: {' '.join(str(error).split())[:200]}") from None
+        return None if found is None else open_image(found)
+    except UnusableSampleError as error:
+        raise XcompatError(f"cannot read the picture {name}: {error}") from None
+
+
+def _of_array(array: np.ndarray) -> Image.Image:
+    try:
+        return Image.fromarray(array)
+    except (TypeError, ValueError):
+        raise XcompatError(f"an array is a picture as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
+
+
+def _named(text: str) -> Path | bytes | None:
+    """Return the file that a string names, or what lies at its address; None for a text."""
+    if not text.startswith(("http://", "https://")):
+        return Path(text) if len(text) < 4096 and Path(text).is_file() else None
+    try:
+        with urlopen(Request(text, headers={"User-Agent": "xcompat"}), timeout=PATIENCE) as answer:
+            return answer.read()
+    except (OSError, HTTPException, ValueError) as error:
+        raise XcompatError(f"cannot read the picture {text}: {' '.join(str(error).split())[:200]}") from None
 
 
 def _as_dict(hit: Hit) -> dict[str, Any]:

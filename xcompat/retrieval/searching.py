@@ -58,6 +58,8 @@ class Search:
         parameters: str | None,
     ) -> list[list[Hit]]:
         """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
+        if top_k < 1:
+            raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         views = query_views(model, embeds_QD, self.manifest)
         found = []
         for version, queries_Qd in views:

@@ -32,7 +32,7 @@ ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
 BLOCK = 65536
 MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
 FILTERS_KEPT = 8
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is in no UTF-8
 
 
 @dataclass
@@ -246,7 +246,7 @@ class Segment:
 
     def damaged(self) -> list[str]:
         """Compare every file with what it was when it was written; return one line for each that differs."""
-        wrong = []
+        wrong = self._backend.damaged(self.record)
         for name, record in self.record.files.items():
             wrong += _difference(self.folder / name, record)
         if self.record.removed is not None and self.record.removed_file is not None:
@@ -292,7 +292,7 @@ def check_ids(ids: Sequence[str]) -> None:
     """Refuse what is no id, and ids that are there twice."""
     seen: set[str] = set()
     for name in ids:
-        if not str(name).strip() or _CONTROL.search(str(name)):
+        if not isinstance(name, str) or not name.strip() or _NO_TEXT.search(name):
             raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
         if name in seen:
             raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
@@ -310,7 +310,9 @@ def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None
         if value is not None and not isinstance(value, dict):
             raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
         try:
-            texts.append(None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False))
+            text = None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False)
+            (text or "").encode()
+            texts.append(text)
         except (TypeError, ValueError) as error:
             raise XcompatError(f"the metadata of {name!r} cannot be written as JSON: {error}") from None
     return texts

@@ -16,7 +16,7 @@ from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.manifest import SEGMENTS, Metric, SegmentRecord
 from xcompat.retrieval.segment import Items, Segment
 from xcompat.retrieval.staging import checked_embeddings
-from xcompat.retrieval.versions import identity, upgraded_version
+from xcompat.retrieval.versions import fits, identity, upgraded_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -62,7 +62,7 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
         The plan.
 
     Raises:
-        XcompatError: the model maps no galleries, or the gallery holds nothing that it maps.
+        XcompatError: the model maps no galleries, or the gallery holds nothing that it maps, or what it cannot search beside it.
     """
     segments = _sources(gallery, model)
     items = sum(map(len, segments))
@@ -85,7 +85,8 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
         How many were mapped.
 
     Raises:
-        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or another process writes.
+        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or what it cannot search beside it,
+            or another process writes.
     """
     segments = _sources(gallery, model)
     staging = gallery.staging()
@@ -112,18 +113,28 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
 
 
 def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
-    """Return the segments whose embeddings the model maps."""
+    """Return the segments whose embeddings the model maps: the old model's, and those that newer ones stored in its space."""
     if not model.maps_galleries:
         raise XcompatError(
             f"{type(model).__name__} maps queries, not galleries: its queries search this gallery as it is; "
             "to store its own embeddings, re-embed with --backfill"
         )
-    nearest = model.compatible_with[0]
-    segments = [segment for segment in gallery.segments if segment.record.version == nearest.digest]
-    if not segments:
+    nearest, dim = model.compatible_with[0], model.config.old["dim"]
+    mapped, left = set(), []
+    for version in gallery.manifest.present():
+        if nearest.digest in (version.digest, *version.shares) and version.dim == dim:
+            mapped.add(version.digest)
+        elif not fits(model, version):
+            left.append(version.fingerprint)
+    if not mapped:
         found = ", ".join(map(str, gallery.versions))
         raise FingerprintMismatchError(f"{identity(model)} maps embeddings of {nearest}; this gallery holds {found}")
-    return segments
+    if left:  # beside what is mapped they would make a gallery that no one model searches
+        raise FingerprintMismatchError(
+            f"{identity(model)} neither maps nor searches the {', '.join(map(str, left))} embeddings of this gallery beside "
+            f"those of {nearest}; roll back to before they were added, upgrade, and add them again"
+        )
+    return [segment for segment in gallery.segments if segment.record.version in mapped]
 
 
 def _mapped(model: CompatModel, items: Items, metric: Metric) -> Items:

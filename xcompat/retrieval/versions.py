@@ -49,6 +49,8 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     own = dim if isinstance(model, Fingerprint) else model.dim
     if own is None:
         raise XcompatError(f"nothing is known of {version} but its name: give the dimension of its embeddings as dim")
+    if own < 1:
+        raise XcompatError(f"embeddings have at least 1 dimension, not {own}")
     return VersionRecord(digest=version.digest, name=version.name, dim=own)
 
 
@@ -65,6 +67,10 @@ def identity(model: Model) -> Fingerprint:
         return model
     from xcompat.models.embedder import Embedder
 
+    if isinstance(model, str):
+        raise XcompatError(
+            f"{model!r} is a name: give Fingerprint.from_string({model!r}), or the model as load_embedder loads it"
+        )
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
 
 
