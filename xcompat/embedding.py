@@ -18,10 +18,13 @@ from torch import Tensor
 from xcompat.data import BadSamples, iterate_images
 from xcompat.data.schema import ID, PIXEL_VALUES
 from xcompat.distributed import barrier, is_main_process, rank, world_size
+from xcompat.encoders.base import Encoder
 from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.prefixes import prefix_batches, shared_prefixes
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.progress import Waiting, console, progress_bar, rate_of
@@ -143,7 +146,7 @@ def embed_texts(
     shard_rows: int = 65536,
     tokens_per_batch: int | None = None,
 ) -> EmbeddingCache:
-    """Embed texts once, sorted by length inside each shard and padded only as far as each batch needs.
+    """Embed texts once, sorted inside each shard so that beginnings are shared, or else so that little is padded.
 
     Args:
         embedder: the frozen model.
@@ -151,24 +154,27 @@ def embed_texts(
         path: folder of the cache; a finished one is opened, an unfinished one continued.
         data_digest: identifies the texts and their order.
         shard_rows: texts per shard, the unit of resuming.
-        tokens_per_batch: size of a batch in tokens, padding counted.
+        tokens_per_batch: size of a batch in tokens, padding counted; beginnings that are shared count once.
 
     Returns:
         The cache.
     """
+    sharing = _sharing(embedder)
     budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
 
     def embed_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         with waiting:
             token_ids = embedder.processor.tokenize(list(texts[start:stop]))
         padded = embedder.processor.max_length if embedder.processor.pad_to_max_length else 0
-        for rows in length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget):
+        by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
+        for rows in by_length if sharing is None else prefix_batches(token_ids, budget):
             with waiting:
                 batch = embedder.processor.pad([token_ids[row] for row in rows])
             yield rows, embedder.embed(batch)
 
     before = embedder.processor.count_truncated
-    cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shard)
+    with nullcontext() if sharing is None else shared_prefixes(sharing):
+        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shard)
     if truncated := embedder.processor.count_truncated - before:
         console.print(
             f"[yellow]![/] {truncated} of {len(texts)} texts are longer than the {embedder.processor.max_length} tokens that "
@@ -321,6 +327,15 @@ def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextMana
     """Lay weights out for a CPU, where a model computes in their precision."""
     plain = isinstance(embedder, StoredModel) or embedder.autocast is not None
     return nullcontext() if plain else packed_linears(embedder.model)
+
+
+def _sharing(embedder: Embedder) -> Encoder | None:
+    """Return the encoder that computes what texts share once; None without one, and on a GPU, which would wait for the trees."""
+    model = embedder.model
+    encoder = model.encoder if isinstance(model, CompatModel) else model
+    if isinstance(encoder, Encoder) and encoder.shares_prefixes and embedder.device.type == "cpu":
+        return encoder
+    return None
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:

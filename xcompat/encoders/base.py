@@ -91,6 +91,11 @@ class Encoder(nn.Module, ABC):
         """Return the width of the image tower's tokens."""
         raise XcompatError(f"{self.name} has no token width: visual prompts need a transformers vision transformer")
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return whether texts that begin alike can be computed together, as :mod:`xcompat.encoders.prefixes` does."""
+        return False
+
     def rebuild_masks(self) -> None:
         """Restore buffers that checkpoints do not hold; most models have none."""
 

@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     BaseImageProcessor,
     BlipForImageTextRetrieval,
+    CLIPModel,
+    CLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -103,6 +105,13 @@ class TransformersEncoder(Encoder):
     def image_width(self) -> int:
         """See :attr:`Encoder.image_width`."""
         return self.model.config.vision_config.hidden_size
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See :attr:`Encoder.shares_prefixes`: CLIP's text tower, which is causal, where attention takes a mask as it is."""
+        model = self.model
+        clip = type(model) is CLIPModel and type(model.text_model) is CLIPTextModel
+        return clip and not model.text_model.training and model.text_model.config._attn_implementation in {"sdpa", "eager"}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See :meth:`Encoder.save_pretrained`."""
