@@ -54,7 +54,7 @@ def by_hand(model: ProjectionModel, new: EmbeddingCache, old: EmbeddingCache) ->
     """Train as one would write it down, on tensors in memory."""
     new_ND, old_Nd = (torch.from_numpy(cache[:]) for cache in (new, old))
     model.train()
-    optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, weight_decay=0.0)
+    optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.0)
     order_N = torch.randperm(ROWS)
     for step in range(STEPS):
         rows_B = order_N[step * BATCH : (step + 1) * BATCH]

@@ -4,8 +4,8 @@
 
 Random weights (speed does not depend on them), CLIP's own byte-pair vocabulary, which open_clip ships, and captions of COCO of 6
 to 20 tokens. Ours tokenises, sorts, embeds and writes the cache to disk; it computes what captions share at their beginnings
-once, so that its time for a text falls as there are more of them. The padded side embeds one batch only: its time for a text depends
-neither on the text nor on how many there are. Peers: `pip install sentence-transformers`.
+once, so that its time for a text falls as there are more of them. The padded side embeds one batch only: its time for a text
+depends neither on the text nor on how many there are. Peers: `pip install sentence-transformers`.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def photos(embedder: Embedder, size: Size, device: torch.device) -> Figure:
 
 def stepping(model: CompatModel, backward: Callable[[], object]) -> Callable[[], None]:
     """Return a step of training."""
-    optimiser = AdamWFactory()(model, lr=1e-4, prompt_lr_factor=100.0, encoder_lr_factor=1, weight_decay=0.01)
+    optimiser = AdamWFactory()(model, lr=1e-4, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.01)
 
     def step() -> None:
         backward()
