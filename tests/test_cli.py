@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -561,22 +561,6 @@ def test_no_space_left(
     nothing_finished(tmp_path / "run")
     assert run("train", recipe(evaluation=None))[0] == 0, "with space, it goes on"
     assert (tmp_path / "run" / "model").exists()
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a real file system of 256 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("mounting a small file system needs privileges that are not here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.parametrize(("key", "left"), [("cache_dir", 4), ("output_dir", 20), ("output_dir", 40)])

@@ -359,6 +359,23 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
     assert not [path for path in (gallery.path / "segments").iterdir() if path.name.startswith(".")], "nothing half-written"
 
 
+def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_disk: Path) -> None:
+    gallery = Gallery.create(tiny_disk / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(10), names(10))
+    gallery.commit()
+    gallery.add(vectors(100, 1), names(100, "more"), side_info_NS=vectors(100, 2, 2000))
+    with pytest.raises(OSError, match="No space left"):
+        gallery.commit()
+    gallery.close()
+    subprocess.run(["mount", "-o", "remount,ro", tiny_disk], check=True)
+    survivor = Gallery.open(gallery.path)
+    assert found(survivor, vectors(10)[[4]], 1) == [["item 4"]] and len(survivor) == 10 and survivor.damage() == []
+    for change in (lambda: survivor.add(vectors(1), ["x"]), survivor.compact, lambda: survivor.rollback(0)):
+        with pytest.raises(OSError, match="Read-only file system"):
+            change()
+    assert len(Gallery.open(gallery.path)) == 10
+
+
 def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_gone_is_told(tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="SQ8")
     for number in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,21 @@ def test_zero_shot_classification_compares_in_the_models_own_space(model_folder:
     assert {score["label"]: score["score"] for score in scores} == pytest.approx(
         dict(zip(labels, expected, strict=True)), abs=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import xcompat; from transformers import pipeline",
+        "from transformers import pipeline; import xcompat",
+        "import xcompat; from transformers import CLIPModel",
+        "import xcompat.retrieval.pipeline",
+    ],
+)
+def test_models_and_task_are_known_whatever_is_imported_first(imports: str) -> None:
+    code = (
+        f"{imports}\nfrom transformers import AutoConfig\nfrom transformers.pipelines import PIPELINE_REGISTRY as known\n"
+        "print('compatible-retrieval' in known.get_supported_tasks(), AutoConfig.for_model('xcompat-xbt').model_type)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True xcompat-xbt", done.stderr

@@ -30,18 +30,25 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of the models packa
 
 
 _MODELING = "transformers.models.auto.modeling_auto"
+_CONFIGURATION = "transformers.models.auto.configuration_auto"
+_BASE = "transformers.modeling_utils"
 
 
 def _register(module: Any) -> None:  # noqa: ANN401 - a module
-    if module.__name__ == _MODELING or _MODELING not in sys.modules:  # else it is being imported, and comes here itself
+    if module.__name__ != _MODELING and _MODELING in sys.modules:  # it is being imported, and comes here itself
+        return
+    base = sys.modules.get(_BASE)
+    if base is not None and not hasattr(base, "PreTrainedModel"):  # so is this, which our models need
+        return
+    if _CONFIGURATION in sys.modules:
         importlib.import_module("xcompat.models")
 
 
 def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
-    importlib.import_module("xcompat.retrieval.pipeline").register()
+    importlib.import_module("xcompat.retrieval.pipeline")  # which registers itself, whoever imports it first
 
 
-for _auto in (_MODELING, "transformers.models.auto.configuration_auto"):
+for _auto in (_MODELING, _CONFIGURATION, _BASE):
     wrapt.register_post_import_hook(_register, _auto)
 wrapt.register_post_import_hook(_register_pipeline, "transformers.pipelines")
 

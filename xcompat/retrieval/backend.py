@@ -93,7 +93,7 @@ class FaissBackend:
         return []
 
 
-def check_place(metric: str, index: str, dim: int, milvus: str | None) -> str | None:
+def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str | None:
     """Refuse a place for vectors before a gallery is made that needs it.
 
     Args:

@@ -19,7 +19,8 @@ FOUND_AT_MOST = 16384  # a limit of Milvus
 _METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # stored vectors are of length 1 where cosines are meant
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _answered(asking: Callable[P, R]) -> Callable[P, R]:

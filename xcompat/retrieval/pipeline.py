@@ -209,3 +209,6 @@ def register() -> None:
             zero_shot = type(f"{method.__name__}ForZeroShot", (_ZeroShot, method), {"config_class": method.config_class})
             AutoModelForZeroShotImageClassification.register(method.config_class, zero_shot, exist_ok=True)
             modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES[f"xcompat-{name}"] = zero_shot.__name__
+
+
+register()

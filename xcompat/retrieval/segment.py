@@ -107,12 +107,11 @@ def write_rows(folder: Path, items: Items) -> None:
 
 
 def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
-    array = np.lib.format.open_memmap(path, "w+", np.float32, (rows, blocks[0].shape[1]))
-    start = 0
-    for block in blocks:
-        array[start : start + len(block)] = block
-        start += len(block)
-    array.flush()
+    about = {"descr": "<f4", "fortran_order": False, "shape": (rows, blocks[0].shape[1])}
+    with path.open("wb") as file:  # a mapped array kills the process where the disk is full
+        np.lib.format.write_array_header_2_0(file, about)
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, "<f4").data)
 
 
 class Segment:
@@ -288,9 +287,9 @@ def file_record(path: Path) -> FileRecord:
     return FileRecord(size=path.stat().st_size, xxh3=digest.hexdigest())
 
 
-def check_ids(ids: Sequence[str]) -> None:
+def check_ids(ids: Sequence[object]) -> None:
     """Refuse what is no id, and ids that are there twice."""
-    seen: set[str] = set()
+    seen: set[object] = set()
     for name in ids:
         if not isinstance(name, str) or not name.strip() or _NO_TEXT.search(name):
             raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,7 +46,7 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
         shares = tuple(older.digest for older in compat.compatible_with) if compat.stores_view else ()
         return VersionRecord(digest=version.digest, name=version.name, dim=compat.stored_dim, shares=shares)
     version = identity(model)
-    own = dim if isinstance(model, Fingerprint) else model.dim
+    own = dim if isinstance(model, Fingerprint) else cast("Embedder", model).dim
     if own is None:
         raise XcompatError(f"nothing is known of {version} but its name: give the dimension of its embeddings as dim")
     if own < 1:
