@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.standins import stand_in
 from xcompat.errors import XcompatError
 
 VISION_TRANSFORMERS = [name for name in ARCHITECTURES if name != "open_clip"]
@@ -140,6 +142,18 @@ def test_every_token_of_open_clip_counts(folder_of: dict[str, str]) -> None:
         trimmed = encoder.embed_texts(**processor.texts(texts))
     torch.testing.assert_close(whole, trimmed, atol=1e-5, rtol=0)
     assert [ids[-1] for ids in processor.tokenize(texts)] == [49407] * 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_normalize": False}, {"rescale_factor": 1 / 127.5}, {"do_rescale": False}], ids=str)
+@pytest.mark.parametrize("name", ["clip", "siglip", "siglip2", "blip", "vit", "mobilenet_v2"])
+def test_pixels_are_those_of_the_library(name: str, settings: dict[str, object], images: list[Image.Image]) -> None:
+    _, processor = stand_in(name)
+    for key, value in settings.items():
+        setattr(processor.image_processor, key, value)
+    if "do_normalize" in settings:
+        processor = replace(processor, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # as it is read from such a configuration
+    theirs = processor.image_processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(processor.images(images), theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_long_texts_are_truncated_and_counted(folder_of: dict[str, str]) -> None:

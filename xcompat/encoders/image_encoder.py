@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImagePro
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings
+from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 from xcompat.errors import XcompatError
 
 _LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
@@ -33,7 +33,7 @@ class ImageOnlyProcessor(Processor):
 
     def images(self, images: Sequence[Image]) -> Tensor:
         """See :meth:`Processor.images`."""
-        return self.image_processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+        return process_images(self, self.image_processor, [image.convert("RGB") for image in images])
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Refuse texts."""
@@ -50,6 +50,10 @@ class ImageOnlyProcessor(Processor):
 
 class TimmProcessor(ImageOnlyProcessor):
     """timm's own image transform, made from the ``pretrained_cfg`` of the encoder's description."""
+
+    def images(self, images: Sequence[Image]) -> Tensor:
+        """See :meth:`Processor.images`."""
+        return self.image_processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write nothing: timm keeps the preprocessing in the model's configuration."""

@@ -45,7 +45,7 @@ class TransformersProcessor(Processor):
 
     def images(self, images: Sequence[Image]) -> Tensor:
         """See :meth:`Processor.images`."""
-        return self.image_processor(list(images), return_tensors="pt")["pixel_values"]
+        return process_images(self, self.image_processor, list(images))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """See :meth:`Processor.tokenize`."""
@@ -259,6 +259,23 @@ def make_processor(
         image_processor=image_processor,
         tokenizer=tokenizer,
     )
+
+
+def process_images(processor: Processor, image_processor: Any, images: list[Image]) -> Tensor:  # noqa: ANN401 - as in make_processor
+    """Resize and crop as the library does, and normalise the whole batch at once, which it does image by image.
+
+    Args:
+        processor: knows mean and deviation.
+        image_processor: the library's own.
+        images: B pictures.
+
+    Returns:
+        ``(B, C, H, W)`` float32.
+    """
+    if not image_processor.do_rescale or image_processor.rescale_factor != 1 / 255:
+        return image_processor(images, return_tensors="pt")["pixel_values"]
+    resized_BCHW = image_processor(images, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
+    return processor.to_pixels(resized_BCHW)
 
 
 def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as in make_processor
