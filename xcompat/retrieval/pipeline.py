@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as transformers does
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
@@ -165,9 +164,8 @@ def _named(text: str) -> Path | bytes | None:
     if not text.startswith(("http://", "https://")):
         return Path(text) if len(text) < 4096 and Path(text).is_file() else None
     try:
-        with urlopen(Request(text, headers={"User-Agent": "xcompat"}), timeout=PATIENCE) as answer:
-            return answer.read()
-    except (OSError, HTTPException, ValueError) as error:
+        return httpx.get(text, timeout=PATIENCE, follow_redirects=True).raise_for_status().content
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise XcompatError(f"cannot read the picture {text}: {' '.join(str(error).split())[:200]}") from None
 
 
