@@ -39,7 +39,10 @@ def test_results_come_in_order_and_items_are_read_no_further_than_needed(threads
 
 
 def test_an_error_reaches_who_asks_and_ends_the_work() -> None:
+    begun: list[int] = []
+
     def fail_at_three(item: int) -> int:
+        begun.append(item)
         if item == 3:
             raise KeyError("three")
         return item
@@ -48,6 +51,7 @@ def test_an_error_reaches_who_asks_and_ends_the_work() -> None:
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyError, match="three"):
         next(results)
+    assert max(begun) <= 3 + 2
 
 
 @pytest.mark.usefixtures("three_threads")

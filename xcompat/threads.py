@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import torch
 
+MOST_THREADS = 16
+"""Each holds blocks of its own in memory, and shares the machine's way to it with all others."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Compute ahead of who asks, in order, and hold no more results than threads.
+    """Compute ahead of who asks, in order, and at most one item more than there are threads.
 
     Args:
         function: what is computed of each item; most of it must run outside Python's lock.
@@ -42,8 +44,13 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
             pool.shutdown(cancel_futures=True)
 
 
+def cores(device: torch.device) -> int:
+    """Return how many threads :func:`map_over_cores` spreads work over: as many as torch computes with, on a CPU."""
+    return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
+
+
 def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
-    """Compute on as many cores as torch does, each item on one: sorting, counting and indexing know no other way.
+    """Compute each item on a core of its own, as sorting, counting and indexing in torch know no other way.
 
     Args:
         function: what is computed of each item.
@@ -53,13 +60,13 @@ def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch
     Yields:
         The results in the order of the items.
     """
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    threads, of_all = cores(device), torch.get_num_threads()
     if threads == 1:
         yield from map(function, items)
         return
 
     def alone(item: T) -> R:
-        with _one_torch_thread(threads):
+        with _one_torch_thread(of_all):
             return function(item)
 
     yield from map_in_threads(alone, items, threads)

@@ -19,8 +19,7 @@ MATED_ROWS = 128
 
 _BLOCK_POSITIVES = 2**21  # positives of one block of queries: some hundred MB where each has tens of thousands
 _WIDER = 16  # gallery items per block are so many times the queries: whoever counts in a tile has a cost per row of it
-_TILE = 2**20  # scores computed together, 8 MB: many more would be given back to the system and fetched again for each tile
-_ROWS_TOGETHER = 64  # products of other numbers of rows are slower
+_TILE = 2**21  # scores computed together, 16 MB: more would be given back to the system and fetched again for each tile
 
 
 class LabelledPairs:
@@ -139,8 +138,7 @@ class LabelledPairs:
         n_blocks = -(-self.n_gallery // (_WIDER * self._chunk_size))
         for columns in blocks(self.n_gallery, -(-self.n_gallery // n_blocks)):
             items_CD = self._gallery.block(columns)
-            n_rows = _TILE // len(items_CD)
-            for part in blocks(len(rows_B), max(1, n_rows - n_rows % _ROWS_TOGETHER, min(n_rows, _ROWS_TOGETHER - 1))):
+            for part in blocks(len(rows_B), max(1, _TILE // len(items_CD))):
                 scores_RC = block_BD[part] @ items_CD.T
                 _leave_out(scores_RC, left_B - part.start, left_G - columns.start)
                 yield part, columns, scores_RC

@@ -25,7 +25,7 @@ from xcompat.evaluation.scores import (
     rounding_error,
     true_places,
 )
-from xcompat.threads import map_over_cores
+from xcompat.threads import cores, map_over_cores
 
 _POSITIVE_ROWS = 128  # queries whose positives are looked for together; few, so that little else stands between them
 
@@ -135,15 +135,11 @@ def _rank(queries: ExactRows, query_codes: np.ndarray, order_N: np.ndarray, gall
 
     if not len(order_N):
         return np.zeros(0, dtype=np.int64)
+    rows_at_once = gallery.chunk_size * cores(queries.device)
+    n_blocks = -(-len(order_N) // rows_at_once) * cores(queries.device)  # so that threads have equally many
     with ieee_products():
-        parts = np.array_split(order_N, _n_blocks(len(order_N), gallery.chunk_size))
+        parts = np.array_split(order_N, min(n_blocks, len(order_N)))
         return np.concatenate(list(map_over_cores(rank, parts, queries.device)))
-
-
-def _n_blocks(n_queries: int, chunk_size: int) -> int:
-    """Return into how many blocks queries are cut, so that threads have equally many."""
-    threads = torch.get_num_threads()
-    return min(n_queries, -(-n_queries // (chunk_size * threads)) * threads)
 
 
 @dataclass(frozen=True)

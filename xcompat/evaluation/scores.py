@@ -218,7 +218,7 @@ def sorted_keys(keys_N: torch.Tensor) -> torch.Tensor:
 
 
 def true_places(mask: torch.Tensor) -> torch.Tensor:
-    """Return the places of what is True in a mask laid out flat, ascending; on a CPU by NumPy, which is five times as fast.
+    """Return the places of what is True in a mask laid out flat, ascending; on a CPU by NumPy, which is faster.
 
     Args:
         mask: bool, of any shape.
