@@ -16,8 +16,7 @@ from torch import Tensor
 from xcompat.encoders.base import Encoder
 
 TREE = 128
-"""Most tokens in a tree: a larger one shares more, but each of its tokens is compared with all others. With CLIP B/32 and
-captions of COCO on a CPU, 96 to 256 take the same time within the noise, 64 and 512 some 5 and 10 % more."""
+"""Most tokens in a tree: a larger one shares more, but each of its tokens is compared with all others."""
 
 UNSEEN = torch.finfo(torch.float16).min  # every type of weights and of autocast holds it, and its exponential is 0
 
@@ -146,7 +145,10 @@ def _text_features(encoder: Encoder, input_ids: Tensor, attention_mask: Tensor |
 
 
 def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a CLIPTextModel, whose parts are untyped
-    """Return the tower's last states (B, W) where texts end."""
+    """Return the tower's last states (B, W) where texts end.
+
+    The tower's parts are called one by one: as a whole it refuses more tokens than a text may have, and computes all last states.
+    """
     embeddings, device = tower.embeddings, tower.device
     token_ids_TN, depths_TN, ends_B = (
         torch.from_numpy(array).to(device) for array in (trees.token_ids_TN, trees.depths_TN, trees.ends_B)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_PRETRAINED = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
+_OF_ENCODER = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
 """Names of the encoder's own weights, in a model that may be wrapped for several processes or compiled."""
 
 
@@ -45,7 +45,7 @@ class AdamWFactory:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 prompt = "prompts." in name
-                factor = prompt_lr_factor if prompt else encoder_lr_factor if _PRETRAINED.match(name) else 1.0
+                factor = prompt_lr_factor if prompt else encoder_lr_factor if _OF_ENCODER.match(name) else 1.0
                 decay = weight_decay if parameter.ndim > 1 and not prompt else 0.0
                 groups.setdefault((lr * factor, decay), []).append(parameter)
         return torch.optim.AdamW(
