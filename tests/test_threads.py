@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
-from xcompat.threads import map_in_threads, map_over_cores
+from xcompat.threads import map_in_rounds, map_in_threads, map_over_cores
 
 CPU = torch.device("cpu")
 
@@ -36,6 +36,19 @@ def test_results_come_in_order_and_items_are_read_no_further_than_needed(threads
     assert next(results) == 0
     assert len(read) == threads + 2
     assert list(results) == [item**2 for item in range(1, 20)]
+
+
+def test_a_round_computes_nothing_while_its_results_are_used() -> None:
+    begun: list[int] = []
+
+    def square(item: int) -> int:
+        begun.append(item)
+        return item**2
+
+    results = map_in_rounds(square, range(8), 3)
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    assert sorted(begun) == [0, 1, 2]
+    assert list(results) == [item**2 for item in range(3, 8)]
 
 
 def test_an_error_reaches_who_asks_and_ends_the_work() -> None:

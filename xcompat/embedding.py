@@ -28,6 +28,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.progress import Waiting, console, progress_bar, rate_of
+from xcompat.threads import cores
 
 if TYPE_CHECKING:
     import datasets
@@ -230,7 +231,7 @@ def embed_rows(
     bad: BadSamples | None = None,
     waiting: Waiting | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-    """Embed images, decoding the next ones meanwhile.
+    """Embed images, decoding the next ones while a GPU computes; on a CPU, whose cores the model takes, between its batches.
 
     Args:
         embedder: the frozen model.
@@ -243,17 +244,22 @@ def embed_rows(
     Yields:
         Row numbers, and their embeddings (B, d) on the model's device, which a GPU may still be computing.
     """
-    device = embedder.device.type
 
     def prepare(images: list[Image]) -> Tensor:
         pixels_BCHW = embedder.processor.images(images)
-        return pixels_BCHW.pin_memory() if device == "cuda" else pixels_BCHW  # so that it is fetched while the GPU computes
+        # pinned, it is fetched while the GPU computes
+        return pixels_BCHW.pin_memory() if embedder.device.type == "cuda" else pixels_BCHW
 
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = 1 if device == "cpu" else max(1, cores)  # a model on a CPU needs the cores itself
-    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, threads=threads)
+    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device))
     for kept, pixels_BCHW in (waiting or Waiting()).of(batches):
         yield kept, embedder.embed({PIXEL_VALUES: pixels_BCHW})
+
+
+def decoding(device: torch.device) -> dict[str, Any]:
+    """Return how :func:`~xcompat.data.iterate_images` decodes for a model on a device: by how many threads, and whether ahead."""
+    if device.type == "cpu":
+        return {"threads": cores(device), "ahead": False}
+    return {"threads": max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
 
 
 def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:

@@ -16,7 +16,7 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
 from xcompat.errors import XcompatError
-from xcompat.threads import map_in_threads
+from xcompat.threads import map_in_rounds, map_in_threads
 
 if TYPE_CHECKING:
     import datasets
@@ -211,8 +211,9 @@ def iterate_images(
     bad: BadSamples | None = None,
     prepare: Callable[[list[Image]], T] = list,  # type: ignore[assignment]  # what is read, as it is
     threads: int = 1,
+    ahead: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], T]]:
-    """Read images in order and ahead of who asks for them, leaving out those that cannot be read.
+    """Read images in order, leaving out those that cannot be read.
 
     Reading, decoding and resizing run outside Python's lock, so that threads keep up with a model and need no processes.
 
@@ -223,6 +224,7 @@ def iterate_images(
         bad: counts what is left out.
         prepare: what the threads make of a batch of pictures in mode RGB, such as a processor's ``images``.
         threads: how many batches are decoded at a time.
+        ahead: whether batches are decoded while who asks uses others; a model on a CPU needs the cores itself.
 
     Yields:
         ``(rows, images)``: the row numbers that were kept, and what was prepared of their pictures. Never empty.
@@ -247,7 +249,8 @@ def iterate_images(
                 reasons[columns[ID][place] if ID in columns else str(row)] = str(error)
         return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
 
-    for kept, images, reasons in map_in_threads(decode, ((batch, dataset[batch]) for batch in batches), threads):
+    spread = map_in_threads if ahead else map_in_rounds
+    for kept, images, reasons in spread(decode, ((batch, dataset[batch]) for batch in batches), threads):
         for sample_id, reason in reasons.items():
             bad.add(sample_id, reason)
         if images is not None:
