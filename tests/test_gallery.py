@@ -81,6 +81,17 @@ def test_nothing_is_there_before_the_commit_and_everything_after_reopening(make:
     assert again.find(["item 1", "nobody"]) == [CLIP, None]
 
 
+@pytest.mark.parametrize("version", [None, CLIP])
+def test_an_array_may_be_used_again_before_the_commit(version: Fingerprint | None, make: Make) -> None:
+    gallery, embeds = make(), vectors(3)
+    embeds /= np.linalg.norm(embeds, axis=1, keepdims=True)  # what is of length 1 already needs no other array
+    given = embeds.copy()
+    gallery.add(given, names(3), version=version)
+    given[:] = given[::-1].copy()
+    gallery.commit()
+    assert found(gallery, embeds, 1) == [[name] for name in names(3)]
+
+
 def test_what_was_not_committed_is_forgotten(make: Make) -> None:
     with make() as gallery:
         gallery.add(vectors(5), names(5))

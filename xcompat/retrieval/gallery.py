@@ -215,7 +215,7 @@ class Gallery:
             XcompatError: see :func:`~xcompat.retrieval.staging.check_items`; an id is there already; another process writes.
         """
         if version is None:
-            record, stored_ND = self.manifest.versions[0], np.array(as_float32(embeds_ND))  # whoever gave them may change them
+            record, stored_ND = self.manifest.versions[0], as_float32(embeds_ND)
         else:
             stored_ND = stored_embeddings(version, embeds_ND)
             record = stored_version(version, stored_ND.shape[-1])

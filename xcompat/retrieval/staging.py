@@ -181,7 +181,7 @@ def check_items(
     """Check what is to be added, and bring it into the form in which it is stored.
 
     Args:
-        embeds_ND: (N, d) float32, copied; for cosines they become of length 1.
+        embeds_ND: (N, d) float32, never changed; for cosines those stored are of length 1.
         ids: N strings.
         metadata: N JSON objects or Nones; None for none at all.
         side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
@@ -200,6 +200,8 @@ def check_items(
             raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
     check_ids(ids)
     unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
+    if np.may_share_memory(unit_ND, embeds_ND):
+        unit_ND = unit_ND.copy()  # whoever gave them may change them before they are written
     return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
 
 
