@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -36,6 +37,13 @@ TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leave_libraries_out_of_collections() -> Iterator[None]:
+    gc.freeze()  # accelerate collects garbage after every training, and would look at each of the libraries' objects anew
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
