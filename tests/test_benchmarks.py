@@ -19,6 +19,7 @@ TOYS = {
     "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4, "rounds": 1},
     "gallery_upgrade": {"items": 400, "rounds": 1},
     "channels_last": {"images": 2, "rounds": 1},
+    "compiled": {"images": 1, "edge": 32, "rounds": 1},
     "pair_memory": {"most": 128},
 }
 

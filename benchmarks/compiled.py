@@ -1,0 +1,51 @@
+"""Weights laid out for oneDNN against `torch.compile`, on a CPU: CLIP B/32's image tower with random weights embedding one batch.
+
+    python benchmarks/compiled.py [--images 32] [--edge 224] [--rounds 5]
+
+Compiling takes half a minute, once in every process, and a C++ compiler; laying weights out takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import torch
+from measuring import ROUNDS, Row, main, medians, timed
+
+from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+
+COMPILERS = ("g++", "clang++")
+
+
+@torch.no_grad()
+def measure(images: int = 32, edge: int = 224, rounds: int = ROUNDS) -> list[Row]:
+    """Measure one batch."""
+    what = f"CLIP B/32's image tower embeds {images} images of {edge} pixels"
+    if not any(shutil.which(compiler) for compiler in COMPILERS):
+        return [Row(what, "torch.compile", None, "", f"not run: it needs {' or '.join(COMPILERS)}")]
+    described = {"model_type": "clip_vision_model", "image_size": edge}
+    encoder = encoder_from_scratch(ScratchSource(model=described))[0].eval()
+    compiled = torch.compile(encoder.image_features)
+    pixels_BCHW = torch.randn(images, 3, edge, edge, generator=torch.Generator().manual_seed(0))
+    started = time.perf_counter()
+    theirs_BD = compiled(pixels_BCHW)
+    compiling = time.perf_counter() - started
+
+    def ours() -> torch.Tensor:
+        with packed_linears(encoder):
+            return encoder.image_features(pixels_BCHW)
+
+    torch.testing.assert_close(ours(), theirs_BD, rtol=0, atol=1e-4)
+    sides = {"ours": ours, "compiled": lambda: compiled(pixels_BCHW), "eager": lambda: encoder.image_features(pixels_BCHW)}
+    took = medians(sides, rounds)
+    note = f"the first call of theirs {compiling:.0f} s"
+    return [
+        timed(what, "torch.compile", "", took["ours"], took["compiled"], note),
+        timed(what, "as it comes", "", took["ours"], took["eager"]),
+    ]
+
+
+if __name__ == "__main__":
+    main(measure)
