@@ -91,6 +91,23 @@ def shake(model: CompatModel) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of).for_inference()
+    shake(model)
+    pixels = model.processor.images(images)
+    with torch.no_grad():
+        own = model.embed_images(pixels)
+        features = model.encoder.image_features(pixels) if model.encoder is not None else own
+        rows = [(model.embed_layers, features, own)]
+        if model.compatible_with and not model.maps_galleries:
+            rows.append((model.view_layers, own, model.view(own)))
+        for layers, given, expected in rows:
+            if layers is not None:
+                torch.testing.assert_close(F.normalize(torch.nn.Sequential(*layers)(given), dim=-1), expected)
+    assert any(layers is None for layers, *_ in rows) is (method in {"bt2", "rbt", "residual_mlp", "simclr"})
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_save_load_keeps_embeddings_and_fingerprint(
     method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:

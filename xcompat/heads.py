@@ -47,6 +47,22 @@ class Projection(nn.Sequential):
         return F.normalize(super().forward(new_embeds_BD).float(), dim=-1)
 
 
+def first_dims(dim: int, kept: int) -> nn.Linear:
+    """Return the layer that gives the first dimensions of its input as they are.
+
+    Args:
+        dim: D, dimension of the input.
+        kept: d, how many are kept; D for all.
+
+    Example:
+        >>> first_dims(3, 2)(torch.tensor([1.0, 2.0, 3.0])).tolist()
+        [1.0, 2.0]
+    """
+    layer = nn.Linear(dim, kept, bias=False)
+    nn.init.eye_(layer.weight)
+    return layer
+
+
 class ForwardTransform(nn.Module):
     """h, the map from an old embedding and its side-information into the new space (fct.txt §3.2, Appendix D.1).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
@@ -182,6 +183,21 @@ class CompatModel(CheckpointModel):
         encoder = self._get_encoder()
         embeds = encoder.embed_texts(input_ids, attention_mask)
         return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+
+    @property
+    def embed_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers between the encoder's features and the embedding, which is their output normalised.
+
+        Each is an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.GELU``. None where it takes more than such layers in a row.
+        """
+        return ()
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers that :meth:`view` for the nearest version normalises the output of (see :attr:`embed_layers`)."""
+        assert self.config.old is not None
+        dims = self.config.embedding_dim, self.config.old["dim"]
+        return () if dims[0] == dims[1] else (first_dims(*dims),)
 
     @property
     def embeds_texts(self) -> bool:

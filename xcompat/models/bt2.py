@@ -91,6 +91,10 @@ class Bt2Model(PrototypedModel):
         """Return None: orthogonal basis changes follow the last linear layer."""
         return None
 
+    @property
+    def embed_layers(self) -> None:
+        """Return None: parts of the features are turned and put side by side (see :attr:`CompatModel.embed_layers`)."""
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
         return self._parts(pixel_values)[0]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
@@ -58,6 +58,11 @@ class MappedModel(CompatModel):
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
         self.require_version(version)
         return super().view(embeds, version) if self.maps_galleries else self.map(embeds)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """Return None, unless the map says which (see :attr:`CompatModel.view_layers`)."""
+        return None
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
         """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.upgrade`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -166,6 +166,13 @@ class QueryMapModel(CompatModel):
         if self.network is not None:
             mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, inputs)
         return F.normalize(mapped, dim=-1)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        if self.linear is None:
+            return self.network
+        return (self.linear,) if self.network is None else None
 
     def self_view(self, embeds: Tensor) -> Tensor:
         """Return the new model's own embeddings (see :meth:`CompatModel.self_view`)."""
