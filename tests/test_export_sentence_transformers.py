@@ -195,6 +195,19 @@ def test_a_map_over_another_model_of_ours_is_one_row(
     np.testing.assert_allclose(SentenceTransformer(str(tmp_path / "out")).encode(TEXTS + LONG), ours["texts"], atol=1e-5)
 
 
+def test_what_was_read_in_half_precision_is_written_in_float32(
+    folder_of: dict[str, str], tmp_path: Path, images: list[Image.Image]
+) -> None:
+    model = build("LoRA, merged", folder_of["clip"])
+    model.save_pretrained(tmp_path / "model")
+    half = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert to_sentence_transformers(half, tmp_path / "out")
+    sentences, ours = SentenceTransformer(str(tmp_path / "out"), device="cpu"), expected("LoRA, merged", model, images)
+    assert {parameter.dtype for parameter in sentences.parameters()} == {torch.float32}
+    np.testing.assert_allclose(sentences.encode(TEXTS + LONG), ours["texts"], atol=2e-2)
+    np.testing.assert_allclose(sentences.encode(images), ours["images"], atol=2e-2)
+
+
 def test_what_embeds_otherwise_once_loaded_keeps_the_own_module(
     folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,8 +56,8 @@ def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
 @torch.no_grad()
 def _image_call(encoder: ImageEncoder) -> Call:
     """Ask the model itself, with a blank picture."""
-    parameter = next(encoder.parameters())
-    blank = torch.zeros(1, 3, *encoder.description["image_size"], dtype=parameter.dtype, device=parameter.device)
+    device = next(encoder.parameters()).device
+    blank = torch.zeros(1, 3, *encoder.description["image_size"], dtype=encoder.dtype, device=device)
     name, features = encoder.read_output(blank)
     if features.ndim == 2:
         return Call("forward", name)
@@ -72,7 +72,7 @@ def save_for_auto_classes(encoder: Encoder, processor: Processor, folder: str | 
         processor: its preprocessing.
         folder: an existing folder.
     """
-    if encoder.adapter_parameters() or next(encoder.parameters()).dtype != torch.float32:
+    if encoder.adapter_parameters() or encoder.dtype != torch.float32:
         encoder = copy.deepcopy(encoder).float()
         encoder.merge_adapters()
     encoder.save_pretrained(folder)

@@ -77,8 +77,7 @@ class ImageEncoder(Encoder):
         names = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
         self.has_class_token = bool(names & {"cls_token", "class_embedding"})
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
         name, features = self.read_output(pixel_values)
         if name != "last_hidden_state":
             return features.flatten(1)
@@ -106,8 +105,8 @@ class ImageEncoder(Encoder):
     @property
     def image_embedding_layer(self) -> nn.Module | None:
         """See :attr:`Encoder.image_embedding_layer`: asked of the layer itself, as some make a grid of their tokens."""
-        parameter = next(self.model.parameters())
-        blank = torch.zeros(1, 3, *self.description["image_size"], dtype=parameter.dtype, device=parameter.device)
+        device = next(self.model.parameters()).device
+        blank = torch.zeros(1, 3, *self.description["image_size"], dtype=self.dtype, device=device)
         for name, module in self.model.named_modules():
             if name.rsplit(".", 1)[-1] == "embeddings":
                 with torch.no_grad():

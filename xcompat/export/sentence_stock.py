@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -22,8 +23,8 @@ from xcompat.export.towers import Space
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
-TOLERANCE = 1e-4
-"""How far embeddings may be from those of the model before it is written as this library's own module instead."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""How far embeddings may be from those of the model, in float32 or less, before it is written as this library's own module."""
 
 
 def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
@@ -143,7 +144,8 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
     probes: list[list[Any]] = [[picture]]
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
-    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=TOLERANCE) for probe in probes)
+    atol = TOLERANCE if wanted.dtype == torch.float32 else HALF_TOLERANCE
+    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=atol) for probe in probes)
     if not alike:
         shutil.rmtree(folder)
     return alike

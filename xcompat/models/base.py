@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,7 +73,8 @@ class CompatModel(CheckpointModel):
                 raise XcompatError(
                     f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)"
                 )
-            self.encoder = encoder or build_encoder(config.encoder)
+            # transformers builds the encoder in the precision its own configuration names, not in the one asked for
+            self.encoder = encoder or build_encoder(config.encoder).to(torch.get_default_dtype())
             self._no_split_modules = self.encoder.layer_classes
             if config.adapters is not None:
                 self.encoder.add_adapters(AdapterConfig(**config.adapters))
@@ -155,7 +157,8 @@ class CompatModel(CheckpointModel):
                 self._outside_encoder = [encoder.requires_grad_(False).eval()]
             Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
         outside: Any = self._outside_encoder[0]  # moved only if it must be, as a traced model cannot be
-        return outside if next(outside.parameters()).device == self.device else outside.to(self.device)
+        wanted = self.device, self.dtype
+        return outside if (next(outside.parameters()).device, outside.dtype) == wanted else outside.to(*wanted)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images for a new gallery.
@@ -241,7 +244,7 @@ class CompatModel(CheckpointModel):
         parts, name = json.dumps(own | seen, default=str), self.name_or_path or type(self).__name__
         state = parts, Fingerprint.state(self)  # a gallery asks with every query, and hashing gigabytes takes seconds
         if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, Fingerprint.from_module(self, json.loads(parts)).digest
+            self._hashed = state, Fingerprint.from_module(self._unrounded(), json.loads(parts)).digest
         return Fingerprint(self._hashed[1], name)
 
     @property
