@@ -16,10 +16,10 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
     Where the model is an encoder that transformers loads by itself and layers in a row on it, the folder holds modules of
     sentence-transformers alone, LoRA merged: ``SentenceTransformer(folder)`` loads it, and xcompat need not be installed. Such
     are plain encoders and projections of them, φ (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a
-    ``query_map`` that is linear or a projection, and the own space of every map. What was written is loaded and compared with
-    the model before it is kept. Two kinds of pictures are read otherwise there than here: transparent parts are not laid on
-    white, and a picture given by its path is turned as its camera says. Saved anew by sentence-transformers, the folder no
-    longer says that pictures are resized by PIL.
+    ``query_map`` that is linear or a projection, and the own space of maps of embeddings. What was written is loaded and
+    compared with the model before it is kept. Opened pictures and arrays are read as here, transparent parts laid on white; one
+    given by its path is turned there as its camera says, and its transparency dropped, so open such first. Saved anew by
+    sentence-transformers, the folder no longer says that pictures are resized by PIL.
 
     Elsewhere (visual prompts, maps with a skip connection, ``rbt``, ``bt2``, ``simclr``, penultimate features; BLIP, SigLIP 2,
     timm, open_clip) ``SentenceTransformer(folder, trust_remote_code=True)`` loads it. The flag is how sentence-transformers is
