@@ -19,11 +19,13 @@ from PIL import Image
 from sentence_transformers import SentenceTransformer
 
 from xcompat import Fingerprint, XcompatError, cli
-from xcompat.export import to_sentence_transformers
+from xcompat.data.images import open_image
+from xcompat.export import sentence_stock, to_sentence_transformers
 from xcompat.export.sentence_module import CompatModule
 from xcompat.models import METHODS, CompatModel, describe_old
-from xcompat.models.embedder import load_checkpoint
+from xcompat.models.embedder import load_checkpoint, load_embedder
 
+IMAGE_TEXT = {"clip", "siglip", "blip", "open_clip", "vision-text-dual-encoder"}
 OLD = describe_old(Fingerprint.from_string("old"), dim=8)
 ADAPTERS = {"lora": {"rank": 2}, "prompts": 2}
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -39,21 +41,46 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "trained on classes": ("bct", "resnet", "old", {"classes": ["cat", "dog"]}),
     "map of images alone": ("ridge", "mobilenet_v2", "old", {}),
     "no old model": ("independent", "clip", "own", {}),
+    "LoRA, merged": ("xbt", "clip", "old", {"adapters": {"lora": {"rank": 2}}}),
+    "φ alone": ("projection", "siglip", "old", {}),
+    "a projection of its own": ("bct", "vit", "old", {"classes": ["cat", "dog"], "dim": 12}),
+    "images alone of a CLIP": ("independent", "clip", "own", {"classes": ["cat", "dog"], "dim": 12}),
+    "pooled by itself": ("independent", "mobilenet_v1", "own", {"classes": ["cat", "dog"]}),
+    "parts turned": ("bt2", "resnet", "old", {"classes": ["cat", "dog"], "extra_dim": 4, "dim": 12}),
+    "timm": ("ridge", "timm_wrapper", "old", {}),
 }
-IMAGES_ALONE = {"penultimate, images alone", "trained on classes", "map of images alone"}
+IMAGES_ALONE = {
+    case for case, (method, encoder, _, options) in CASES.items() if "classes" in options or encoder not in IMAGE_TEXT
+} | {"penultimate, images alone"}
+OWN_MODULE = {
+    "xbt",
+    "xbt in its own space",
+    "BLIP, which masks padding",
+    "query map of open_clip",
+    "penultimate, images alone",
+    "parts turned",
+    "timm",
+}
+"""Those that sentence-transformers' own modules cannot express."""
+LONG = ["A Red SHOE", "many words, more than the tower reads, " * 9, ""]
 FRESH = """
 import json, sys
+from pathlib import Path
 import numpy as np
 from PIL import Image
+folder, names, texts, flag = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+if not flag:
+    sys.modules["xcompat"] = None
 from sentence_transformers import SentenceTransformer
-folder, texts = sys.argv[1], json.loads(sys.argv[2])
-for name in json.loads(sys.argv[3]):
-    model = SentenceTransformer(f"{folder}/{name}", trust_remote_code=True, device="cpu")
-    found = {"images": model.encode([Image.open(f"{folder}/{n}.png") for n in range(4)], batch_size=3),
-             "paths": model.encode([f"{folder}/{n}.png" for n in range(4)]), "dim": model.get_embedding_dimension()}
+pictures = sorted(folder.glob("*.png"))
+for name in names:
+    model = SentenceTransformer(str(folder / name), **({"trust_remote_code": True} if flag else {}), device="cpu")
+    opened = [Image.open(path) for path in pictures]
+    paths = [str(path) for path, picture in zip(pictures, opened) if picture.mode != "RGBA"]
+    found = {"images": model.encode(opened, batch_size=3), "paths": model.encode(paths), "dim": model.get_embedding_dimension()}
     if model.supports("text"):
         found["texts"] = model.encode(texts, batch_size=3)
-    np.savez(f"{folder}/{name}.npz", **found)
+    np.savez(folder / f"{name}.npz", **found)
 """
 
 
@@ -69,9 +96,9 @@ def build(case: str, folder: str) -> CompatModel:
 
 @torch.no_grad()
 def expected(case: str, model: CompatModel, images: list[Image.Image]) -> dict[str, NDArray[np.float32]]:
-    own = {"images": model.embed_images(model.processor.images(images))}
+    own = {"images": model.embed_images(model.processor.images([open_image(image) for image in images]))}
     if case not in IMAGES_ALONE:
-        own["texts"] = model.embed_texts(**model.processor.texts(TEXTS))
+        own["texts"] = model.embed_texts(**model.processor.texts(TEXTS + LONG))
     return {kind: (model.view(embeds) if CASES[case][2] == "old" else embeds).numpy() for kind, embeds in own.items()}
 
 
@@ -84,17 +111,22 @@ def both(
 ) -> Callable[[str], tuple[dict[str, NDArray[np.float32]], dict[str, NDArray[np.float32]]]]:
     """Return what each model embeds here, and what sentence-transformers embeds elsewhere, when all encoders are gone."""
     folder, ours = tmp_path_factory.mktemp("exported"), {}
-    for number, image in enumerate(images):
+    odd = [images[0].resize((31, 200)), images[1].convert("L"), images[2].convert("P"), images[3].convert("1").resize((7, 3))]
+    transparent = images[0].convert("RGBA")
+    transparent.putalpha(images[1].convert("L"))
+    for number, image in enumerate(pictures := [*images, *odd, transparent]):
         image.save(folder / f"{number}.png")
     names = {case: f"case-{number}" for number, case in enumerate(CASES)}
     for case, (_, architecture, space, _) in CASES.items():
         shutil.copytree((folder_of | image_folder_of)[architecture], folder / "encoder")
         model = build(case, str(folder / "encoder"))
-        ours[case] = expected(case, model, images)
-        to_sentence_transformers(model, folder / names[case], space)
+        ours[case] = expected(case, model, pictures)
+        assert to_sentence_transformers(model, folder / names[case], space) is (case not in OWN_MODULE)
         shutil.rmtree(folder / "encoder")
-    arguments = [str(folder), json.dumps(TEXTS), json.dumps(list(names.values()))]
-    subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, capture_output=True)
+    for flag in (False, True):
+        chosen = [names[case] for case in CASES if (case in OWN_MODULE) is flag]
+        arguments = [str(folder), *map(json.dumps, (chosen, TEXTS + LONG, flag))]
+        subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, capture_output=True)
     return lambda case: (ours[case], dict(np.load(folder / f"{names[case]}.npz")))
 
 
@@ -104,7 +136,7 @@ def test_a_fresh_process_embeds_the_same(case: str, both: Callable[[str], Any]) 
     assert ("texts" in theirs) is (case not in IMAGES_ALONE)
     for kind in ours:
         np.testing.assert_allclose(theirs[kind], ours[kind], atol=1e-5)
-    np.testing.assert_allclose(theirs["paths"], ours["images"], atol=1e-5)
+    np.testing.assert_allclose(theirs["paths"], ours["images"][:-1], atol=1e-5)  # but for the transparent one
     assert theirs["dim"] == ours["images"].shape[1]
 
 
@@ -116,26 +148,76 @@ def test_the_module_loads_without_the_flag_and_the_folder_is_still_ours(
     assert not list((tmp_path / "out").glob("*.py")), "no code is copied"
     sentences = SentenceTransformer(modules=[CompatModule.load(str(tmp_path / "out"))], device="cpu")
     ours = expected("xbt", model, images)
-    np.testing.assert_allclose(sentences.encode(TEXTS), ours["texts"], atol=1e-5)
+    np.testing.assert_allclose(sentences.encode(TEXTS + LONG), ours["texts"], atol=1e-5)
     np.testing.assert_allclose(sentences.encode([np.asarray(image) for image in images]), ours["images"], atol=1e-5)
     np.testing.assert_allclose(sentences.encode("shoe", prompt="a red "), sentences.encode("a red shoe"), atol=1e-6)
     assert load_checkpoint(str(tmp_path / "out")).fingerprint() == model.fingerprint()
     sentences.save(str(tmp_path / "again"))
     again = SentenceTransformer(str(tmp_path / "again"), trust_remote_code=True, device="cpu")
-    np.testing.assert_allclose(again.encode(TEXTS), ours["texts"], atol=1e-5)
+    np.testing.assert_allclose(again.encode(TEXTS + LONG), ours["texts"], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("adapters", "says"),
+    [
+        (ADAPTERS, ", trust_remote_code=True) embeds in the own space, where xcompat"),
+        (None, "out') embeds in the own space, without"),
+    ],
+)
 def test_command_line(
-    folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    adapters: dict[str, Any] | None,
+    says: str,
+    folder_of: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    build("xbt", folder_of["clip"]).export(tmp_path / "run" / "model")
+    METHODS["xbt"].from_encoder(folder_of["clip"], old=OLD, adapters=adapters).export(tmp_path / "run" / "model")
     arguments = ["export", "sentence-transformers", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--space", "own"]
     monkeypatch.setattr(sys, "argv", ["xcompat", *arguments])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert not stop.value.code and "trust_remote_code=True) embeds in the own space" in capsys.readouterr().out
-    assert CompatModule.load(str(tmp_path / "out")).get_embedding_dimension() == 16
+    assert not stop.value.code and says in capsys.readouterr().out
+    sentences = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=adapters is not None, device="cpu")
+    assert sentences.get_embedding_dimension() == 16
+
+
+def test_a_map_over_another_model_of_ours_is_one_row(
+    folder_of: dict[str, str], tmp_path: Path, images: list[Image.Image]
+) -> None:
+    direct = METHODS["direct"].from_encoder(folder_of["clip"], old=OLD)
+    direct.export(tmp_path / "inner")
+    embedder = load_embedder(str(tmp_path / "inner"))
+    described = {"library": "xcompat", "name": str(tmp_path / "inner"), "fingerprint": embedder.fingerprint.digest, "dim": 8}
+    config = METHODS["ridge"].config_class(old=OLD, embedding_dim=8, encoder=described)
+    ridge = METHODS["ridge"](config)
+    ridge.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    assert to_sentence_transformers(ridge, tmp_path / "out")
+    ours = expected("query map", ridge, images)
+    np.testing.assert_allclose(SentenceTransformer(str(tmp_path / "out")).encode(TEXTS + LONG), ours["texts"], atol=1e-5)
+
+
+def test_what_was_read_in_half_precision_is_written_in_float32(
+    folder_of: dict[str, str], tmp_path: Path, images: list[Image.Image]
+) -> None:
+    model = build("LoRA, merged", folder_of["clip"])
+    model.save_pretrained(tmp_path / "model")
+    half = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert to_sentence_transformers(half, tmp_path / "out")
+    sentences, ours = SentenceTransformer(str(tmp_path / "out"), device="cpu"), expected("LoRA, merged", model, images)
+    assert {parameter.dtype for parameter in sentences.parameters()} == {torch.float32}
+    np.testing.assert_allclose(sentences.encode(TEXTS + LONG), ours["texts"], atol=2e-2)
+    np.testing.assert_allclose(sentences.encode(images), ours["images"], atol=2e-2)
+
+
+def test_what_embeds_otherwise_once_loaded_keeps_the_own_module(
+    folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentence_stock, "_row", lambda layers: [])
+    model = METHODS["bct"].from_encoder(folder_of["clip"], old=OLD, classes=["cat", "dog"], dim=16)
+    assert not to_sentence_transformers(model, tmp_path / "out", "own")
+    assert load_checkpoint(str(tmp_path / "out")).fingerprint() == model.fingerprint()
 
 
 def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:

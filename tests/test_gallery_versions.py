@@ -100,6 +100,29 @@ def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[s
 # ------------------------------------------------------------------------------------------------------------- upgrade
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_maps_queries_and_galleries_as_float32_does(dtype: torch.dtype, tmp_path: Path) -> None:
+    """What one precision has stored the other searches: a precision is no other model."""
+    queries = unit(5, D, 3)
+    for name, whole in (("queries", query_map()), ("galleries", gallery_map())):
+        whole.save_pretrained(tmp_path / name)
+        half = type(whole).from_pretrained(tmp_path / name, dtype=dtype)
+        assert half.dtype == dtype
+        found = []
+        for number, (stored_by, searched_by) in enumerate([(whole, whole), (half, whole), (whole, half), (half, half)]):
+            gallery = old_gallery(tmp_path / f"{name}-{number}")
+            if whole.maps_galleries:
+                gallery.upgrade(stored_by)
+            else:
+                gallery.add(queries[:2], ["first", "second"], version=stored_by)
+                gallery.commit()
+            hits = gallery.search(queries, searched_by, top_k=1, merge="raw")
+            found.append(([hit[0].id for hit in hits], [hit[0].score for hit in hits]))
+        for top, scores in found[1:]:
+            assert top == found[0][0]
+            np.testing.assert_allclose(scores, found[0][1], atol=1e-2)
+
+
 def solved_gallery_map() -> RidgeModel:
     """Return a solved map of old galleries into the new space."""
     model = RidgeModel(RidgeConfig(old=describe_old(OLD, d), embedding_dim=D, direction="old_to_new"))

@@ -91,6 +91,23 @@ def shake(model: CompatModel) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of).for_inference()
+    shake(model)
+    pixels = model.processor.images(images)
+    with torch.no_grad():
+        own = model.embed_images(pixels)
+        features = model.encoder.image_features(pixels) if model.encoder is not None else own
+        rows = [(model.embed_layers, features, own)]
+        if model.compatible_with and not model.maps_galleries:
+            rows.append((model.view_layers, own, model.view(own)))
+        for layers, given, expected in rows:
+            if layers is not None:
+                torch.testing.assert_close(F.normalize(torch.nn.Sequential(*layers)(given), dim=-1), expected)
+    assert any(layers is None for layers, *_ in rows) is (method in {"bt2", "rbt", "residual_mlp", "simclr"})
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_save_load_keeps_embeddings_and_fingerprint(
     method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:
@@ -107,6 +124,32 @@ def test_save_load_keeps_embeddings_and_fingerprint(
     assert {p.name for p in tmp_path.iterdir()}.isdisjoint({"pytorch_model.bin"}), "safetensors only"
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_in_half_precision_all_of_it_computes_and_embeddings_are_float32(
+    method: str, dtype: torch.dtype, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model = build(method, folder_of).for_inference()
+    shake(model)
+    model.save_pretrained(tmp_path / "model")
+    half = AutoModel.from_pretrained(tmp_path / "model", dtype=dtype).for_inference()
+    expected, found = embeddings(model, images), embeddings(half, images)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
+        torch.testing.assert_close(ours.norm(dim=-1), theirs.norm(dim=-1), atol=1e-5, rtol=0)
+    assert not torch.equal(found[0], expected[0])
+    computing = {parameter.dtype for name, parameter in half.named_parameters() if "basis" not in name}
+    assert computing | {half._get_encoder().dtype} == {dtype}, "but for bt2's bases: half precision has no matrix exponential"
+    assert half.fingerprint() == model.fingerprint()
+    half.save_pretrained(tmp_path / "half")
+    again = AutoModel.from_pretrained(tmp_path / "half").for_inference()
+    for ours, theirs in zip(embeddings(again, images), found, strict=True):
+        assert torch.equal(ours, theirs)
+    next(half.parameters()).data.add_(1)
+    assert half.fingerprint() != model.fingerprint(), "what has been trained is another model"
 
 
 @pytest.mark.parametrize("method", METHODS)

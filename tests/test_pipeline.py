@@ -95,6 +95,34 @@ def test_lists_of_texts_and_pictures_keep_their_order(find: Any, batch_size: int
     assert find([], top_k=4) == []
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_half_precision_it_finds_the_same(find: Any, dtype: str, model_folder: str, gallery: Gallery) -> None:
+    half = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, dtype=dtype)
+    assert {parameter.dtype for parameter in half.model.parameters()} == {getattr(torch, dtype)}
+    queries = ["a dog", Image.new("RGB", (40, 40), "blue"), "two cats of some length", Image.new("L", (9, 70), 30)]
+    for hits, expected in zip(half(queries, top_k=4), find(queries, top_k=4), strict=True):
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in expected]
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in expected], abs=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_map_brings_its_encoder_to_half_precision(
+    dtype: str, folder_of: dict[str, str], old_folder: str, gallery: Gallery, tmp_path: Path
+) -> None:
+    """The encoder beside the map is loaded when it first embeds, and its own fingerprint is checked before it is rounded."""
+    old, new = load_embedder(old_folder), load_embedder(folder_of["clip"])
+    ridge = xcompat.RidgeModel.from_encoder(folder_of["clip"], old=old.describe_old())
+    texts = [f"{colour} {thing}" for colour in ("a red", "two blue", "no") for thing in ("shoe", "dog", "cats", "alpha")]
+    ridge.fit([(new.embed(new.processor.texts(texts)), old.embed(old.processor.texts(texts)))]).save_pretrained(tmp_path)
+    whole = pipeline("compatible-retrieval", model=str(tmp_path), gallery=gallery)
+    half = pipeline("compatible-retrieval", model=str(tmp_path), gallery=gallery, dtype=dtype)
+    for hits, expected in zip(half(TEXTS, top_k=2), whole(TEXTS, top_k=2), strict=True):
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in expected]
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in expected], abs=2e-2)
+    assert half.model._get_encoder().dtype == half.model.dtype == getattr(torch, dtype)
+    assert {parameter.dtype for parameter in new.model.parameters()} == {torch.float32}
+
+
 def test_filters_and_defaults(find: Any, model_folder: str, gallery: Gallery) -> None:
     assert {hit["id"] for hit in find("a dog", where={"shoe": True})} == {"a red shoe", "a blue shoe"}
     one = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, top_k=1)

@@ -28,7 +28,7 @@ def to_faiss(
 
 @app.command(name="sentence-transformers")
 def to_sentence_transformers(run: Run, out: Folder, space: Space = "old") -> None:
-    """Write a folder that SentenceTransformer loads: its texts and pictures search the old index."""
+    """Write a folder that SentenceTransformer loads, if possible without xcompat: texts and pictures search the old index."""
     from xcompat.export import commands
 
     commands.to_sentence_transformers(run, out, space)

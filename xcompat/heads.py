@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,7 +47,23 @@ class Projection(nn.Sequential):
         Returns:
             (B, d) float32, L2-normalised: synthetic old embeddings.
         """
-        return F.normalize(super().forward(new_embeds_BD).float(), dim=-1)
+        return F.normalize(super().forward(new_embeds_BD.to(next(self.parameters()).dtype)).float(), dim=-1)
+
+
+def first_dims(dim: int, kept: int) -> nn.Linear:
+    """Return the layer that gives the first dimensions of its input as they are.
+
+    Args:
+        dim: D, dimension of the input.
+        kept: d, how many are kept; D for all.
+
+    Example:
+        >>> first_dims(3, 2)(torch.tensor([1.0, 2.0, 3.0])).tolist()
+        [1.0, 2.0]
+    """
+    layer = nn.Linear(dim, kept, bias=False)
+    nn.init.eye_(layer.weight)
+    return layer
 
 
 class ForwardTransform(nn.Module):
@@ -81,10 +100,11 @@ class ForwardTransform(nn.Module):
         Returns:
             (B, D) float32, L2-normalised.
         """
-        inside = self.old_branch(old_Bd)
+        dtype = next(self.parameters()).dtype
+        inside = self.old_branch(old_Bd.to(dtype))
         if self.side_branch is not None:
             assert side_BS is not None
-            inside = torch.cat([inside, self.side_branch(F.normalize(side_BS.float(), dim=-1))], dim=-1)
+            inside = torch.cat([inside, self.side_branch(F.normalize(side_BS.float(), dim=-1).to(dtype))], dim=-1)
         return F.normalize(self.mixer(inside).float(), dim=-1)
 
 
@@ -141,8 +161,12 @@ class OrthogonalTransform(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.register_parameter("weight", nn.Parameter(torch.zeros(dim, dim)))
+        self.register_parameter("weight", nn.Parameter(torch.zeros(dim, dim, dtype=torch.float32)))
         parametrizations.orthogonal(self, "weight", orthogonal_map="matrix_exp", use_trivialization=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Stay in float32 when a model is brought to half precision, in which there is no matrix exponential."""
+        return super()._apply(lambda tensor: (moved := fn(tensor)).to(torch.promote_types(moved.dtype, torch.float32)), recurse)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """Turn every row.

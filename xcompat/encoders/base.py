@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,9 +58,17 @@ class Encoder(nn.Module, ABC):
                     module.eval()
         return self
 
-    @abstractmethod
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of the weights, in which the towers compute."""
+        return next(self.model.parameters()).dtype
+
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return projected image features (B, D), not normalised."""
+        """Return projected image features (B, D), not normalised, in the precision of the weights."""
+        return self._image_features(pixel_values.to(self.dtype))
+
+    @abstractmethod
+    def _image_features(self, pixel_values: Tensor) -> Tensor: ...
 
     @abstractmethod
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -75,18 +75,23 @@ class ImageEncoder(Encoder):
     def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:
         super().__init__(model, embedding_dim, description)
         names = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
-        self._has_class_token = bool(names & {"cls_token", "class_embedding"})
+        self.has_class_token = bool(names & {"cls_token", "class_embedding"})
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
+        name, features = self.read_output(pixel_values)
+        if name != "last_hidden_state":
+            return features.flatten(1)
+        if features.ndim == 4:
+            return features.mean(dim=(2, 3))
+        return features[:, 0] if self.has_class_token else features.mean(dim=1)
+
+    def read_output(self, pixel_values: Tensor) -> tuple[str, Tensor]:
+        """Return which output of the model features are read from, and that output: (B, D), (B, N, D) or (B, D, H, W)."""
         output = self.model(pixel_values=pixel_values)
         for name in ("image_embeds", "pooler_output"):
             if (features := getattr(output, name, None)) is not None:
-                return features.flatten(1)
-        states = output.last_hidden_state  # (B, N, D) tokens, or (B, D, H, W)
-        if states.ndim == 4:
-            return states.mean(dim=(2, 3))
-        return states[:, 0] if self._has_class_token else states.mean(dim=1)
+                return name, features
+        return "last_hidden_state", output.last_hidden_state
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Refuse texts."""
@@ -100,8 +105,8 @@ class ImageEncoder(Encoder):
     @property
     def image_embedding_layer(self) -> nn.Module | None:
         """See :attr:`Encoder.image_embedding_layer`: asked of the layer itself, as some make a grid of their tokens."""
-        parameter = next(self.model.parameters())
-        blank = torch.zeros(1, 3, *self.description["image_size"], dtype=parameter.dtype, device=parameter.device)
+        device = next(self.model.parameters()).device
+        blank = torch.zeros(1, 3, *self.description["image_size"], dtype=self.dtype, device=device)
         for name, module in self.model.named_modules():
             if name.rsplit(".", 1)[-1] == "embeddings":
                 with torch.no_grad():

@@ -68,8 +68,7 @@ class OpenClipEncoder(Encoder):
 
     library: ClassVar[str] = "open_clip"
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
         return self.model.encode_image(pixel_values)
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -79,8 +79,7 @@ class TransformersEncoder(Encoder):
     library: ClassVar[str] = "transformers"
     image_head_name: ClassVar[str | None] = "visual_projection"
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
         return self.model.get_image_features(pixel_values=pixel_values).pooler_output
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -124,8 +123,7 @@ class BlipEncoder(TransformersEncoder):
     unused: ClassVar[tuple[str, ...]] = (*Encoder.unused, "crossattention", "itm_head")  # its matching head looks at both
     image_head_name: ClassVar[str | None] = "vision_proj"
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
         tokens_BNW = self.model.vision_model(pixel_values=pixel_values).last_hidden_state
         return self.model.vision_proj(tokens_BNW[:, 0])
 
@@ -141,8 +139,7 @@ class Siglip2Encoder(TransformersEncoder):
     A fixed grid keeps ``pixel_values`` one ordinary tensor; the aspect ratio is not kept, as in fixed-size SigLIP.
     """
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`Encoder.image_features`."""
+    def _image_features(self, pixel_values: Tensor) -> Tensor:
         patch = self.model.config.vision_config.patch_size
         batch, channels, height, width = pixel_values.shape
         grid = (height // patch, width // patch)

@@ -24,9 +24,10 @@ def to_faiss(index: Path, model: str, out: Path) -> None:
 def to_sentence_transformers(run: str, out: Path, space: Space) -> None:
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
-    sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
-    load = f"SentenceTransformer({str(out)!r}, trust_remote_code=True)"
-    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space")
+    enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
+    flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
+    load = f"SentenceTransformer({str(out)!r}{flag})"
+    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space, {needs}")
 
 
 def to_onnx(run: str, out: Path, space: Space) -> None:

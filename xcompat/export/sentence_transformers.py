@@ -10,17 +10,29 @@ from xcompat.files import atomic_path
 from xcompat.models.base import CompatModel
 
 
-def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old") -> None:
+def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old") -> bool:
     """Write a model so that sentence-transformers embeds with it, texts and pictures.
 
-    ``SentenceTransformer(folder, trust_remote_code=True)`` loads it. The flag is how sentence-transformers is told that it may
-    import a module that is not its own: here one of the installed xcompat, as the folder holds no code. Without the flag,
-    ``SentenceTransformer(modules=[CompatModule.load(folder)])`` does the same.
+    Where the model is an encoder that transformers loads by itself and layers in a row on it, the folder holds modules of
+    sentence-transformers alone, LoRA merged: ``SentenceTransformer(folder)`` loads it, and xcompat need not be installed. Such
+    are plain encoders and projections of them, φ (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a
+    ``query_map`` that is linear or a projection, and the own space of maps of embeddings. What was written is loaded and
+    compared with the model before it is kept. Opened pictures and arrays are read as here, transparent parts laid on white; one
+    given by its path is turned there as its camera says, and its transparency dropped, so open such first. Saved anew by
+    sentence-transformers, the folder no longer says that pictures are resized by PIL.
+
+    Elsewhere (visual prompts, maps with a skip connection, ``rbt``, ``bt2``, ``simclr``, penultimate features; BLIP, SigLIP 2,
+    timm, open_clip) ``SentenceTransformer(folder, trust_remote_code=True)`` loads it. The flag is how sentence-transformers is
+    told that it may import a module that is not its own: here one of the installed xcompat, as the folder holds no code. Without
+    it, ``SentenceTransformer(modules=[CompatModule.load(folder)])`` does the same, and ``from_pretrained`` reads the folder too.
 
     Args:
         model: any that embeds; a map is written with its frozen encoder.
-        folder: replaced if it exists; ``from_pretrained`` reads it as well.
+        folder: replaced if it exists.
         space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+
+    Returns:
+        Whether modules of sentence-transformers were enough, so that no flag is needed.
 
     Raises:
         XcompatError: the model brings no queries into an old space, or was fitted on embeddings alone.
@@ -29,8 +41,13 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
         from sentence_transformers import SentenceTransformer
 
         from xcompat.export.sentence_module import CompatModule
+        from xcompat.export.sentence_stock import save_stock, stock_modules
     except ImportError:
         raise XcompatError("this export needs sentence-transformers; install it with `pip install xcompat[export]`") from None
-    module = CompatModule(model.for_inference(), space)
+    own = SentenceTransformer(modules=[CompatModule(model.for_inference(), space)], device=str(model.device))
+    modules = stock_modules(model, space)
     with atomic_path(folder) as temporary:
-        SentenceTransformer(modules=[module], device=str(model.device)).save(str(temporary), create_model_card=False)
+        enough = modules is not None and save_stock(modules, temporary, own)
+        if not enough:
+            own.save(str(temporary), create_model_card=False)
+    return enough

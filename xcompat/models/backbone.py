@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -66,6 +67,13 @@ class BackboneModel(CompatModel):
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`CompatModel.embed_images`."""
         return F.normalize(self.features(pixel_values).float(), dim=-1)
+
+    @property
+    def embed_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.embed_layers`: the projection, which texts do not go through."""
+        if not isinstance(self.neck, nn.Linear):
+            return ()
+        return None if self.embeds_texts else (self.neck,)
 
     @property
     def embeds_texts(self) -> bool:

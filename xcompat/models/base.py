@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,7 @@ from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
@@ -71,7 +73,8 @@ class CompatModel(CheckpointModel):
                 raise XcompatError(
                     f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)"
                 )
-            self.encoder = encoder or build_encoder(config.encoder)
+            # transformers builds the encoder in the precision its own configuration names, not in the one asked for
+            self.encoder = encoder or build_encoder(config.encoder).to(torch.get_default_dtype())
             self._no_split_modules = self.encoder.layer_classes
             if config.adapters is not None:
                 self.encoder.add_adapters(AdapterConfig(**config.adapters))
@@ -154,7 +157,8 @@ class CompatModel(CheckpointModel):
                 self._outside_encoder = [encoder.requires_grad_(False).eval()]
             Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
         outside: Any = self._outside_encoder[0]  # moved only if it must be, as a traced model cannot be
-        return outside if next(outside.parameters()).device == self.device else outside.to(self.device)
+        wanted = self.device, self.dtype
+        return outside if (next(outside.parameters()).device, outside.dtype) == wanted else outside.to(*wanted)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images for a new gallery.
@@ -182,6 +186,21 @@ class CompatModel(CheckpointModel):
         encoder = self._get_encoder()
         embeds = encoder.embed_texts(input_ids, attention_mask)
         return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+
+    @property
+    def embed_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers between the encoder's features and the embedding, which is their output normalised.
+
+        Each is an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.GELU``. None where it takes more than such layers in a row.
+        """
+        return ()
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers that :meth:`view` for the nearest version normalises the output of (see :attr:`embed_layers`)."""
+        assert self.config.old is not None
+        dims = self.config.embedding_dim, self.config.old["dim"]
+        return () if dims[0] == dims[1] else (first_dims(*dims),)
 
     @property
     def embeds_texts(self) -> bool:
@@ -225,7 +244,7 @@ class CompatModel(CheckpointModel):
         parts, name = json.dumps(own | seen, default=str), self.name_or_path or type(self).__name__
         state = parts, Fingerprint.state(self)  # a gallery asks with every query, and hashing gigabytes takes seconds
         if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, Fingerprint.from_module(self, json.loads(parts)).digest
+            self._hashed = state, Fingerprint.from_module(self._unrounded(), json.loads(parts)).digest
         return Fingerprint(self._hashed[1], name)
 
     @property

@@ -79,10 +79,10 @@ class Bt2Model(PrototypedModel):
         assert self.encoder is not None
         config = self.config
         new_dim, old_room = config.embedding_dim - config.extra_dim, config.old["dim"] - config.extra_dim
-        raw = self.neck(self.encoder.image_features(pixel_values)).float()
-        own = F.normalize(raw[:, :new_dim], dim=-1)
+        raw = self.neck(self.encoder.image_features(pixel_values))
+        own = F.normalize(raw[:, :new_dim].float(), dim=-1)
         turned = config.norm_ratio * self.new_basis(own)
-        extra = F.normalize(self.extra(raw), dim=-1)
+        extra = F.normalize(self.extra(raw).float(), dim=-1)
         compatible = self.old_basis(torch.cat([extra, turned[:, :old_room]], dim=-1))
         return torch.cat([compatible, turned[:, old_room:]], dim=-1), own
 
@@ -90,6 +90,10 @@ class Bt2Model(PrototypedModel):
     def image_head(self) -> nn.Linear | None:
         """Return None: orthogonal basis changes follow the last linear layer."""
         return None
+
+    @property
+    def embed_layers(self) -> None:
+        """Return None: parts of the features are turned and put side by side (see :attr:`CompatModel.embed_layers`)."""
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""

@@ -51,6 +51,8 @@ class CheckpointModel(PreTrainedModel):
     citation: ClassVar[str]
     _pushing: tuple[ModelCard, bool] | None = None
     _left_out: Set[str] = frozenset()
+    _read_from: tuple[Any, dict[str, Any]] | None = None
+    """Where the weights came from, if they were read in another precision than they may have been saved in."""
 
     @classmethod
     def from_pretrained(
@@ -64,7 +66,8 @@ class CheckpointModel(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: folder or Hub name.
             model_args: as transformers takes them.
-            kwargs: as transformers takes them.
+            kwargs: as transformers takes them; with ``dtype`` the whole model computes in that precision, the encoder of a map
+                included, and still gives float32 embeddings. Its fingerprint stays that of the checkpoint.
 
         Returns:
             The model in evaluation mode (with loading information, when that was asked for).
@@ -76,7 +79,7 @@ class CheckpointModel(PreTrainedModel):
         name = pretrained_model_name_or_path
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)
-        where = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
+        where: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         kwargs["revision"] = resolve_revision(name, kwargs.get("revision") or "main", **where)
         try:
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
@@ -88,6 +91,8 @@ class CheckpointModel(PreTrainedModel):
             raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
         model, info = loaded
         model.revision = getattr(kwargs["revision"], "resolved", None)
+        if kwargs.get("dtype", "auto") != "auto":
+            model._read_from = name, {**where, "revision": kwargs["revision"]}
         if model._left_out:
             info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
         if model.encoder is not None:
@@ -107,6 +112,16 @@ class CheckpointModel(PreTrainedModel):
     @abstractmethod
     def processor(self) -> Processor:
         """Return the encoder's preprocessing."""
+
+    def _unrounded(self) -> Self:
+        """Return the checkpoint as it was saved, if this model is nothing but that in another precision; else the model."""
+        if self._read_from is None:
+            return self
+        name, where = self._read_from
+        saved, own = type(self).from_pretrained(name, **where), self.state_dict()
+        weights = saved.state_dict()
+        same = weights.keys() == own.keys() and all(torch.equal(weights[key].to(own[key].dtype), own[key].cpu()) for key in own)
+        return saved if same else self
 
     # ------------------------------------------------------------------------------------------------- writing
 

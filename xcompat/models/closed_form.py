@@ -160,6 +160,13 @@ class ClosedFormModel(MappedModel):
         """See :meth:`MappedModel.map`."""
         return F.normalize((embeds @ self.weight + self.bias).float(), dim=-1)
 
+    @property
+    def view_layers(self) -> Iterable[torch.nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        layer = torch.nn.Linear(self.source_dim, self.target_dim)
+        layer.load_state_dict({"weight": self.weight.T, "bias": self.bias})
+        return (layer,)
+
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         """Solve for the map in one pass over paired embeddings.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
@@ -78,6 +79,11 @@ class LceModel(LearnedMapModel):
     def map(self, embeds: Tensor) -> Tensor:
         """See :meth:`MappedModel.map`."""
         return self.transform(embeds)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        return self.transform
 
     def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
         """See :class:`LceModel`."""

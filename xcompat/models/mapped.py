@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
@@ -57,11 +57,16 @@ class MappedModel(CompatModel):
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
         self.require_version(version)
-        return super().view(embeds, version) if self.maps_galleries else self.map(embeds)
+        return super().view(embeds, version) if self.maps_galleries else self.map(embeds.to(self.dtype))
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """Return None, unless the map says which (see :attr:`CompatModel.view_layers`)."""
+        return None
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
         """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.upgrade`)."""
-        return self.map(old_embeds) if self.maps_galleries else old_embeds
+        return self.map(old_embeds.to(self.dtype)) if self.maps_galleries else old_embeds
 
 
 class LearnedMapModel(MappedModel):
@@ -93,7 +98,7 @@ class LearnedMapModel(MappedModel):
         self._require(**{name: given[name] for name in self.columns})
         assert new_embeds is not None and old_embeds is not None
         source, _ = self.ordered(new_embeds, old_embeds)
-        output = CompatOutput(image_embeds=self.map(source))
+        output = CompatOutput(image_embeds=self.map(source.to(self.dtype)))
         return CompatOutput(loss=self.embeds_loss(output, given), **output) if return_loss else output
 
     def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -59,6 +60,11 @@ class ProjectedModel(CompatModel):
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
         self.require_version(version)
         return self.projection(embeds)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        return self.projection
 
     def self_view(self, embeds: Tensor) -> Tensor:
         """Compare own embeddings after φ, the space they are trained in, as the paper's new/new does."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
@@ -63,6 +63,11 @@ class ProjectionModel(CompatModel):
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
         self.require_version(version)
         return self.projection(embeds)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        return self.projection
 
     def forward(
         self, new_embeds: Tensor | None = None, old_embeds: Tensor | None = None, return_loss: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -158,18 +158,25 @@ class QueryMapModel(CompatModel):
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
         self.require_version(version)
-        inputs = self._inputs(embeds)
+        inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
             assert self.network is not None
             return self.network(inputs)
-        mapped = self.linear(inputs)
+        mapped = self.linear(inputs).float()
         if self.network is not None:
-            mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, inputs)
+            mapped = F.normalize(mapped, dim=-1) + nn.Sequential.forward(self.network, inputs).float()
         return F.normalize(mapped, dim=-1)
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.view_layers`."""
+        if self.linear is None:
+            return self.network
+        return (self.linear,) if self.network is None else None
 
     def self_view(self, embeds: Tensor) -> Tensor:
         """Return the new model's own embeddings (see :meth:`CompatModel.self_view`)."""
-        return embeds if self.head is None else F.normalize(self.head(embeds.float()), dim=-1)
+        return embeds if self.head is None else F.normalize(self.head(embeds.to(self.dtype)).float(), dim=-1)
 
     def forward(
         self,

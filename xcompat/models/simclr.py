@@ -53,6 +53,10 @@ class SimClrModel(UnlabelledModel):
         """Return None: a batch norm follows the last linear layer."""
         return None
 
+    @property
+    def embed_layers(self) -> None:
+        """Return None: a batch norm follows the last linear layer (see :attr:`CompatModel.embed_layers`)."""
+
     def features(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`BackboneModel.features`."""
         return self.norm(super().features(pixel_values))

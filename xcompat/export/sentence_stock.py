@@ -1,0 +1,151 @@
+"""A model as a row of sentence-transformers' own modules, which it loads without this library."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from torch import nn
+
+from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
+from xcompat.export.towers import Space
+from xcompat.heads import first_dims
+from xcompat.models.base import CompatModel
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""How far embeddings may be from those of the model, in float32 or less, before it is written as this library's own module."""
+
+
+def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
+    """Return a model as sentence-transformers' own modules: encoder, normalisation, layers, normalisation.
+
+    Args:
+        model: frozen, in evaluation mode, with an encoder, or one beside it.
+        space: as of :class:`~xcompat.export.towers.Tower`.
+
+    Returns:
+        The modules; None where the encoder is none of transformers' auto classes, or the model more than layers in a row on it.
+    """
+    layers = [model.embed_layers] if space == "own" else [model.embed_layers, model.view_layers]
+    if any(row is None for row in layers):
+        return None
+    inside = model._get_encoder()
+    if isinstance(inside, CompatModel):
+        before = stock_modules(inside, "old" if inside.stores_view else "own")
+    else:
+        before = _encoder(inside, model.processor, model.embeds_texts) if isinstance(inside, Encoder) else None
+    if before is None:
+        return None
+    modules = before
+    for row in layers:
+        modules += _row(row or ())
+        if not isinstance(modules[-1], Normalize):
+            modules.append(Normalize())
+    return modules
+
+
+def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[nn.Module] | None:
+    """Return the modules that give an encoder's features."""
+    if (calls := auto_calls(encoder)) is None:
+        return None
+    if not with_texts:  # a model that learnt from images alone may have a text tower, whose space is another one
+        calls.pop("text", None)
+    with TemporaryDirectory() as folder:
+        save_for_auto_classes(encoder, processor, folder)
+        transformer = _transformer(folder, calls, processor)
+    dim, pooling = encoder.embedding_dim, calls["image"].pooling
+    if pooling is not None:
+        return [transformer, Pooling(dim, pooling)]
+    return [transformer] if _states(transformer, dim) else [transformer, _dense(first_dims(dim, dim))]
+
+
+def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> Transformer:
+    """Load an encoder as sentence-transformers does, its pictures and texts prepared as here."""
+    texts = {
+        "padding": "max_length" if processor.pad_to_max_length else True,
+        "padding_side": "right",
+        "return_attention_mask": processor.masks_padding,
+        "return_token_type_ids": False,
+    }
+    loading = {"backend": "pil"}
+    transformer: Any = Transformer(
+        folder,
+        processor_kwargs=dict(loading),
+        processing_kwargs={"text": texts} if "text" in calls else None,
+        modality_config={name: {"method": call.method, "method_output_name": call.output} for name, call in calls.items()},
+        module_output_name="sentence_embedding" if calls["image"].pooling is None else "token_embeddings",
+    )
+    if "text" in calls:
+        transformer.max_seq_length = processor.max_length
+    transformer.processor_kwargs = loading  # it reads them from its file, and does not write them there by itself
+    transformer.config_keys = [*transformer.config_keys, "processor_kwargs"]
+    return transformer
+
+
+def _states(transformer: Transformer, dim: int) -> bool:
+    """Return whether a module knows its dimension: of some architectures it does not."""
+    try:
+        return transformer.get_embedding_dimension() == dim
+    except ValueError:
+        return False
+
+
+def _row(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return layers as modules. GELU is the activation of a Dense: after a LayerNorm, of one that changes nothing."""
+    modules: list[nn.Module] = []
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            modules.append(_dense(layer))
+        elif isinstance(layer, nn.LayerNorm):
+            norm = LayerNorm(layer.normalized_shape[0])
+            norm.norm.load_state_dict(layer.state_dict())
+            modules.append(norm)
+        else:
+            assert isinstance(layer, nn.GELU), layer
+            if not isinstance(modules[-1], Dense):
+                assert isinstance(modules[-1], LayerNorm)
+                dim = modules[-1].dimension
+                modules.append(_dense(first_dims(dim, dim)))
+            modules[-1].activation_function = nn.GELU()
+    return modules
+
+
+def _dense(layer: nn.Linear) -> Dense:
+    dense = Dense(layer.in_features, layer.out_features, bias=layer.bias is not None, activation_function=None)
+    dense.linear.load_state_dict(layer.state_dict())
+    return dense
+
+
+def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransformer) -> bool:
+    """Write modules, load them as everybody does, and keep them if they embed a picture and some texts as the model does.
+
+    Args:
+        modules: from :func:`stock_modules`.
+        folder: that does not exist yet.
+        wanted: the model.
+
+    Returns:
+        Whether they do; else there is no folder.
+    """
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
+    found = SentenceTransformer(str(folder), device="cpu")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
+    probes: list[list[Any]] = [[picture]]
+    if wanted.supports("text"):
+        probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
+    atol = TOLERANCE if wanted.dtype == torch.float32 else HALF_TOLERANCE
+    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=atol) for probe in probes)
+    if not alike:
+        shutil.rmtree(folder)
+    return alike
