@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def markdown(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """Say when, where and with which versions."""
+def machine(seconds: float) -> str:
+    """Say when, where, with which versions, and how long all took."""
     about = provenance()
     about["versions"].pop("xcompat")
     installed = {name: _version(name) for name in ALSO}
@@ -59,7 +60,8 @@ def machine() -> str:
     revision = about["git_revision"] or "no checkout"
     return (
         f"Written by `make bench` on {datetime.date.today()}, revision {revision}: {about['machine']['device']}, "
-        f"{about['machine']['threads']} threads, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB.\n"
+        f"{about['machine']['threads']} threads, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB; "
+        f"{seconds / 60:.0f} minutes.\n"
         f"Versions: {versions}."
     )
 
@@ -73,8 +75,9 @@ def _version(name: str) -> str | None:
 
 def main() -> None:
     """Run all and write the section; the exit code is 1 if a script failed, and 0 if only a bound was missed."""
+    started = time.perf_counter()
     rows = [row for script in scripts() for row in rows_of(script)]
-    text = f"{machine()}\n{LEGEND}\n\n{markdown(rows)}\n"
+    text = f"{machine(time.perf_counter() - started)}\n{LEGEND}\n\n{markdown(rows)}\n"
     RESULTS.write_text(
         SECTION.sub(lambda found: f"{found[1]}{text}{found[2]}", RESULTS.read_text(encoding="utf-8")), encoding="utf-8"
     )
