@@ -20,6 +20,7 @@ TOYS = {
     "gallery_upgrade": {"items": 400, "rounds": 1},
     "channels_last": {"images": 2, "rounds": 1},
     "compiled": {"images": 1, "edge": 32, "rounds": 1},
+    "draft_decoding": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},
 }
 
