@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xcompat import embedding
 from xcompat.data import load_pairs, load_texts
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts, length_sorted_batches
 from xcompat.encoders.packed import packed_linears
@@ -113,6 +116,26 @@ def test_a_killed_embedding_continues_with_the_shards_that_are_missing(
     assert calls == [TEXTS[0], TEXTS[5], TEXTS[10], TEXTS[10], TEXTS[15], TEXTS[20]], "finished shards are not embedded again"
     embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
     assert len(calls) == 6, "a finished cache is opened"
+
+
+def test_the_next_shard_is_embedded_while_one_is_written(
+    embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = embed_texts(embedder, TEXTS, tmp_path / "whole", "digest", shard_rows=5)[:]
+    begun, write, tokenize = threading.Event(), embedding._write_shard, type(embedder.processor).tokenize
+
+    def write_late(path: Path, *args: Any) -> None:
+        assert begun.wait(60), "the second shard waits for the first to be written"
+        write(path, *args)
+
+    def tokenize_and_tell(self: object, texts: list[str]) -> list[list[int]]:
+        if texts[0] == TEXTS[5]:
+            begun.set()
+        return tokenize(self, texts)
+
+    monkeypatch.setattr(embedding, "_write_shard", write_late)
+    monkeypatch.setattr(type(embedder.processor), "tokenize", tokenize_and_tell)
+    assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
 
 
 def test_another_model_or_other_data_are_refused(folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:

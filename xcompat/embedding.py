@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -302,31 +303,41 @@ def _embed(
     if not (path / "cache.json").exists():
         mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
         total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
-        with progress_bar() as bar, _as_fast_as_it_goes(embedder):
+        with progress_bar() as bar, _as_fast_as_it_goes(embedder), ThreadPoolExecutor(1) as writer:
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
             waiting = Waiting()
+            writing: Future[None] | None = None
             for shard in mine:
                 start, stop = starts[shard], min(starts[shard] + shard_rows, rows)
-                embeds = np.full((stop - start, embedder.dim), np.nan, dtype=np.float32)
                 places, parts = [], []
                 for places_B, embeds_BD in embed_shard(start, stop, waiting):
                     places.append(places_B)
                     parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
                     rate_of(bar, task, len(places_B), kind, waiting)
-                if parts:
-                    embeds[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
-                if (np.abs(embeds) > np.finfo(info.dtype).max).any():
-                    raise XcompatError(
-                        f"{embedder.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of "
-                        "length 1 (options.input: embedding)"
-                    )
-                with atomic_path(_shard_path(path, shard)) as temporary, temporary.open("wb") as file:
-                    np.save(file, embeds.astype(info.dtype), allow_pickle=False)
+                if writing is not None:
+                    writing.result()  # the model goes on while one shard is written, and only one
+                writing = writer.submit(_write_shard, _shard_path(path, shard), info, stop - start, places, parts)
+            if writing is not None:
+                writing.result()
         barrier()
         if is_main_process():
             write_json(path / "cache.json", asdict(info))
         barrier()
     return EmbeddingCache(path)
+
+
+def _write_shard(path: Path, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]) -> None:
+    """Write one shard; rows without a place are NaN."""
+    embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
+    if parts:
+        embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
+    if (np.abs(embeds_ND) > np.finfo(info.dtype).max).any():
+        raise XcompatError(
+            f"{info.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of length 1 "
+            "(options.input: embedding)"
+        )
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.save(file, embeds_ND.astype(info.dtype), allow_pickle=False)
 
 
 def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextManager[None]:
