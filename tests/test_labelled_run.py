@@ -190,6 +190,7 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "bct", "data": {}}, "learns from labelled images; name them under data.images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
+        ({"method": "bt2", "options": {"extra_dim": 4, "dim": 6}}, "new part of 6 dimensions .* which have 8: set dim to 8"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
     ],
 )

@@ -12,6 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import angular_alignment_loss
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
 from xcompat.outputs import CompatOutput
 
@@ -73,6 +74,16 @@ class Bt2Model(PrototypedModel):
         """Make the classifier of the new part."""
         if self.config.classes:
             self.classifier = self._head(self.config.embedding_dim - self.config.extra_dim)
+
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
+        """Keep the frozen rows, and compare the new part with the independent model (see :meth:`CompatModel.prepare`)."""
+        new_dim = self.config.embedding_dim - self.config.extra_dim
+        if new_ND is not None and new_ND.shape[1] != new_dim:
+            raise XcompatError(
+                f"bt2 brings its new part of {new_dim} dimensions near the independent model's embeddings, which have "
+                f"{new_ND.shape[1]}: set dim to {new_ND.shape[1]}, or train the independent model with dim {new_dim}"
+            )
+        super().prepare(old, new_ND)
 
     def _parts(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ_new (B, m + e) and φ3 (B, m)."""

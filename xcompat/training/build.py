@@ -140,7 +140,9 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     online: Embedder | None = None
     if old is not None:
         knowledge = _old_knowledge(stage, old)
-        model.prepare(knowledge)
+        if NEW_EMBEDS in model.columns:
+            extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
+        model.prepare(knowledge, extra.get(NEW_EMBEDS))
         if OLD_EMBEDS in model.columns:
             if part.data.old_embeddings == "online":
                 online = _online(stage, old)
@@ -148,8 +150,6 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
             extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
-    if NEW_EMBEDS in model.columns:
-        extra[NEW_EMBEDS] = stage.cache(stage.embedder("independent"))
     two_views = SECOND_PIXEL_VALUES in model.columns
     return model, labelled_data(part, images, model.processor, stage.recipe.seed, extra, two_views, online)
 
