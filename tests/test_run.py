@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModel, TrainerCallback
 
 from xcompat.data import load_pairs
@@ -108,6 +109,21 @@ def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, A
         run_recipe(recipe_of(raw, training={**raw["training"], "learning_rate": 2e-3}))
     with pytest.raises(XcompatError, match="differs in seed"):
         run_recipe(recipe_of(raw, seed=1))
+
+
+def test_a_folder_of_a_version_with_fewer_settings_is_continued(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["stages"] = raw["stages"][:1]
+    run_recipe(recipe_of(raw))
+    record = tmp_path / "run" / "recipe.yaml"
+    written = yaml.safe_load(record.read_text())
+    del written["encoder_lr_factor"], written["data"]["old_embeddings"]
+    record.write_text(yaml.safe_dump(written))
+    run_recipe(recipe_of(raw))
+    with pytest.raises(XcompatError, match="differs in encoder_lr_factor"):
+        run_recipe(recipe_of(raw, encoder_lr_factor=0.1))
+    record.write_text(yaml.safe_dump({**written, "a_setting_that_is_gone": 1}))
+    with pytest.raises(XcompatError, match="differs in a_setting_that_is_gone"):
+        run_recipe(recipe_of(raw))
 
 
 def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from xcompat.distributed import barrier, is_main_process, process_state
 from xcompat.encoders import EncoderSource
@@ -25,7 +27,7 @@ from xcompat.report import load_report, print_report, write_report
 from xcompat.training.build import fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, device, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
@@ -99,7 +101,7 @@ class StageRun(Stage):
         resolved = self.part.model_dump(mode="json", exclude={"evaluation"}) | {"seed": self.recipe.seed}
         record = self.folder / "recipe.yaml"
         if record.exists():
-            begun = yaml.safe_load(record.read_text(encoding="utf-8"))
+            begun = _begun_with(record)
             different = sorted(key for key in {*resolved, *begun} - {"evaluation"} if resolved.get(key) != begun.get(key))
             if different:
                 raise XcompatError(
@@ -208,3 +210,12 @@ class StageRun(Stage):
     def _seconds(self) -> dict[str, float]:
         finished = ((part.name, self.recipe.stage_dir(part.name) / "done.json") for part in self.recipe.stages)
         return {name: read_json(path)["seconds"] for name, path in finished if path.exists()}
+
+
+def _begun_with(record: Path) -> dict[str, Any]:
+    """Return the stage that a folder was begun with; fields that recipes did not have at the time have their defaults."""
+    written = yaml.safe_load(record.read_text(encoding="utf-8"))
+    seed = written.pop("seed")
+    with suppress(ValidationError):  # of a version whose fields had other names or values: they differ
+        written = StageRecipe.model_validate(written).model_dump(mode="json", exclude={"evaluation"})
+    return {**written, "seed": seed}
