@@ -21,15 +21,15 @@ class MixBctConfig(ClassifiedConfig):
     Args:
         mixed_share: α, the share of a batch whose new features are replaced by old ones.
         keep: the share of each class's old embeddings that is credible: the nearest to the class's centre.
-        head: how features are classified; plain softmax would need features of one length. Chosen on validation faces
-            (``recipes/vision/search_glyphs.yaml``).
+        head: how features are classified; plain softmax would need features of one length. ArcFace, the better one on validation
+            glyphs, keeps photos at chance (``benchmarks/RESULTS.md``).
     """
 
     model_type = "xcompat-mixbct"
 
     mixed_share: float = 0.3
     keep: float = 0.9
-    head: HeadKind = "arcface"
+    head: HeadKind = "normalized_softmax"
 
 
 class MixBctModel(ClassifiedModel):
