@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from xcompat import embedding
 from xcompat.data import load_pairs, load_texts
-from xcompat.embedding import EmbeddingCache, embed_images, embed_texts, length_sorted_batches
+from xcompat.embedding import EmbeddingCache, embed_images, embed_rows, embed_texts, length_sorted_batches
 from xcompat.encoders.packed import packed_linears
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
@@ -159,6 +159,24 @@ def test_what_overflows_the_stored_type_is_refused(folder_of: dict[str, str], pa
 def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "c", "digest")
     assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_on_a_cpu_all_cores_decode_and_none_while_the_model_computes(
+    embedder: Embedder, pairs_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+    images = type(embedder.processor).images
+
+    def counted(processor: Any, pictures: list[Any]) -> torch.Tensor:
+        prepared.append(len(pictures))
+        return images(processor, pictures)
+
+    monkeypatch.setattr(type(embedder.processor), "images", counted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    batches = embed_rows(embedder, load_pairs(pairs_folder), range(24), batch_size=2)
+    for asked in range(1, 8):
+        next(batches)
+        assert len(prepared) == -(-asked // 3) * 3
 
 
 def test_a_column_of_a_data_set_is_read_shard_by_shard(folder_of: dict[str, str], texts_file: str, tmp_path: Path) -> None:

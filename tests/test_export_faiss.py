@@ -132,20 +132,35 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
         ("query_map", {"shape": "projection"}),
         ("residual_mlp", {}),
         ("rbt", {}),
-        ("fct", {}),
     ],
 )
 def test_what_is_not_linear_is_refused(method: str, options: dict[str, Any], tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="by more than one linear layer, and a faiss index holds no other"):
+    with pytest.raises(XcompatError, match="does not map queries by one linear layer, and a faiss index holds no other"):
         to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert not (tmp_path / "new.faiss").exists()
 
 
-def test_a_map_of_galleries_goes_into_no_index(tmp_path: Path) -> None:
+def test_more_dimensions_than_the_old_model_are_cut_off(folder_of: dict[str, str], tmp_path: Path) -> None:
+    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
+    model = METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["cat", "dog"], dim=NEW_DIM)
+    plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
+    np.testing.assert_array_equal(rows, plain.search(model.view(queries).numpy(), 10)[1])
+
+
+def test_a_model_of_no_old_one_goes_into_no_index(folder_of: dict[str, str], tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="RidgeModel maps galleries, not queries"):
-        to_faiss(build("ridge", direction="old_to_new"), tmp_path / "old.faiss", tmp_path / "new.faiss")
+    with pytest.raises(XcompatError, match="trained without an old model"):
+        to_faiss(METHODS["independent"].from_encoder(folder_of["clip"]), tmp_path / "old.faiss", tmp_path / "new.faiss")
+
+
+@pytest.mark.parametrize(("method", "options"), [("ridge", {"direction": "old_to_new"}), ("fct", {})])
+def test_a_map_of_galleries_goes_into_no_index(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    with pytest.raises(XcompatError, match="Model maps galleries, not queries"):
+        to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
 
 
 def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:

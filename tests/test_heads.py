@@ -73,6 +73,15 @@ def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
     assert again.parametrizations.weight.original.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nothing_is_rounded_beside_a_model_in_half_precision(dtype: torch.dtype) -> None:
+    transform, x = turned(5), torch.randn(3, 5)
+    expected = transform(x)
+    assert torch.equal(transform.to(dtype)(x), expected)
+    assert transform.double().weight.dtype == torch.float64
+    assert transform.float().weight.dtype == torch.float32
+
+
 def test_angles_are_not_bent_under_autocast() -> None:
     transform, x = turned(5), torch.randn(3, 5)
     with torch.autocast("cpu", torch.bfloat16):

@@ -123,6 +123,28 @@ def test_adapters_alone_are_the_whole_model(
     assert all(name.startswith("encoder.model.") for name in left_out) and len(left_out) > 20
 
 
+def test_adapters_alone_in_half_precision(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    model = build("xbt", folder_of)
+    shake(model)
+    model.leave_out_base().export(tmp_path / "whole")
+    half = AutoModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
+    assert half.fingerprint() == model.fingerprint()
+    half.export(tmp_path / "half")
+    kept = [set(load_file(tmp_path / name / "model.safetensors")) for name in ("whole", "half")]
+    assert kept[0] == kept[1], "what the base rounds to is left out too"
+    again = AutoModel.from_pretrained(tmp_path / "half")
+    assert again.fingerprint() == half.written_fingerprint()
+    for first, second in zip(embeddings(half, images), embeddings(again, images), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_card_names_what_was_pushed_in_half_precision(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    build("projection", folder_of).export(tmp_path)
+    half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    half.push_to_hub("me/half")
+    assert AutoModel.from_pretrained("me/half").fingerprint().digest in hub.files("me/half")["README.md"].decode()
+
+
 def test_adapters_alone_hold_what_else_was_trained(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     model = build("xbt", folder_of, train_encoder="layer_norm")
     shake(model)

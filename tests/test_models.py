@@ -148,8 +148,34 @@ def test_in_half_precision_all_of_it_computes_and_embeddings_are_float32(
     again = AutoModel.from_pretrained(tmp_path / "half").for_inference()
     for ours, theirs in zip(embeddings(again, images), found, strict=True):
         assert torch.equal(ours, theirs)
+    assert again.fingerprint() == half.written_fingerprint() != half.fingerprint()
     next(half.parameters()).data.add_(1)
     assert half.fingerprint() != model.fingerprint(), "what has been trained is another model"
+
+
+def test_identity_in_half_precision(folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("oca", folder_of)
+    model.save_pretrained(tmp_path)
+    halves = [AutoModel.from_pretrained(tmp_path, **{name: torch.bfloat16}) for name in ("dtype", "torch_dtype")]
+    for half in halves:
+        assert half.fingerprint() == model.fingerprint()
+    model.for_inference()
+    for half in halves:
+        assert half.for_inference().fingerprint() == model.fingerprint(), "without what only training needs"
+    moved = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    _ = moved.processor
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(XcompatError, match=f"{tmp_path}, from which this model was read in half precision, is not to be had"):
+        moved.fingerprint()
+
+
+def test_an_encoder_that_was_given_keeps_its_precision(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load_encoder(folder_of["clip"])
+    model = METHODS["ridge"].from_encoder((encoder, processor), old=describe_old(OLD, dim=8)).to(torch.bfloat16)
+    before = encoder.fingerprint(processor)
+    model.embed_images(processor.images(images))
+    assert model._get_encoder().dtype == torch.bfloat16
+    assert encoder.fingerprint(processor) == before
 
 
 @pytest.mark.parametrize("method", METHODS)

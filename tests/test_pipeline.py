@@ -149,7 +149,8 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
     Image.new("RGB", (40, 40), "red").save(tmp_path / "cut.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:80])
     with Image.open(tmp_path / "cut.png") as cut:
-        for query in (str(tmp_path / "bad.png"), tmp_path / "nowhere.png", cut, "http://127.0.0.1:9/shoe.png", "http://["):
+        addresses = ["http://127.0.0.1:9/shoe.png", "http://[", f"http://{'a' * 64}.com/shoe.png", "http://127.0.0.1:9/\ud800"]
+        for query in (str(tmp_path / "bad.png"), tmp_path / "nowhere.png", cut, *addresses):
             with pytest.raises(XcompatError, match="cannot read the picture"):
                 find(query)
     for array in (np.zeros((20, 20, 3)), np.zeros((3, 20, 20), np.uint8), np.zeros((2, 20, 20, 3), np.uint8)):

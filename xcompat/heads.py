@@ -166,7 +166,12 @@ class OrthogonalTransform(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Stay in float32 when a model is brought to half precision, in which there is no matrix exponential."""
-        return super()._apply(lambda tensor: (moved := fn(tensor)).to(torch.promote_types(moved.dtype, torch.float32)), recurse)
+
+        def unrounded(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if torch.finfo(moved.dtype).bits >= 32 else tensor.to(moved.device)
+
+        return super()._apply(unrounded, recurse)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """Turn every row.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.models.base import CompatModel
-from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.query_map import QueryMapModel
 from xcompat.retrieval.faiss_index import map_faiss
 
@@ -22,7 +22,7 @@ def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> Non
     ranking, only its scores; for L2 it changes both. Vectors are mapped from disk, so that none is copied but into the new file.
 
     Args:
-        model: a closed form, or a query map of linear shape.
+        model: one whose view is one linear layer: a closed form, a query map of linear shape, more dimensions than the old model.
         index_file: any faiss index of the old model's embeddings.
         out: the index to write; plain faiss reads it.
 
@@ -74,18 +74,18 @@ def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
         >>> linear_view(ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=8)))[0].shape
         torch.Size([4, 8])
     """
-    if isinstance(model, ClosedFormModel) and model.maps_galleries:
-        raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery, or solve it new_to_old")
-    if isinstance(model, ClosedFormModel):
-        weight_dD, bias_d = model.weight.T, model.bias
-    elif isinstance(model, QueryMapModel) and model.linear is not None and model.network is None:
-        weight_dD, bias_d = model.linear.weight, model.linear.bias
-    else:
+    if model.maps_galleries:
+        raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery instead")
+    model.require_version(None)
+    layers = list(model.view_layers or ())
+    if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
-            f"{type(model).__name__} maps queries by more than one linear layer, and a faiss index holds no other; "
-            "name a model of procrustes, ridge, or query_map with options.shape linear"
+            f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
+            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one"
         )
-    return weight_dD.detach().float().cpu().contiguous(), bias_d.detach().float().cpu()
+    weights = layers[0].state_dict()
+    weight_dD = weights["weight"].float().cpu().contiguous()
+    return weight_dD, weights.get("bias", torch.zeros(len(weight_dD))).float().cpu()
 
 
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:

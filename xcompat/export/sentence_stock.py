@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,8 +24,8 @@ from xcompat.export.towers import Space
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
-TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
-"""How far embeddings may be from those of the model, in float32 or less, before it is written as this library's own module."""
+TOLERANCE = 1e-4
+"""How far embeddings may be from those of the model before it is written as this library's own module."""
 
 
 def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
@@ -144,8 +145,9 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
     probes: list[list[Any]] = [[picture]]
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
-    atol = TOLERANCE if wanted.dtype == torch.float32 else HALF_TOLERANCE
-    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=atol) for probe in probes)
+    if wanted.dtype != torch.float32:  # what is written is the same weights in float32
+        wanted = copy.deepcopy(wanted).float()
+    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=TOLERANCE) for probe in probes)
     if not alike:
         shutil.rmtree(folder)
     return alike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -156,9 +157,12 @@ class CompatModel(CheckpointModel):
                 found, self._processor = encoder.fingerprint(processor), processor
                 self._outside_encoder = [encoder.requires_grad_(False).eval()]
             Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
-        outside: Any = self._outside_encoder[0]  # moved only if it must be, as a traced model cannot be
-        wanted = self.device, self.dtype
-        return outside if (next(outside.parameters()).device, outside.dtype) == wanted else outside.to(*wanted)
+            nn.Module.to(self._outside_encoder[0], self.dtype)
+        outside: Any = self._outside_encoder[0]
+        if outside.dtype != self.dtype:  # whoever gave it keeps its weights as they were
+            self._outside_encoder = [outside := copy.deepcopy(outside).to(self.dtype)]
+        # moved only if it must be, as a traced model cannot be
+        return outside if next(outside.parameters()).device == self.device else outside.to(self.device)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images for a new gallery.
@@ -236,16 +240,25 @@ class CompatModel(CheckpointModel):
 
     def fingerprint(self) -> Fingerprint:
         """Return the identity of this model: encoder, adapters, heads and preprocessing."""
+        # a gallery asks with every query, and hashing gigabytes takes seconds
+        state = self._beside_weights(), Fingerprint.state(self)
+        if self._hashed is None or self._hashed[0] != state:
+            self._hashed = state, Fingerprint.from_module(self._unrounded(), json.loads(state[0])).digest
+        return Fingerprint(self._hashed[1], self.name_or_path or type(self).__name__)
+
+    def written_fingerprint(self) -> Fingerprint:
+        """Return the identity of what :meth:`save_pretrained` writes: of a model read in half precision, its rounded weights."""
+        own = self.fingerprint()
+        return own if self._read_from is None else Fingerprint.from_module(self, json.loads(self._beside_weights()), own.name)
+
+    def _beside_weights(self) -> str:
+        """Return what a fingerprint covers beside the weights."""
         own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
         # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
         seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
-        parts, name = json.dumps(own | seen, default=str), self.name_or_path or type(self).__name__
-        state = parts, Fingerprint.state(self)  # a gallery asks with every query, and hashing gigabytes takes seconds
-        if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, Fingerprint.from_module(self._unrounded(), json.loads(parts)).digest
-        return Fingerprint(self._hashed[1], name)
+        return json.dumps(own | seen, default=str)
 
     @property
     def compatible_with(self) -> list[Fingerprint]:

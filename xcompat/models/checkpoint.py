@@ -67,7 +67,8 @@ class CheckpointModel(PreTrainedModel):
             pretrained_model_name_or_path: folder or Hub name.
             model_args: as transformers takes them.
             kwargs: as transformers takes them; with ``dtype`` the whole model computes in that precision, the encoder of a map
-                included, and still gives float32 embeddings. Its fingerprint stays that of the checkpoint.
+                included, and still gives float32 embeddings. Its fingerprint stays that of the checkpoint; what it saves, in that
+                precision, is another model.
 
         Returns:
             The model in evaluation mode (with loading information, when that was asked for).
@@ -91,7 +92,7 @@ class CheckpointModel(PreTrainedModel):
             raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
         model, info = loaded
         model.revision = getattr(kwargs["revision"], "resolved", None)
-        if kwargs.get("dtype", "auto") != "auto":
+        if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) != "auto":
             model._read_from = name, {**where, "revision": kwargs["revision"]}
         if model._left_out:
             info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
@@ -118,7 +119,16 @@ class CheckpointModel(PreTrainedModel):
         if self._read_from is None:
             return self
         name, where = self._read_from
-        saved, own = type(self).from_pretrained(name, **where), self.state_dict()
+        try:
+            saved = type(self).from_pretrained(name, **where)
+        except (OSError, XcompatError) as error:
+            raise XcompatError(
+                f"{name}, from which this model was read in half precision, is not to be had, and by its weights both are known: "
+                f"{' '.join(str(error).split())}; bring it back, or load the model from where it is now"
+            ) from error
+        own = self.state_dict()
+        if saved.state_dict().keys() != own.keys():
+            saved.for_inference()  # as this one may have been brought to since
         weights = saved.state_dict()
         same = weights.keys() == own.keys() and all(torch.equal(weights[key].to(own[key].dtype), own[key].cpu()) for key in own)
         return saved if same else self
@@ -162,7 +172,7 @@ class CheckpointModel(PreTrainedModel):
         return ModelFacts(
             method=config.model_type.removeprefix("xcompat-"),
             citation=self.citation,
-            fingerprint=self.fingerprint() if described is not None else None,
+            fingerprint=self.written_fingerprint() if described is not None else None,
             dim=config.embedding_dim,
             compatible_with=[published(version) for version in versions],
             base=published(described) if described is not None else None,
@@ -233,8 +243,12 @@ class CheckpointModel(PreTrainedModel):
         """Return whether the model embeds texts beside images."""
 
     @abstractmethod
-    def fingerprint(self) -> Fingerprint:
-        """Return the identity of this model."""
+    def for_inference(self) -> Self:
+        """Return the model without what only training needs, in evaluation mode."""
+
+    @abstractmethod
+    def written_fingerprint(self) -> Fingerprint:
+        """Return the identity of what is saved."""
 
     # -------------------------------------------------------------------------------------- adapters without their base
 
@@ -298,7 +312,7 @@ class CheckpointModel(PreTrainedModel):
 
         def is_same(key: str, tensor: Tensor) -> bool:
             original = base.get(_without_adapter(key))
-            return original is not None and torch.equal(original, tensor.cpu())
+            return original is not None and torch.equal(original.to(tensor.dtype), tensor.cpu())  # as it is rounded when loaded
 
         return {key: tensor for key, tensor in weights.items() if not is_same(key, tensor)}
 
