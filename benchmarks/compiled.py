@@ -2,7 +2,7 @@
 
     python benchmarks/compiled.py [--images 32] [--edge 224] [--rounds 5]
 
-Compiling takes half a minute, once in every process, and a C++ compiler; laying weights out takes a fraction of a second.
+Compiling needs a C++ compiler and takes half a minute where nothing is cached; laying weights out takes a fraction of a second.
 """
 
 from __future__ import annotations

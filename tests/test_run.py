@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModel, TrainerCallback
+from transformers import AutoModel, TrainerCallback, TrainingArguments
 
 from xcompat.data import load_pairs
 from xcompat.encoders.base import Encoder
@@ -24,7 +24,7 @@ from xcompat.training import run as run_module
 from xcompat.training.caches import cached_images
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import StageRun, run_recipe
-from xcompat.training.trainer import last_complete_checkpoint
+from xcompat.training.trainer import last_complete_checkpoint, training_arguments
 
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
@@ -109,6 +109,20 @@ def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, A
         run_recipe(recipe_of(raw, training={**raw["training"], "learning_rate": 2e-3}))
     with pytest.raises(XcompatError, match="differs in seed"):
         run_recipe(recipe_of(raw, seed=1))
+
+
+def test_several_gpus_without_a_launcher_are_one(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def two_gpus(settings: TrainingArguments) -> torch.device:
+        settings._n_gpu = 2
+        return torch.device("cpu")
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(two_gpus))
+    settings = training_arguments(recipe_of(raw).stages[0], 0, tmp_path)
+    assert settings.n_gpu == 1
+    assert settings.train_batch_size == settings.per_device_train_batch_size
+    assert "one of 2 GPUs is used; start with `accelerate launch -m xcompat`" in capsys.readouterr().out
 
 
 def test_a_folder_of_a_version_with_fewer_settings_is_continued(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def _named(text: str) -> Path | bytes | None:
     if not text.startswith(("http://", "https://")):
         return Path(text) if len(text) < 4096 and Path(text).is_file() else None
     try:
-        return httpx.get(text, timeout=PATIENCE, follow_redirects=True).raise_for_status().content
+        named = {"User-Agent": "xcompat"}  # some sites refuse who has no name
+        return httpx.get(text, headers=named, timeout=PATIENCE, follow_redirects=True).raise_for_status().content
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last of a host's name that is no name
         raise XcompatError(f"cannot read the picture {text}: {' '.join(str(error).split())[:200]}") from None
 

@@ -23,6 +23,7 @@ from xcompat.data import (
     collate_embeddings,
     stream_pairs,
 )
+from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import is_main_process, process_state, rank
 from xcompat.embedding import EmbeddingCache
@@ -274,9 +275,13 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
     }
     defaults = {**DEFAULTS, "use_cpu": process_state().device.type == "cpu"}
     try:
-        return TrainingArguments(**{**defaults, **part.training, **fixed})
+        settings = TrainingArguments(**{**defaults, **part.training, **fixed})
     except (TypeError, ValueError) as error:
         raise XcompatError(f"{part.name}: the training section does not fit: {' '.join(str(error).split())}") from None
+    if settings.n_gpu > 1:  # the Trainer would copy the model to each, and contrast every part of a batch with itself alone
+        notice(f"one of {settings.n_gpu} GPUs is used; start with `accelerate launch -m xcompat` to use all")
+        settings._n_gpu = 1
+    return settings
 
 
 def _adamw(settings: TrainingArguments, part: StageRecipe) -> dict[str, Any]:
