@@ -87,9 +87,13 @@ class BackboneModel(CompatModel):
         return super().embed_texts(input_ids, attention_mask)
 
     def set_trainable(self) -> None:
-        """Train adapters and heads alone where there are adapters, else everything that embeddings of images depend on."""
+        """Train adapters of the image tower and heads where there are adapters, else all that embeddings of images depend on."""
         assert self.encoder is not None
-        chosen = {id(parameter) for parameter in self.encoder.adapter_parameters() or self.encoder.image_parameters()}
+        chosen = {id(parameter) for parameter in self.encoder.image_parameters()}
+        if adapters := {id(parameter) for parameter in self.encoder.adapter_parameters()}:
+            chosen &= adapters
+            if not chosen:
+                raise XcompatError("adapters.lora.towers names the text tower alone, which images do not go through; name image")
         for parameter in self.encoder.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
 
