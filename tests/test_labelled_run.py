@@ -190,6 +190,9 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "bct", "data": {}}, "learns from labelled images; name them under data.images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
+        ({"method": "nccl", "options": {"dim": 4}}, "stand for the 8 of the old one, and options.dim .* leaves 4; raise them"),
+        ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),
+        ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; an embedding has at least 1"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
     ],
 )
@@ -391,6 +394,17 @@ def test_a_method_starts_from_a_run_and_is_an_ordinary_transformers_model(
     with torch.inference_mode():
         # weights are equal to the bit; where they lie in memory may change the last one of a convolution
         torch.testing.assert_close(again.embed_images(pixels), model.embed_images(pixels), atol=1e-6, rtol=0)
+
+
+def test_a_method_starts_from_what_is_left_of_the_old_model(image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    np.save(tmp_path / "prototypes.npy", np.eye(2, 8))
+    (tmp_path / "classes.txt").write_text("bee\nant\n")
+    model = xcompat.BctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
+    assert model.config.classes == ["bee", "ant"] and model.config.old["dim"] == 8
+    with pytest.raises(XcompatError, match="IndependentModel is trained without an old model and fits no old gallery"):
+        xcompat.IndependentModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
+    with pytest.raises(XcompatError, match="FctModel takes the old model as it is described: load_embedder"):
+        xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
 
 
 def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(

@@ -40,11 +40,18 @@ class BackboneModel(CompatModel):
     """Names of the modules and buffers that leave when training is done."""
 
     def __init__(self, config: BackboneConfig, encoder: Encoder | None = None) -> None:
+        self._check_dims(config)
         super().__init__(config, encoder)
         assert self.encoder is not None
         width = self.encoder.embedding_dim
         projected = config.dim is not None or config.embedding_dim != width
         self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
+
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        """Refuse dimensions that cannot be, before anything is built."""
+        if config.dim is not None and config.dim < 1:
+            raise XcompatError(f"options.dim is {config.dim}; an embedding has at least 1 dimension")
 
     @property
     def image_head(self) -> nn.Linear | None:

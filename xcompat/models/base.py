@@ -108,7 +108,16 @@ class CompatModel(CheckpointModel):
 
         Returns:
             The model in float32, in evaluation mode, the encoder's weights those given.
+
+        Raises:
+            XcompatError: the old model is not described, or the method is trained without one.
         """
+        if old is not None and not cls.compares_with_old:
+            raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
+        if old is not None and not isinstance(old, dict):
+            raise XcompatError(
+                f"{cls.__name__} takes the old model as it is described: load_embedder({str(old)!r}).describe_old()"
+            )
         loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
         description = loaded.description | {"fingerprint": loaded.fingerprint(processor).digest, "dim": loaded.embedding_dim}
         dim = cls.embedding_dim_for(loaded, old, options)

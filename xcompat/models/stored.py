@@ -121,7 +121,9 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     usable_N = np.concatenate([_is_direction(array[start : start + ROWS]) for start in starts] or [np.ones(0, bool)])
     bad = np.flatnonzero(~usable_N)
     if bad.size:
-        raise XcompatError(f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN or zeros alone; leave them out")
+        raise XcompatError(
+            f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN or zeros alone; leave them out"
+        )
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise XcompatError(f"{lines}: {twice!r} stands on two lines, so that it has two rows; leave one out")
