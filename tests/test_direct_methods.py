@@ -65,6 +65,30 @@ def compatibility(model: Any, features: torch.Tensor, labels: torch.Tensor, old:
 # -------------------------------------------------------------------------------------------------------- all of them
 
 
+@pytest.mark.parametrize("adapters", [None, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize("name", ["clip", "open_clip", "siglip", "blip", "vision-text-dual-encoder", "vit"])
+def test_what_images_go_through_is_trained_and_nothing_else(
+    name: str,
+    adapters: dict[str, Any] | None,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    images: list[Image.Image],
+) -> None:
+    folders, options = {"clip": {**folder_of, **image_folder_of}[name]}, {"dim": DIM, "adapters": adapters}
+    model = build("l2", folders, **options).train()
+    given = {"pixel_values": model.processor.images(images), "labels": torch.from_numpy(LABELS_N[:4])}
+    model(**given, old_embeds=unit(4, OLD_DIM)).loss.backward()
+    trained = [name for name, parameter in model.encoder.named_parameters() if parameter.requires_grad]
+    unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    assert trained and not unused, "a parameter without gradient hangs data-parallel training"
+    assert all("lora_" in name for name in trained) == (adapters is not None)
+
+
+def test_adapters_that_no_image_goes_through_are_refused(folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="adapters.lora.towers names the text tower alone"):
+        build("l2", folder_of, adapters={"lora": {"rank": 2, "towers": ["text"]}})
+
+
 @pytest.mark.parametrize("method", NAMES)
 def test_only_prototypes_are_refused_by_name(method: str, folder_of: dict[str, str]) -> None:
     prototypes = OldKnowledge(len(CLASSES), LABELS_N, None, given_prototypes_Cd=unit(len(CLASSES), OLD_DIM).numpy())

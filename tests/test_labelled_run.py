@@ -191,6 +191,9 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
         ({"method": "bt2", "options": {"extra_dim": 4, "dim": 6}}, "new part of 6 dimensions .* which have 8: set dim to 8"),
+        ({"method": "nccl", "options": {"dim": 4}}, "stand for the 8 of the old one, and options.dim .* leaves 4; raise them"),
+        ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),
+        ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; an embedding has at least 1"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
     ],
 )
@@ -279,10 +282,12 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     left.mkdir()
     np.save(left / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
     (left / "classes.txt").write_text("bee\nant\n")
-    raw = {"old": str(left), "evaluation": None}
-    run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "bct"), **raw))
-    with pytest.raises(XcompatError, match="l2 needs an old embedding of every training image, and only class prototypes"):
-        run_recipe(recipe_of(trained, method="l2", output_dir=str(tmp_path / "l2"), **raw))
+    run_recipe(recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct")))
+    for method in {*SEEN, *MAPS} - {"bct", "oca"}:
+        changes = {"method": method, "old": str(left), "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / method)}
+        new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+        with pytest.raises(XcompatError, match=f"{method} needs an old embedding of every training image, and only class"):
+            run_recipe(recipe_of(trained, **changes, **new))
     with pytest.raises(XcompatError, match="holds class prototypes alone.*set evaluation to null"):
         run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "judged"), old=str(left)))
 
@@ -292,6 +297,8 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     [
         (np.ones((3, 8)), ["a", "b"], "has shape .3, 8., but image_ids.txt has 2 lines"),
         (np.full((2, 8), np.nan), ["a", "b"], "row 0 .a. and 1 more hold NaN"),
+        (np.eye(2, 8) * [[1.0], [0.0]], ["a", "b"], "row 1 .b. and 0 more hold NaN or zeros alone"),
+        (np.ones((2, 8)), ["a", "a"], "image_ids.txt: 'a' stands on two lines"),
         (np.ones((2, 8)), ["a", "b"], "has no embedding of 24 of 24 images"),
     ],
 )
@@ -305,6 +312,27 @@ def test_stored_embeddings_that_do_not_fit_are_refused(
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(trained, method="l2", old=str(left), output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_side_information_may_be_all_that_is_left_of_its_model(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    stored = what_is_left(trained, folders, tmp_path / "left")
+    for name, side in (("gone", stored), ("here", trained["old"])):
+        raw = {"method": "fct", "new": trained["independent"], "old": trained["old"], "side_info": side}
+        run_recipe(recipe_of(trained, **raw, output_dir=str(tmp_path / name), cache_dir=str(tmp_path / f"cache-{name}")))
+    gone, here = ({case.label: case.metrics for case in load_report(tmp_path / name).cases} for name in ("gone", "here"))
+    assert gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
+
+
+@pytest.mark.parametrize("role", ["new", "independent"])
+def test_embeddings_do_not_stand_in_for_a_new_model(
+    role: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    stored = what_is_left(trained, folders, tmp_path / "left")
+    method, roles = "query_map", {"new": trained["independent"], role: stored}
+    with pytest.raises(XcompatError, match=f"holds embeddings and no model; name one under {role}"):
+        run_recipe(recipe_of(trained, method=method, **roles, output_dir=str(tmp_path / "run")))
 
 
 def test_online_old_embeddings_are_of_the_view_that_the_new_model_sees(trained: dict[str, Any], tmp_path: Path) -> None:
@@ -367,6 +395,17 @@ def test_a_method_starts_from_a_run_and_is_an_ordinary_transformers_model(
     with torch.inference_mode():
         # weights are equal to the bit; where they lie in memory may change the last one of a convolution
         torch.testing.assert_close(again.embed_images(pixels), model.embed_images(pixels), atol=1e-6, rtol=0)
+
+
+def test_a_method_starts_from_what_is_left_of_the_old_model(image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    np.save(tmp_path / "prototypes.npy", np.eye(2, 8))
+    (tmp_path / "classes.txt").write_text("bee\nant\n")
+    model = xcompat.BctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
+    assert model.config.classes == ["bee", "ant"] and model.config.old["dim"] == 8
+    with pytest.raises(XcompatError, match="IndependentModel is trained without an old model and fits no old gallery"):
+        xcompat.IndependentModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
+    with pytest.raises(XcompatError, match="FctModel takes the old model as it is described: load_embedder"):
+        xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
 
 
 def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(

@@ -23,7 +23,7 @@ from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import EmbeddedImages
 from xcompat.heads import ForwardTransform, ResidualBottleneck
-from xcompat.losses import classifier_kl_loss, nt_xent_loss
+from xcompat.losses import classifier_kl_loss, distillation, nt_xent_loss
 from xcompat.models import (
     METHODS,
     FctConfig,
@@ -194,6 +194,16 @@ def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
     mapped_p, target_p = (Categorical(logits=9.0 * F.normalize(x, dim=-1) @ rows.T) for x in (mapped, target))
     wanted = kl_divergence(mapped_p, target_p) if reverse else kl_divergence(target_p, mapped_p)
     torch.testing.assert_close(classifier_kl_loss(mapped, target, seen, 9.0, reverse=reverse), wanted.mean())
+
+
+def test_kl_of_many_classes_is_made_in_parts_with_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for most in (1000, 8):  # logits at once: all of 5 x 4, and those of two samples
+        monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", most)
+        mapped, target = (3 * unit(5, 7)).requires_grad_(), unit(5, 7, 1)
+        loss = classifier_kl_loss(mapped, target, unit(4, 7, 2), 9.0)
+        made.append((loss.detach(), *torch.autograd.grad(loss, mapped)))
+    torch.testing.assert_close(made[1], made[0])
 
 
 def test_rbt_loss_is_its_three_parts() -> None:
@@ -431,6 +441,11 @@ def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: 
         plain.train()(pixel_values=pixels, labels=labels).loss for labels in (given["labels"], given["labels"][order])
     )
     torch.testing.assert_close(loss, share * first + (1 - share) * second)
+
+
+def test_a_mixed_image_makes_no_triplet(image_folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="set options.mixup to 0 or another head"):
+        IndependentModel.from_encoder(image_folder_of["resnet"], classes=["a", "b"], mixup=0.2, head="triplet")
 
 
 # -------------------------------------------------------------------------------------------------------- whole recipes

@@ -30,7 +30,7 @@ LABELS = torch.tensor([0, 2, 2, 0])  # no image of the second class
 CLASSIFIED = [
     name for name, model in METHODS.items() if issubclass(model, ClassifiedModel) and model is not xcompat.IndependentModel
 ]
-CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 12}, "oca": {"extra_dim": 4}}
+CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 16}, "oca": {"extra_dim": 4}}
 LEARNING_OPTIONS: dict[str, dict[str, Any]] = {
     "projection": {"noise_std": 0.0},
     "residual_mlp": {"regularisation": 10.0},  # else four pairs are fitted before training begins
@@ -59,7 +59,7 @@ def batch_for(model: CompatModel, images: list[Image.Image]) -> dict[str, torch.
     made = {
         "old_embeds": unit(4, 8),
         "old_text_embeds": unit(4, 8).flip(0),
-        "new_embeds": unit(4, 12 if model.config.model_type == "xcompat-bt2" else 16),
+        "new_embeds": unit(4, 16),
         "labels": LABELS,
         "credible": torch.tensor([True, False, True, True]),
         "pixel_values": model.processor.images(images),

@@ -154,7 +154,11 @@ def _load(source: EncoderSource) -> Encoder:
     from transformers import AutoConfig
 
     where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
-    if hasattr(AutoConfig.from_pretrained(source.name, **where), "text_config"):
+    try:
+        config = AutoConfig.from_pretrained(source.name, **where)
+    except ValueError as error:  # no model_type, or one that transformers does not know
+        raise XcompatError(f"cannot load {source.name}: {' '.join(str(error).split())}") from error
+    if hasattr(config, "text_config"):
         from xcompat.encoders.transformers_encoder import load_transformers_encoder
 
         return load_transformers_encoder(source.name, source.revision, source.trust_remote_code)

@@ -190,17 +190,15 @@ class Encoder(nn.Module, ABC):
         return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
 
     def image_parameters(self) -> list[nn.Parameter]:
-        """Return the model's own parameters that embeddings of images depend on."""
-        beside = (
-            "text",
-            "token_embedding",
-            "positional_embedding",
-            "ln_final",
-        )  # as transformers and open_clip begin their names
+        """Return the parameters that embeddings of images depend on, adapters among them."""
+        # some of the text's lie outside its tower
+        beside = ("model.text", "model.token_embedding", "model.positional_embedding", "model.ln_final")
+        tower = self.towers.get("text")
+        texts = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
         return [
             parameter
-            for name, parameter in self.model.named_parameters()
-            if not name.startswith(beside) and not any(word in name for word in self.unused)
+            for name, parameter in self.named_parameters()
+            if id(parameter) not in texts and not name.startswith(beside) and not any(word in name for word in self.unused)
         ]
 
     @contextmanager

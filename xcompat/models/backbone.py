@@ -40,11 +40,18 @@ class BackboneModel(CompatModel):
     """Names of the modules and buffers that leave when training is done."""
 
     def __init__(self, config: BackboneConfig, encoder: Encoder | None = None) -> None:
+        self._check_dims(config)
         super().__init__(config, encoder)
         assert self.encoder is not None
         width = self.encoder.embedding_dim
         projected = config.dim is not None or config.embedding_dim != width
         self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
+
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        """Refuse dimensions that cannot be, before anything is built."""
+        if config.dim is not None and config.dim < 1:
+            raise XcompatError(f"options.dim is {config.dim}; an embedding has at least 1 dimension")
 
     @property
     def image_head(self) -> nn.Linear | None:
@@ -87,9 +94,13 @@ class BackboneModel(CompatModel):
         return super().embed_texts(input_ids, attention_mask)
 
     def set_trainable(self) -> None:
-        """Train adapters and heads alone where there are adapters, else everything that embeddings of images depend on."""
+        """Train adapters of the image tower and heads where there are adapters, else all that embeddings of images depend on."""
         assert self.encoder is not None
-        chosen = {id(parameter) for parameter in self.encoder.adapter_parameters() or self.encoder.image_parameters()}
+        chosen = {id(parameter) for parameter in self.encoder.image_parameters()}
+        if adapters := {id(parameter) for parameter in self.encoder.adapter_parameters()}:
+            chosen &= adapters
+            if not chosen:
+                raise XcompatError("adapters.lora.towers names the text tower alone, which images do not go through; name image")
         for parameter in self.encoder.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
 

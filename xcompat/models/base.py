@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel
 from transformers import initialization as init
 
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
@@ -24,7 +23,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import first_dims
-from xcompat.models.checkpoint import CheckpointModel
+from xcompat.models.checkpoint import CheckpointModel, load_outside
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
@@ -109,7 +108,16 @@ class CompatModel(CheckpointModel):
 
         Returns:
             The model in float32, in evaluation mode, the encoder's weights those given.
+
+        Raises:
+            XcompatError: the old model is not described, or the method is trained without one.
         """
+        if old is not None and not cls.compares_with_old:
+            raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
+        if old is not None and not isinstance(old, dict):
+            raise XcompatError(
+                f"{cls.__name__} takes the old model as it is described: load_embedder({str(old)!r}).describe_old()"
+            )
         loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
         description = loaded.description | {"fingerprint": loaded.fingerprint(processor).digest, "dim": loaded.embedding_dim}
         dim = cls.embedding_dim_for(loaded, old, options)
@@ -147,17 +155,8 @@ class CompatModel(CheckpointModel):
             described = self.config.encoder
             if described is None:
                 raise XcompatError("this map was fitted on embeddings alone: give it embeddings, or set config.encoder")
-            if described["library"] == "xcompat":  # a map over the embeddings of another model of this library
-                where = {"revision": described.get("revision") or "main"}
-                model: CompatModel = AutoModel.from_pretrained(described["name"], **where).for_inference()
-                found, self._processor = model.stored_fingerprint(), model.processor
-                self._outside_encoder = [model]
-            else:
-                encoder, processor = load_encoder(EncoderSource.described(described))
-                found, self._processor = encoder.fingerprint(processor), processor
-                self._outside_encoder = [encoder.requires_grad_(False).eval()]
-            Fingerprint(described["fingerprint"], described["name"]).require(found, f"the encoder at {described['name']}")
-            nn.Module.to(self._outside_encoder[0], self.dtype)
+            loaded, self._processor = load_outside(described)
+            self._outside_encoder = [nn.Module.to(loaded, self.dtype)]
         outside: Any = self._outside_encoder[0]
         if outside.dtype != self.dtype:  # whoever gave it keeps its weights as they were
             self._outside_encoder = [outside := copy.deepcopy(outside).to(self.dtype)]

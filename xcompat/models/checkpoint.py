@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import CommitInfo, ModelCard
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from xcompat.distributed import is_main_process
@@ -320,3 +320,26 @@ class CheckpointModel(PreTrainedModel):
 def _without_adapter(key: str) -> str:
     """Return the name of a weight before LoRA wrapped its layer."""
     return key.replace(".base_layer.", ".")
+
+
+def load_outside(described: dict[str, Any]) -> tuple[Any, Processor]:
+    """Load the frozen encoder that a map belongs to.
+
+    Args:
+        described: as ``config.encoder`` has it.
+
+    Returns:
+        The encoder, or the model of this library whose embeddings are mapped, and its preprocessing.
+
+    Raises:
+        FingerprintMismatchError: it is another one than the map was made for.
+    """
+    name = described["name"]
+    if described["library"] == "xcompat":
+        model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
+        found, processor = model.stored_fingerprint(), model.processor
+    else:
+        model, processor = load_encoder(EncoderSource.described(described))
+        found, model = model.fingerprint(processor), model.requires_grad_(False).eval()
+    Fingerprint(described["fingerprint"], name).require(found, f"the encoder at {name}")
+    return model, processor

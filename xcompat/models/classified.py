@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
 from xcompat.losses.classification import ClassificationHead, HeadKind
 from xcompat.models.backbone import BackboneConfig, BackboneModel
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_embedder
+from xcompat.models.stored import StoredModel, is_stored
 from xcompat.outputs import CompatOutput
 
 
@@ -56,6 +58,18 @@ class ClassifiedModel(BackboneModel):
         self.post_init()
 
     @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        super()._check_dims(config)
+        dim, extra = config.embedding_dim, config.extra_dim
+        if extra < 0:
+            raise XcompatError(f"options.extra_dim is {extra}; give a number of dimensions to append, or leave it out")
+        if cls.compares_with_old and config.old is not None and dim < config.old["dim"]:
+            raise XcompatError(
+                f"the first dimensions of a new embedding stand for the {config.old['dim']} of the old one, and options.dim with "
+                f"options.extra_dim leaves {dim}; raise them, or leave dim out"
+            )
+
+    @classmethod
     def from_encoder(
         cls,
         encoder: str | EncoderSource | tuple[Encoder, Processor],
@@ -66,13 +80,17 @@ class ClassifiedModel(BackboneModel):
 
         Args:
             encoder: name, folder, source, or an encoder and its processor already loaded.
-            old: the old model: its name or folder, or as ``describe_old`` gives it.
+            old: the old model: its name or folder, a folder of what it once computed, or as ``describe_old`` gives it.
             options: the method's configuration; ``classes`` are the old model's unless given.
 
         Returns:
             The model in float32, in evaluation mode.
         """
-        if isinstance(old, str | EncoderSource):
+        if isinstance(old, str) and is_stored(old):
+            stored = StoredModel(old)
+            options = {"classes": stored.classes or None} | options
+            old = stored.describe_old()
+        elif isinstance(old, str | EncoderSource):
             embedder = load_embedder(old)
             known = getattr(embedder.model.config, "classes", None) if isinstance(embedder.model, CompatModel) else None
             options = {"classes": known} | options
@@ -82,7 +100,8 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
-        base = options.get("dim") or (old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim)
+        usual = old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim
+        base = options["dim"] if options.get("dim") is not None else usual
         return int(base + options.get("extra_dim", cls.config_class.extra_dim))
 
     def build_for_training(self) -> None:

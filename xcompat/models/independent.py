@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
 from xcompat.losses import clip_contrastive_loss, siglip_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.outputs import CompatOutput
@@ -47,6 +48,8 @@ class IndependentModel(ClassifiedModel):
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
+        if config.mixup and config.head == "triplet":
+            raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0 or another head")
         if config.classes is not None:
             self.columns = ClassifiedModel.columns  # type: ignore[misc]  # what it reads depends on what it is trained on
 

@@ -14,6 +14,10 @@ from torch import Tensor
 from xcompat.errors import XcompatError
 
 ROWS = 65536
+ONLY_PROTOTYPES = (
+    "{} needs an old embedding of every training image, and only class prototypes are known; "
+    "give the old model or its embeddings, or take a method that learns from prototypes (bct, oca)"
+)
 
 
 class Rows(Protocol):
@@ -72,10 +76,7 @@ class OldKnowledge:
             XcompatError: only prototypes are known.
         """
         if self.embeddings_Nd is None:
-            raise XcompatError(
-                f"{method} needs an old embedding of every training image, and only class prototypes are known; "
-                "give the old model or its embeddings, or take a method that learns from prototypes (bct, oca)"
-            )
+            raise XcompatError(ONLY_PROTOTYPES.format(method))
         return self.embeddings_Nd
 
     def weights(self, kind: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import describe_old
-from xcompat.models.old_knowledge import ROWS, rows_by_class
+from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, rows_by_class
 
 EMBEDS, IDS = "image_embeds.npy", "image_ids.txt"
 PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
@@ -29,7 +30,7 @@ class StoredModel:
             id or class name a line.
 
     Raises:
-        XcompatError: a file is missing, is no matrix of numbers, or does not have a line for each row.
+        XcompatError: a file is missing, is no matrix of numbers, or does not have a line of its own for each row.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -62,6 +63,11 @@ class StoredModel:
         """Describe this model as the old one of a configuration."""
         return describe_old(self.fingerprint, self.dim)
 
+    def require_embeddings(self, method: str) -> None:
+        """Refuse a method that learns from embeddings where only prototypes are known, by the method's name."""
+        if self.embeds_Nd is None:
+            raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
+
     def rows(self, ids: Sequence[str]) -> NDArray[np.float32]:
         """Fetch the embeddings of images.
 
@@ -76,8 +82,8 @@ class StoredModel:
         """
         if self.embeds_Nd is None:
             raise XcompatError(
-                f"{self.name} holds class prototypes alone: what needs an old embedding of every image, such as judging a model "
-                "on the old gallery, cannot be done with them; set evaluation to null, or give the embeddings"
+                f"{self.name} holds class prototypes alone: no model can be judged on an old gallery of which no embedding is "
+                "known; set evaluation to null, or give the embeddings"
             )
         place = {name: row for row, name in enumerate(self.ids)}
         missing = [name for name in ids if name not in place]
@@ -112,8 +118,17 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
     starts = range(0, len(array), ROWS)
-    finite_N = np.concatenate([np.isfinite(array[start : start + ROWS]).all(axis=1) for start in starts] or [np.ones(0, bool)])
-    bad = np.flatnonzero(~finite_N)
+    usable_N = np.concatenate([_is_direction(array[start : start + ROWS]) for start in starts] or [np.ones(0, bool)])
+    bad = np.flatnonzero(~usable_N)
     if bad.size:
-        raise XcompatError(f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN; leave them out")
+        raise XcompatError(
+            f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN or zeros alone; leave them out"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise XcompatError(f"{lines}: {twice!r} stands on two lines, so that it has two rows; leave one out")
     return array, names
+
+
+def _is_direction(rows_Bd: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.isfinite(rows_Bd).all(axis=1) & (rows_Bd != 0).any(axis=1)

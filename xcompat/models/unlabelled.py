@@ -22,7 +22,7 @@ class UnlabelledModel(BackboneModel):
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the backbone's width."""
-        return options.get("dim") or encoder.embedding_dim
+        return options["dim"] if options.get("dim") is not None else encoder.embedding_dim
 
     def forward(
         self,

@@ -74,7 +74,7 @@ def fill_caches(stage: Stage, role: str) -> None:
     if role == "new":
         embedder: Embedder | StoredModel = stage.as_input(stage.embedder(role))
     else:
-        embedder = stage.old() if role == "old" else stage.embedder(role)
+        embedder = stage.remembered(role)
     wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
     if role in SIDES:
         if role in stage.method.columns_if_known:
@@ -93,7 +93,7 @@ def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, Embeddin
     """Build a map and what it learns from; the encoders are gone when this returns."""
     plain, old = stage.embedder("new"), stage.old()
     described, new = _describe_encoder(plain), stage.as_input(plain)
-    sides: dict[str, Any] = {role: stage.embedder(role).describe_old() for role in SIDES if _reads(stage, role)}
+    sides: dict[str, Any] = {role: stage.remembered(role).describe_old() for role in SIDES if _reads(stage, role)}
     config = stage.method.config_class(
         encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **stage.part.options
     )
@@ -115,7 +115,7 @@ def _map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     known: dict[str, Any] = {INDEX: np.arange(len(new))}
     if len(labels_N):
         known[LABELS] = labels_N
-    known |= {role: stage.cache(stage.embedder(role)) for role in SIDES if _reads(stage, role)}
+    known |= {role: stage.cache(stage.remembered(role)) for role in SIDES if _reads(stage, role)}
     wanted = {*model.columns, *model.columns_if_known}
     return model, embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
 
@@ -150,6 +150,8 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
             extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
+        if isinstance(old, StoredModel) and stage.is_judged:
+            old.rows([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
     return model, labelled_data(part, images, model.processor, stage.recipe.seed, extra, two_views, online)
 
@@ -160,8 +162,6 @@ def _old_knowledge(stage: Stage, old: Embedder | StoredModel) -> OldKnowledge:
     count, labels_N = len(images.classes), images.labels()
     if isinstance(old, StoredModel):
         prototypes_Cd = old.prototypes_of(images.classes)
-        if prototypes_Cd is not None and stage.part.evaluation is not None and stage.part.data.tests():
-            old.rows([])  # says that nothing can be judged, before anything is trained
         embeds_Nd = stage.cache(old) if prototypes_Cd is None else None
         return OldKnowledge(count, labels_N, embeds_Nd, given_prototypes_Cd=prototypes_Cd)
     return OldKnowledge(count, labels_N, stage.cache(old), _classifier_rows(old, images.classes))

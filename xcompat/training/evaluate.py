@@ -23,6 +23,7 @@ from xcompat.evaluation import (
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.stored import StoredModel, is_stored
 from xcompat.report import ReportContent
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
@@ -111,8 +112,9 @@ def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Cont
     described = getattr(model.config, SIDE_INFO, None)
     if described is None:
         return None
-    embedder = load_embedder(described["name"], model.device)
-    Fingerprint(described["fingerprint"], described["name"]).require(embedder.fingerprint, f"the model at {described['name']}")
+    name = described["name"]
+    embedder = StoredModel(name) if is_stored(name) else load_embedder(name, model.device)
+    Fingerprint(described["fingerprint"], name).require(embedder.fingerprint, f"the model at {name}")
     return test.embed(embedder, cache_dir)
 
 

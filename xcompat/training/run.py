@@ -134,7 +134,7 @@ class StageRun(Stage):
                 continue
             fill_caches(self, role)
             if test is not None:
-                embedder = self.old() if role == "old" else self.embedder(role)
+                embedder = self.remembered(role)
                 test.embed(embedder, self.recipe.cache_dir)
                 if role == "new" and isinstance(embedder, Embedder):
                     test.embed(self.as_input(embedder), self.recipe.cache_dir)

@@ -23,6 +23,9 @@ from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.test_sets import load_pair_test_set
 
+REMEMBERED = ("old", "side_info", "new_side_info")
+"""Roles in which embeddings will do where the model itself is gone."""
+
 
 class Stage:
     """A stage in its recipe.
@@ -73,6 +76,8 @@ class Stage:
         source = getattr(self.part, role)
         if not isinstance(source, EncoderSource):
             raise XcompatError(f"{self.part.name}: method {self.part.method} needs a trained {role} model; name it under {role}")
+        if is_stored(source.name):
+            raise XcompatError(f"{self.part.name}: {source.name} holds embeddings and no model; name one under {role}")
         halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
         chosen = next((dtype for key, dtype in halves.items() if self.part.training.get(key)), None)
         return replace(load_embedder(self.resolved(source), device()), autocast=chosen)
@@ -95,16 +100,23 @@ class Stage:
             raise XcompatError(f"{self.part.name}: data.test has captions, and {IMAGES_ALONE}")
         return penultimate(new)
 
-    def old(self) -> Embedder | StoredModel:
-        """Load the old model, or what is left of one that is gone.
+    def remembered(self, role: str) -> Embedder | StoredModel:
+        """Load the model in a role; the old one, and those of side-information, may be gone but for what they once computed.
+
+        Args:
+            role: one of :data:`~xcompat.training.recipe.ROLES`.
 
         Raises:
-            XcompatError: the recipe names none.
+            XcompatError: the recipe names none, or embeddings where it takes a model.
         """
-        source = self.part.old
-        if source is not None and is_stored(source.name):
+        source = getattr(self.part, role)
+        if role in REMEMBERED and isinstance(source, EncoderSource) and is_stored(source.name):
             return StoredModel(source.name)
-        return replace(self.embedder("old"), reads=self.part.data.old_reads)
+        return self.embedder(role) if role != "old" else replace(self.embedder(role), reads=self.part.data.old_reads)
+
+    def old(self) -> Embedder | StoredModel:
+        """Load the old model, or what is left of one that is gone (see :meth:`remembered`)."""
+        return self.remembered("old")
 
     def independent(self) -> Embedder | None:
         """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
@@ -132,6 +144,8 @@ class Stage:
     def cache(self, embedder: Embedder | StoredModel) -> EmbeddingCache:
         """Embed what a map over cached embeddings learns from."""
         data, cache_dir = self.part.data, self.recipe.cache_dir
+        if isinstance(embedder, StoredModel):
+            embedder.require_embeddings(self.part.method)
         if data.images is not None:
             return cached_images(embedder, self.images.dataset, cache_dir, self.images.max_bad_share)
         if isinstance(embedder, StoredModel):
