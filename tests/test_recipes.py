@@ -196,3 +196,16 @@ def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 gloo 1 cpu"] * 2
+
+
+def test_dimensions_that_are_tied_are_those_of_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.report.report.render_report", lambda *_: None)
+    raw = {
+        "method": "bt2",
+        "old": "some/old",
+        "independent": "some/independent",
+        "new": {"name": "some/new"},
+        "options": {"dim": 128},
+        "data": {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}},
+    }
+    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))

@@ -107,6 +107,7 @@ def _stand_in_stages(part: StageRecipe, folder: Path, projected: set[str]) -> li
 
 def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> StageRecipe:
     replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
+    named = set()
     for role in ROLES:
         source = getattr(part, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
@@ -115,6 +116,9 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
             # one name is one model wherever a recipe mentions it
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
             replaced[role] = {"name": name}
+            named.add(role)
+    if part.method == "bt2" and named >= {"old", "independent"}:  # whose dimensions are tied to those of both
+        replaced["options"] = {**part.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
     data = replaced.get("data", {})
     for key in ("pairs", "test", "images", "queries", "gallery"):
         if data.get(key):
