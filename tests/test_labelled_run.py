@@ -205,6 +205,28 @@ def test_what_cannot_work_is_refused_before_training(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"subset": {"classes": ["ant", "unicorn"]}}}, "unicorn"),
+        ({"options": {"head": "triplet"}, "data": {"subset": {"classes": CLASSES, "limit_per_class": 1}}}, "ant"),
+        ({"old": "stored"}, "has no embedding of 23 of 24 images"),
+    ],
+)
+def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
+    changes: dict[str, Any], message: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "stored").mkdir()
+    np.save(tmp_path / "stored" / "image_embeds.npy", np.ones((1, 8), np.float32))
+    (tmp_path / "stored" / "image_ids.txt").write_text(str(load_labelled(folders["train"]).dataset["id"][0]))
+    if "old" in changes:
+        changes = {**changes, "old": str(tmp_path / "stored")}
+    stages = [{"name": "first", "method": "bct"}, {"name": "second", "method": "bct", **changes}]
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     data = {**trained["data"], "subset": {"classes": CLASSES, "limit_per_class": 1}}
     with pytest.raises(XcompatError, match="ant"):

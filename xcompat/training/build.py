@@ -12,6 +12,7 @@ from xcompat.data.corpora import normalise
 from xcompat.data.notices import notice
 from xcompat.data.schema import (
     CREDIBLE,
+    ID,
     INDEX,
     LABELS,
     NEW_EMBEDS,
@@ -32,10 +33,10 @@ from xcompat.models.closed_form import ClosedFormModel, readable_pairs
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
 from xcompat.models.projected import ProjectedModel
-from xcompat.models.stored import StoredModel
+from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage, seed_everything
-from xcompat.training.trainer import embedding_data, labelled_data, pair_data, train
+from xcompat.training.trainer import embedding_data, labelled_data, pair_data, train, triplet_sampler
 
 if TYPE_CHECKING:
     import datasets
@@ -67,6 +68,22 @@ def train_stage(stage: Stage) -> CompatModel:
     else:
         model, data = _model_and_pairs(stage)
     return train(model, data, stage.part, stage.recipe.seed, stage.folder / "checkpoints")
+
+
+def check_inputs(stage: Stage) -> None:
+    """Refuse what can be seen of a stage's labelled images alone, so that no earlier stage is trained for nothing.
+
+    Raises:
+        XcompatError: a class is unknown or without images, triplets cannot be made, or a stored old embedding is missing.
+    """
+    part = stage.part
+    if part.data.images is None:
+        return
+    triplet_sampler(part, stage.images, stage.recipe.seed)
+    if part.old is not None and is_stored(part.old.name):
+        old = StoredModel(part.old.name)
+        if old.embeds_Nd is not None:
+            old.rows(stage.images.dataset[ID][:])
 
 
 def fill_caches(stage: Stage, role: str) -> None:

@@ -24,7 +24,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.report import load_report, print_report, write_report
-from xcompat.training.build import fill_caches, train_stage
+from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
@@ -48,12 +48,15 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     process_state()
     silence_libraries()
     reports = {}
-    for part in recipe.stages:
-        with stage_line(f"{recipe.name}: {part.name}"):
-            run = StageRun(recipe, part)
+    runs = [StageRun(recipe, part) for part in recipe.stages]
+    for run in runs:
+        if not run.is_done:
+            check_inputs(run)
+    for run in runs:
+        with stage_line(f"{recipe.name}: {run.part.name}"):
             run.train_unless_done()
             if run.is_judged:
-                reports[part.name] = run.evaluate_unless_done()
+                reports[run.part.name] = run.evaluate_unless_done()
     if is_main_process():
         write_sequence(recipe.output_dir, reports, console)
     return reports
@@ -77,11 +80,16 @@ class StageRun(Stage):
 
     # ------------------------------------------------------------------------------------------------ training
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether the stage is trained."""
+        return (self.folder / "done.json").exists()
+
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
         self._check_folder()
         done = self.folder / "done.json"
-        if done.exists():
+        if self.is_done:
             self._require_same_inputs(read_json(done))
             console.print(f"  [dim]{self.part.name} is done, reused from {self.folder}[/]")
             return

@@ -137,17 +137,25 @@ def labelled_data(
     Raises:
         XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
     """
-    sampler = None
-    if part.is_balanced:
-        each = part.data.samples_per_class
-        sampler = ClassBalancedSampler(images.labels(), part.batch_size // each, each, classes=images.classes, seed=seed)
     bad = BadSamples(images.max_bad_share, len(images.dataset))
     collator = PairCollator(processor, part.data.augmentation, two_views)
     if online is not None:
         collator = OnlineOldCollator(processor, part.data.augmentation, two_views, online)
     unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
     dataset = PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad)
-    return Data(dataset, collator, sampler)
+    return Data(dataset, collator, triplet_sampler(part, images, seed))
+
+
+def triplet_sampler(part: StageRecipe, images: LabelledImages, seed: int) -> ClassBalancedSampler | None:
+    """Return what draws a few classes for each batch and equally many images of each, for a head of triplets; else None.
+
+    Raises:
+        XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
+    """
+    if not part.is_balanced:
+        return None
+    each = part.data.samples_per_class
+    return ClassBalancedSampler(images.labels(), part.batch_size // each, each, classes=images.classes, seed=seed)
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
