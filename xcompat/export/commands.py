@@ -27,7 +27,7 @@ def to_sentence_transformers(run: str, out: Path, space: Space) -> None:
     enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
-    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space, {needs}")
+    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space, {needs}", soft_wrap=True)
 
 
 def to_onnx(run: str, out: Path, space: Space) -> None:
