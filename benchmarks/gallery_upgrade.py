@@ -1,6 +1,6 @@
 """Mapping a stored gallery to a newer model against the bare network on tensors in memory, and how much memory it takes.
 
-    python benchmarks/gallery_upgrade.py [--items 100000] [--rounds 5] [--map fct]
+    python benchmarks/gallery_upgrade.py [--items 50000] [--rounds 5] [--map fct]
 
 FCT's transformation h of 128 to 128 dimensions with random weights, or a solved linear map of that size. The gallery's side reads
 stored embeddings, maps them, writes and checks new segments and commits; the bare side is the map alone, in the same batches, on
@@ -69,7 +69,7 @@ def alone(model: CompatModel, embeds_ND: Tensor) -> Tensor:
     return torch.cat([model.upgrade(block_BD) for block_BD in embeds_ND.split(BATCH)])
 
 
-def measure(items: int = 100_000, rounds: int = ROUNDS, map: Literal["fct", "ridge"] = "fct") -> list[Row]:  # noqa: A002
+def measure(items: int = 50_000, rounds: int = ROUNDS, map: Literal["fct", "ridge"] = "fct") -> list[Row]:  # noqa: A002
     """Measure an upgrade of a whole gallery."""
     generator = np.random.default_rng(0)
     model = {"fct": fct, "ridge": ridge}[map]().eval()

@@ -68,7 +68,7 @@ class Row:
 
 
 def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Run all sides in turn, round after round, so that whatever else the machine does hits them alike.
+    """Run all sides in turn, there and back again, so that whatever else the machine does hits them alike.
 
     Args:
         sides: what to run, by name; each returns its own figure.
@@ -78,9 +78,9 @@ def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) 
         Median of each side's figures.
     """
     figures: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, run in sides.items():
-            figures[name].append(run())
+    for turn in range(rounds):
+        for name in list(sides)[:: -1 if turn % 2 else 1]:  # none always follows the same other
+            figures[name].append(sides[name]())
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
