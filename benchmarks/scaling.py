@@ -1,6 +1,6 @@
 """How cost grows with a gallery, with classes, with a corpus and with processes: each size beside a tenth of it.
 
-    python benchmarks/scaling.py [--gallery 1000000] [--classes 100000] [--texts 1000000]
+    python benchmarks/scaling.py [--gallery 1000000] [--classes 100000] [--texts 1000000] [--plot curves.png]
 
 A gallery of 128 dimensions, flat and in memory-mapped files: one query, and adding; --gallery 10000000 takes 12 GB
 of disk. Classes: one training step of a softmax over embeddings of 128 dimensions, batches of 128. A corpus: reading it without
@@ -16,7 +16,9 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -45,16 +47,45 @@ def sizes(fewest: int, most: int) -> list[int]:
     return found
 
 
-def grown(what: str, unit: str, took: dict[int, float], notes: dict[int, str]) -> list[Row]:
-    """Compare each size with a tenth of it."""
-    rows = []
-    for size, seconds in took.items():
-        ratio = seconds / took[size // 10] if size // 10 in took else None
-        rows.append(Row(f"{what}: {size:,} {unit}", "a tenth of it", ratio, "", f"{seconds:.3g} s{notes.get(size, '')}"))
-    return rows
+class Curve(NamedTuple):
+    """How long something takes for each of several sizes.
+
+    Args:
+        what: it grows.
+        unit: of the sizes.
+        took: seconds by size.
+        notes: what else one must know, by size.
+    """
+
+    what: str
+    unit: str
+    took: dict[int, float]
+    notes: dict[int, str]
+
+    def rows(self) -> list[Row]:
+        """Compare each size with a tenth of it."""
+        rows = []
+        for size, seconds in self.took.items():
+            ratio = seconds / self.took[size // 10] if size // 10 in self.took else None
+            what = f"{self.what}: {size:,} {self.unit}"
+            rows.append(Row(what, "a tenth of it", ratio, "", f"{seconds:.3g} s{self.notes[size]}"))
+        return rows
 
 
-def fill_galleries(most: int, rounds: int, folder: Path) -> list[Row]:
+def draw(curves: list[Curve], file: Path) -> None:
+    """Draw all curves on logarithmic axes, where proportional growth is a straight line at the slope of the dashed ones."""
+    figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3.2), layout="constrained")
+    for axis, curve in zip(axes, curves, strict=True):
+        at, seconds = list(curve.took), list(curve.took.values())
+        axis.loglog(at, seconds, marker="o")
+        axis.loglog(at, [seconds[-1] * size / at[-1] for size in at], linestyle="--", color="grey", linewidth=1)
+        first = next(iter(curve.notes.values()))
+        axis.set(title=curve.what, xlabel=curve.unit, ylabel=f"seconds{first.split(';')[0]}")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def fill_galleries(most: int, rounds: int, folder: Path) -> Curve:
     """Fill galleries and search them."""
     generator = np.random.default_rng(0)
     query = generator.standard_normal((1, DIM), dtype=np.float32)
@@ -72,7 +103,7 @@ def fill_galleries(most: int, rounds: int, folder: Path) -> list[Row]:
         searched[size] = medians({"search": lambda opened=opened: opened.search(query, MODEL, 10)}, rounds)["search"]
         notes[size] = f" a query; added at {size / added:,.0f}/s"
         shutil.rmtree(path)
-    return grown("gallery", "embeddings", searched, notes)
+    return Curve("gallery", "embeddings", searched, notes)
 
 
 def step(head: ClassificationHead, optimiser: torch.optim.Optimizer, embeds_BD: Tensor, labels_B: Tensor) -> None:
@@ -82,7 +113,7 @@ def step(head: ClassificationHead, optimiser: torch.optim.Optimizer, embeds_BD: 
     optimiser.step()
 
 
-def widen_heads(most: int, rounds: int) -> list[Row]:
+def widen_heads(most: int, rounds: int) -> Curve:
     """Train a head of more and more classes."""
     took, notes = {}, {}
     for size in sizes(FEWEST["classes"], most):
@@ -93,7 +124,7 @@ def widen_heads(most: int, rounds: int) -> list[Row]:
         took[size] = medians({"step": run}, rounds)["step"]
         weights = sum(parameter.numel() for parameter in head.parameters())
         notes[size] = f" a step; weights, gradients and moments {16 * weights / 2**20:,.0f} MiB"
-    return grown("softmax", "classes", took, notes)
+    return Curve("softmax", "classes", took, notes)
 
 
 def read_corpus(file: str) -> tuple[float, int]:
@@ -109,7 +140,7 @@ def read_corpus(file: str) -> tuple[float, int]:
     return took[0], memory
 
 
-def read_corpora(most: int, folder: Path) -> list[Row]:
+def read_corpora(most: int, folder: Path) -> Curve:
     """Read corpora of which every text is another."""
     took, notes = {}, {}
     os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")  # of the processes that read
@@ -118,7 +149,7 @@ def read_corpora(most: int, folder: Path) -> list[Row]:
         file.write_text("\n".join(f"a photo of thing number {number} in a room" for number in range(size)), encoding="utf-8")
         took[size], memory = in_fresh_process(read_corpus, str(file))
         notes[size] = f", once; {memory / 2**20:,.0f} MiB of memory"
-    return grown("corpus", "texts", took, notes)
+    return Curve("corpus", "texts", took, notes)
 
 
 def embed_share(rank: int, ranks: int, model: str, folder: str) -> None:
@@ -151,13 +182,22 @@ def share_texts(rounds: int, folder: Path) -> list[Row]:
     return [Row("embedding by 2 processes of one thread", "1 process of one thread", two / one, "", detail)]
 
 
-def measure(gallery: int = 1_000_000, classes: int = 100_000, texts: int = 1_000_000, rounds: int = ROUNDS) -> list[Row]:
+def measure(
+    gallery: int = 1_000_000,
+    classes: int = 100_000,
+    texts: int = 1_000_000,
+    rounds: int = ROUNDS,
+    plot: Path | None = None,
+) -> list[Row]:
     """Measure all four."""
     KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=KEPT) as folder:
         there = Path(folder).resolve()
-        filled, widened = fill_galleries(gallery, rounds, there), widen_heads(classes, rounds)
-        return [*filled, *widened, *read_corpora(texts, there), *share_texts(rounds, there)]
+        curves = [fill_galleries(gallery, rounds, there), widen_heads(classes, rounds), read_corpora(texts, there)]
+        shared = share_texts(rounds, there)
+    if plot is not None:
+        draw(curves, plot)
+    return [*(row for curve in curves for row in curve.rows()), *shared]
 
 
 if __name__ == "__main__":

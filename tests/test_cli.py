@@ -208,7 +208,7 @@ def test_an_unreadable_shard(share: float, run: Run, recipe: Callable[..., Path]
 def test_an_empty_corpus(run: Run, recipe: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     assert "empty corpus" in refused(run("train", recipe(data={"texts": [{"path": str(tmp_path / "empty.txt")}]})))
-    assert "empty corpus" in refused(run("embed", recipe(data={"texts": []})))
+    assert "set data.embeddings_of to images" in refused(run("embed", recipe(data={"texts": []})))
 
 
 def test_captions_without_image(run: Run, recipe: Callable[..., Path], pairs_folder: str, tmp_path: Path) -> None:

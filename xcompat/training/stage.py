@@ -151,6 +151,10 @@ class Stage:
         if isinstance(embedder, StoredModel):
             raise XcompatError(f"{embedder.name} holds embeddings of images by their ids; name labelled images under data.images")
         if data.embeddings_of == "texts":
+            if not data.texts:
+                raise XcompatError(
+                    f"{self.part.name}: empty corpus, data.texts names none; name some, or set data.embeddings_of to images"
+                )
             texts = load_texts(data.texts, exclude=self.test_captions(), limit=data.texts_limit)
             return cached_texts(embedder, texts, cache_dir)
         if data.pairs is None:
