@@ -31,6 +31,7 @@ from xcompat.training.verdict import evaluate_checkpoint
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}}
+EMBEDDED_BY = {"bt2": ["old", "independent"], "query_map": ["old", "new"]}
 SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
 MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]
 
@@ -233,6 +234,18 @@ def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: d
         run_recipe(recipe_of(trained, method="bct", options={"head": "triplet"}, data=data, output_dir=str(tmp_path / "run")))
 
 
+@pytest.mark.parametrize("method", ["bct", "l2", "bt2", "query_map"])
+def test_embedding_a_recipe_leaves_nothing_old_to_embed(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+    changes = {"method": method, "options": OPTIONS.get(method, {}), "evaluation": None, **new}
+    recipe = recipe_of(trained, **changes, cache_dir=str(tmp_path / "cache"), output_dir=str(tmp_path / "run"))
+    embed_recipe(recipe)
+    filled = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    assert len(list((tmp_path / "cache").iterdir())) == len(EMBEDDED_BY.get(method, ["old"])), "and nothing that is not read"
+    run_recipe(recipe)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == filled
+
+
 def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path) -> str:
     """Write the old model's embeddings of all images, as they would be left when it is gone."""
     model = AutoModel.from_pretrained(trained["old"])
@@ -304,7 +317,9 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     left.mkdir()
     np.save(left / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
     (left / "classes.txt").write_text("bee\nant\n")
-    run_recipe(recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct")))
+    alone = recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct"))
+    embed_recipe(alone)
+    run_recipe(alone)
     for method in {*SEEN, *MAPS} - {"bct", "oca"}:
         changes = {"method": method, "old": str(left), "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / method)}
         new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}

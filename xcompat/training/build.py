@@ -88,18 +88,18 @@ def check_inputs(stage: Stage) -> None:
 
 def fill_caches(stage: Stage, role: str) -> None:
     """Embed what the stage's training will read of the model in a role."""
-    if role == "new":
-        embedder: Embedder | StoredModel = stage.as_input(stage.embedder(role))
-    else:
-        embedder = stage.remembered(role)
-    wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
-    if role in SIDES:
-        if role in stage.method.columns_if_known:
-            stage.cache(embedder)
-    elif "new_embeds" in stage.method.columns or stage.part.data.images is not None:
-        if wanted in stage.method.columns:
-            stage.cache(embedder)
-    elif wanted in stage.method.columns:
+    method, part = stage.method, stage.part
+    if method.embeds_in_memory:
+        if role == "new":
+            stage.cache(stage.as_input(stage.embedder(role)))
+        elif role == "old" or (role in SIDES and _reads(stage, role)):
+            stage.cache(stage.remembered(role))
+    elif part.data.images is not None:
+        if role == "old" and method.compares_with_old:
+            _old_knowledge(stage, stage.old())
+        elif role == "independent" and NEW_EMBEDS in method.columns:
+            stage.cache(stage.embedder(role))
+    elif role == "old" and OLD_EMBEDS in method.columns:
         _pair_caches(stage, stage.embedder(role))
 
 

@@ -132,7 +132,7 @@ class StageRun(Stage):
 
     def fill_caches(self) -> None:
         """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
-        test = load_test_set(self.part.data)
+        test = load_test_set(self.part.data) if self.is_judged else None
         for role in ROLES:
             source = getattr(self.part, role)
             if not isinstance(source, EncoderSource):
