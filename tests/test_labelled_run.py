@@ -228,6 +228,27 @@ def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "old", "message"),
+    [
+        ("bt2", {"extra_dim": 9}, "plain", "extra_dim from 1 to the old dimension 8"),
+        ("mixbct", {"extra_dim": 4}, "plain", "the new dimension 12 must be the old one, 8"),
+        ("nccl", {"dim": 8}, "wider", "stand for the 12 of the old one, and options.dim .* leaves 8"),
+    ],
+)
+def test_dimensions_that_cannot_be_are_refused_before_the_old_model_is_trained(
+    method: str, options: dict[str, Any], old: str, message: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    stages = [
+        {"name": "plain", "method": "independent", "old": None, "independent": None, "options": {"dim": 8}},
+        {"name": "wider", "method": "oca", "old": "stage:plain", "options": {"extra_dim": 4}},
+        {"name": "last", "method": method, "old": f"stage:{old}", "options": options},
+    ]
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     data = {**trained["data"], "subset": {"classes": CLASSES, "limit_per_class": 1}}
     with pytest.raises(XcompatError, match="ant"):

@@ -12,6 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import angular_alignment_loss
+from xcompat.models.backbone import BackboneConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
 from xcompat.outputs import CompatOutput
@@ -55,15 +56,21 @@ class Bt2Model(PrototypedModel):
     only_for_training: ClassVar[tuple[str, ...]] = ("classifier",)
     citation = "Zhou et al., BT²: backward-compatible training with basis transformation, ICCV 2023"
 
-    def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        assert self.encoder is not None and config.old is not None
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        super()._check_dims(config)
+        assert config.old is not None
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         if not 0 < extra <= old_dim or new_dim < old_dim - extra:
             raise XcompatError(
                 f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
                 f"found extra_dim {extra} and dim {new_dim}"
             )
+
+    def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert self.encoder is not None and config.old is not None
+        old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         self.neck = nn.Linear(self.encoder.embedding_dim, new_dim + old_dim)
         self.extra = nn.Linear(new_dim + old_dim, extra)
         self.new_basis = OrthogonalTransform(new_dim)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import HeadKind
+from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.outputs import CompatOutput
 
@@ -43,8 +43,9 @@ class MixBctModel(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds", "credible")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023"
 
-    def __init__(self, config: MixBctConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        super()._check_dims(config)
         if config.old is not None and config.old["dim"] != config.embedding_dim:
             raise XcompatError(
                 "mixbct classifies old and new embeddings by one classifier: "

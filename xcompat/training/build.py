@@ -71,12 +71,15 @@ def train_stage(stage: Stage) -> CompatModel:
 
 
 def check_inputs(stage: Stage) -> None:
-    """Refuse what can be seen of a stage's labelled images alone, so that no earlier stage is trained for nothing.
+    """Refuse what can be seen of a stage before it begins, so that no earlier stage is trained for nothing.
 
     Raises:
-        XcompatError: a class is unknown or without images, triplets cannot be made, or a stored old embedding is missing.
+        XcompatError: dimensions do not fit, a class is unknown or without images, triplets cannot be made, or a stored old
+            embedding is missing.
     """
     part = stage.part
+    if issubclass(stage.method, ClassifiedModel) and stage.method.compares_with_old and (dim := stage.old_dim()) is not None:
+        stage.method.check_plan(dim, part.options)
     if part.data.images is None:
         return
     triplet_sampler(part, stage.images, stage.recipe.seed)
