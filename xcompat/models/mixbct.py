@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -79,7 +80,8 @@ class MixBctModel(ClassifiedModel):
         if return_loss:
             # the credible samples with the highest of random numbers: as many as asked for, or all of them
             draw_B = torch.rand(len(labels), device=labels.device).masked_fill(~credible, -1)
-            chosen = draw_B.topk(int(self.config.mixed_share * len(labels))).indices
+            count = math.floor(round(self.config.mixed_share * len(labels), 6))  # 0.29 * 100 is a little below 29
+            chosen = draw_B.topk(count).indices
             mixed_B = torch.zeros_like(credible)
             mixed_B[chosen] = credible[chosen]
             loss = self.classification_loss(torch.where(mixed_B[:, None], old_embeds, new_embeds), labels)

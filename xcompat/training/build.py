@@ -40,7 +40,6 @@ from xcompat.training.trainer import embedding_data, labelled_data, pair_data, t
 
 if TYPE_CHECKING:
     import datasets
-    from numpy.typing import NDArray
 
     from xcompat.training.trainer import Data
 
@@ -169,7 +168,8 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             else:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
-            extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
+            rows: Any = knowledge.embeddings(part.method)  # read in blocks, like an array on disk
+            extra[CREDIBLE] = credible_mask(rows, knowledge.labels_N, model.config.keep)
         if isinstance(old, StoredModel) and stage.is_judged:
             old.rows([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
@@ -198,13 +198,6 @@ def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
             "with data.old_embeddings online the old model makes part of each batch: leave out dataloader_num_workers"
         )
     return old
-
-
-def _credible(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], keep: float) -> NDArray[np.bool_]:
-    """Return which old embeddings may be mixed in; that of an image that could not be read may not."""
-    credible_N = np.isfinite(embeds_Nd[:, 0])
-    credible_N[credible_N] = credible_mask(embeds_Nd[credible_N], labels_N[credible_N], keep)
-    return credible_N
 
 
 def _classifier_rows(old: Embedder, classes: list[str]) -> np.ndarray | None:
