@@ -85,6 +85,12 @@ def test_every_way_to_launch_is_described() -> None:
     assert table_column("| name | for |") == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
 
 
+def test_every_test_file_is_described() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = re.findall(r"`(tests/test_\w+\.py)`", contributing[contributing.index("| file | holds |") :].split("\n\n", 1)[0])
+    assert sorted(told) == sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+
+
 def test_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == xcompat.__version__
@@ -104,9 +110,11 @@ def test_the_papers_can_be_cited() -> None:
         assert reference["title"] and isinstance(reference["year"], int)
 
 
-def test_the_recipe_in_the_readme_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "upgrade.yaml").write_text(text, encoding="utf-8")
+def test_the_recipes_in_the_readme_are_some(tmp_path: Path) -> None:
+    recipes = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README, re.DOTALL)
+    for name, text in recipes:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert [stage.method for stage in load_recipe(tmp_path / "photos.yaml").stages] == ["query_map"]
     stages = load_recipe(tmp_path / "upgrade.yaml").stages
     assert [stage.method for stage in stages] == ["projection", "xbt"]
     assert all(stage.data.test is not None and stage.training["learning_rate"] == 1e-4 for stage in stages)

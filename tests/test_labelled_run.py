@@ -31,6 +31,7 @@ from xcompat.training.verdict import evaluate_checkpoint
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}}
+EMBEDDED_BY = {"bt2": ["old", "independent"], "query_map": ["old", "new"]}
 SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
 MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]
 
@@ -227,10 +228,43 @@ def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "old", "message"),
+    [
+        ("bt2", {"extra_dim": 9}, "plain", "extra_dim from 1 to the old dimension 8"),
+        ("mixbct", {"extra_dim": 4}, "plain", "the new dimension 12 must be the old one, 8"),
+        ("nccl", {"dim": 8}, "wider", "stand for the 12 of the old one, and options.dim .* leaves 8"),
+    ],
+)
+def test_dimensions_that_cannot_be_are_refused_before_the_old_model_is_trained(
+    method: str, options: dict[str, Any], old: str, message: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    stages = [
+        {"name": "plain", "method": "independent", "old": None, "independent": None, "options": {"dim": 8}},
+        {"name": "wider", "method": "oca", "old": "stage:plain", "options": {"extra_dim": 4}},
+        {"name": "last", "method": method, "old": f"stage:{old}", "options": options},
+    ]
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 def test_fewer_than_two_samples_for_triplets(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     data = {**trained["data"], "subset": {"classes": CLASSES, "limit_per_class": 1}}
     with pytest.raises(XcompatError, match="ant"):
         run_recipe(recipe_of(trained, method="bct", options={"head": "triplet"}, data=data, output_dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("method", ["bct", "l2", "bt2", "query_map"])
+def test_embedding_a_recipe_leaves_nothing_old_to_embed(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+    changes = {"method": method, "options": OPTIONS.get(method, {}), "evaluation": None, **new}
+    recipe = recipe_of(trained, **changes, cache_dir=str(tmp_path / "cache"), output_dir=str(tmp_path / "run"))
+    embed_recipe(recipe)
+    filled = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    assert len(list((tmp_path / "cache").iterdir())) == len(EMBEDDED_BY.get(method, ["old"])), "and nothing that is not read"
+    run_recipe(recipe)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == filled
 
 
 def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path) -> str:
@@ -304,7 +338,9 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     left.mkdir()
     np.save(left / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
     (left / "classes.txt").write_text("bee\nant\n")
-    run_recipe(recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct")))
+    alone = recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct"))
+    embed_recipe(alone)
+    run_recipe(alone)
     for method in {*SEEN, *MAPS} - {"bct", "oca"}:
         changes = {"method": method, "old": str(left), "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / method)}
         new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}

@@ -37,6 +37,7 @@ from xcompat.models import (
     ResidualMlpModel,
     SimClrModel,
     describe_old,
+    lce,
 )
 from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
@@ -264,6 +265,17 @@ def test_lce_loss_is_centres_and_boundaries(direction: str) -> None:
         boundary = min(float(row @ centre) for row in target[own])
         outside += sum(max(boundary - float(row @ centre), 0) for row in model.map(source[own]))
     assert model(**rows).loss.item() == pytest.approx(2 * aligned / 3 + 3 * outside / 8, rel=1e-4)
+
+
+def test_lce_maps_many_centres_in_parts_with_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, made = LceModel(LceConfig(old=OLD, embedding_dim=7)), []
+    model.prepare(*knowledge())
+    for most in (3, 2):  # centres at once: all of them, and two and one
+        monkeypatch.setattr(lce, "CENTRES_AT_ONCE", most)
+        loss = model(**batch()).loss
+        made.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(made[1], made[0])
 
 
 def test_lce_does_not_read_classes_it_does_not_know() -> None:

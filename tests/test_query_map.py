@@ -102,6 +102,8 @@ def test_without_labels_prototypes_are_refused_and_the_bank_is_not() -> None:
     assert make()(**batch).loss.isfinite()
     with pytest.raises(XcompatError, match="loss prototypes needs classes"):
         make(loss="prototypes")(**batch)
+    with pytest.raises(XcompatError, match="loss prototypes needs classes"):  # and before training begins
+        make(loss="prototypes").prepare(OldKnowledge(0, LABELS.numpy()[:0], unit(6, 4, 1).numpy()), unit(6, 6, 2).numpy())
 
 
 def test_what_is_saved_is_the_map_alone() -> None:

@@ -112,6 +112,7 @@ def test_ties_are_pessimistic_and_chunks_do_not_matter(queries: list, gallery: l
         assert_identical(ranking_per_query(*problem, chunk_size=chunk_size), ranked)
     at_three = [row[3] for row in expected if row[-1]]
     assert mean_average_precision(*problem, at=3) == pytest.approx(np.mean(at_three))
+    assert mean_average_precision(*problem, at=np.int64(3)) == mean_average_precision(*problem, at=3)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([1, 7, 96]))

@@ -78,6 +78,7 @@ def test_overrides(tmp_path: Path) -> None:
         (["training.output_dir=x"], "unknown key 'training.output_dir'"),
         (["stages.0.options.noise_st=1"], "unknown key 'options.noise_st' for method projection; did you mean 'noise_std'"),
         (["stages.0.options.encoder=1"], "unknown key 'options.encoder'"),
+        (["stages.0.method=bct", "stages.0.options={classes: [cat]}"], "unknown key 'options.classes' for method bct"),
         (["stages.0.method=xtb"], "unknown method 'xtb'; did you mean 'xbt'"),
         (["stages.1.projection=stage:fi"], "refers to 'fi', which is no earlier stage .earlier: phi"),
         (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),

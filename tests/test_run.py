@@ -140,6 +140,20 @@ def test_a_folder_of_a_version_with_fewer_settings_is_continued(raw: dict[str, A
         run_recipe(recipe_of(raw))
 
 
+def test_an_option_keeps_the_value_that_it_had_when_the_run_began(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["stages"] = raw["stages"][:1]
+    run_recipe(recipe_of(raw))
+    record = tmp_path / "run" / "recipe.yaml"
+    written = yaml.safe_load(record.read_text())
+    assert written["options"]["noise_std"] == 0.05, "what is not given is recorded too"
+    run_recipe(recipe_of(raw, options={"noise_std": 0.05}))
+    written["options"]["noise_std"] = 0.1  # as a version would have left it in which that was the usual value
+    record.write_text(yaml.safe_dump(written))
+    with pytest.raises(XcompatError, match="differs in options.noise_std; choose another output_dir"):
+        run_recipe(recipe_of(raw))
+    run_recipe(recipe_of(raw, options={"noise_std": 0.1}))
+
+
 def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(raw))
     shutil.rmtree(tmp_path / "run" / "phi")

@@ -181,3 +181,12 @@ def test_one_sided_problems_are_refused() -> None:
         tpir_at_far(eye, eye, "ab", "cd")
     with pytest.raises(XcompatError, match="rank must be at least 1"):
         tpir_at_far(eye, eye, "az", "ab", rank=0)
+
+
+def test_copies_tie_whatever_they_are_copies_of() -> None:
+    """Every cosine here is 1, of copies and of rows that differ in length, but none of them on the grid of scores."""
+    rows = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
+    gallery = rows * np.linspace(0.5, 3, 40, dtype=np.float32)[:, None]
+    own, strange = [*range(20)], [*range(100, 120)]  # the gallery calls the second half by other names
+    assert tar_at_far(rows, gallery, [*own, *range(20, 40)], [*own, *strange], fars=(0.0, 0.005)) == {0.0: 0.0, 0.005: 0.0}
+    assert tpir_at_far(rows, gallery, [*own, *range(20, 40)], [*own, *strange], fars=(0.0, 0.5)) == {0.0: 0.0, 0.5: 0.0}

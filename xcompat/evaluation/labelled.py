@@ -60,7 +60,7 @@ class LabelledPairs:
                 f"queries have {self._queries.dim} dimensions but the gallery has {self._gallery.dim}; "
                 "bring the queries into the gallery's space first (the model's view)"
             )
-        self.n_queries, self.n_gallery = len(self._queries), len(self._gallery)
+        self.n_queries, self.n_gallery, self.dim = len(self._queries), len(self._gallery), self._queries.dim
         self._chunk_size = chunk_size
         self.query_codes, self.gallery_codes = id_codes(
             as_ids(query_labels, self.n_queries, "query labels"), as_ids(gallery_labels, self.n_gallery, "gallery labels")

@@ -110,7 +110,7 @@ def mean_average_precision(
         >>> [mean_average_precision(gallery[:1], gallery, "b", "abb", at=at) for at in (None, "R", 3)]
         [0.5833333333333333, 0.25, 0.5833333333333333]
     """
-    if at not in (None, "R") and not (isinstance(at, int) and at >= 1):
+    if at not in (None, "R") and not (isinstance(at, int | np.integer) and at >= 1):
         raise XcompatError(f'at must be None (the whole ranking), "R", or a number of places of at least 1, not {at!r}')
     pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
     per_query = [hits.average_precision(at) for hits in ranked_hits(pairs)]

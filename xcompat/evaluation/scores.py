@@ -10,6 +10,7 @@ Where a score is only compared, a float32 product says most of it at half the co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -177,6 +178,18 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     # accumulate adds from left to right by definition; a plain sum may pair its terms differently in blocks of another shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
     return np.where(norms_B1 > 0, norms_B1, 1.0)
+
+
+def copy_score(dim: int) -> float:
+    """Return the least score that two rows of one direction can have, which stands for a cosine of 1.
+
+    Rounding to the grid moves the score of a row with its copy to either side of :data:`UNIT`, by less than √D + 1 of its steps.
+    Two copies of one item tie for a query all the same; two pairs of copies, whose cosines are all 1, do not.
+
+    Args:
+        dim: D.
+    """
+    return UNIT - (math.sqrt(dim) + 1) * _GRID
 
 
 def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:

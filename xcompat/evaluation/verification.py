@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from xcompat.errors import XcompatError
 from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, LabelledPairs
 from xcompat.evaluation.ranking import ranked_hits
-from xcompat.evaluation.scores import Embeddings, Ids, blocks
+from xcompat.evaluation.scores import Embeddings, Ids, blocks, copy_score
 
 _SLACK = 2**20  # scores gathered before the lowest are dropped
 
@@ -61,7 +62,7 @@ def tar_at_far(
         raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
     allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    bars = {rate: _bar(highest_N, n_allowed) for rate, n_allowed in allowed.items()}
+    bars = {rate: _bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
     accepted = dict.fromkeys(rates, 0)
     for rows_B in _mated_strips(pairs):
         scores_N = pairs.positives(rows_B)[0]
@@ -126,7 +127,7 @@ def tpir_at_far(
         )
     best_N, found_N = np.concatenate(best), np.concatenate(first_hits) < rank
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
-    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N))) for rate in rates}
+    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.dim) for rate in rates}
     return {rate: float((found_N & (best_N > bar)).mean()) for rate, bar in bars.items()}
 
 
@@ -146,9 +147,12 @@ def _most_within(rate: float, total: int) -> int:
     return count
 
 
-def _bar(highest_N: np.ndarray, n_allowed: int) -> float:
+def _bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
     """Return the score to exceed so that no more than the allowed number does, given the highest in descending order."""
-    return float(highest_N[n_allowed]) if n_allowed < len(highest_N) else LEFT_OUT
+    if n_allowed >= len(highest_N):
+        return LEFT_OUT
+    bar = float(highest_N[n_allowed])
+    return bar if bar < copy_score(dim) else math.inf  # of two pairs of copies neither is more alike
 
 
 def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:

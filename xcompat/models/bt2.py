@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import angular_alignment_loss
+from xcompat.models.backbone import BackboneConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
 from xcompat.outputs import CompatOutput
@@ -27,6 +28,8 @@ class Bt2Config(PrototypedConfig):
         compat_weight: λ2, on the loss against the old weights.
         old_weight: λ3, on the cosine to the image's old embedding.
         norm_ratio: C, the length of the transformed new part.
+        classified: what the new classifier sees: φ3, the ``new_part``, or the ``whole`` of φ_new, which the paper found
+            helpful for transformers.
     """
 
     model_type = "xcompat-bt2"
@@ -36,6 +39,7 @@ class Bt2Config(PrototypedConfig):
     compat_weight: float = 10.0
     old_weight: float = 5.0
     norm_ratio: float = 2.0
+    classified: Literal["new_part", "whole"] = "new_part"
 
 
 class Bt2Model(PrototypedModel):
@@ -55,15 +59,21 @@ class Bt2Model(PrototypedModel):
     only_for_training: ClassVar[tuple[str, ...]] = ("classifier",)
     citation = "Zhou et al., BT²: backward-compatible training with basis transformation, ICCV 2023"
 
-    def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        assert self.encoder is not None and config.old is not None
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        super()._check_dims(config)
+        assert config.old is not None
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         if not 0 < extra <= old_dim or new_dim < old_dim - extra:
             raise XcompatError(
                 f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
                 f"found extra_dim {extra} and dim {new_dim}"
             )
+
+    def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert self.encoder is not None and config.old is not None
+        old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         self.neck = nn.Linear(self.encoder.embedding_dim, new_dim + old_dim)
         self.extra = nn.Linear(new_dim + old_dim, extra)
         self.new_basis = OrthogonalTransform(new_dim)
@@ -71,9 +81,10 @@ class Bt2Model(PrototypedModel):
         self.post_init()
 
     def build_for_training(self) -> None:
-        """Make the classifier of the new part."""
-        if self.config.classes:
-            self.classifier = self._head(self.config.embedding_dim - self.config.extra_dim)
+        """Make the classifier of the new part, or of all."""
+        config = self.config
+        if config.classes:
+            self.classifier = self._head(config.embedding_dim - (config.extra_dim if config.classified == "new_part" else 0))
 
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the frozen rows, and compare the new part with the independent model (see :meth:`CompatModel.prepare`)."""
@@ -136,7 +147,7 @@ class Bt2Model(PrototypedModel):
         loss = None
         if return_loss:
             config = self.config
-            loss = self.classification_loss(own, labels)
+            loss = self.classification_loss(own if config.classified == "new_part" else features, labels)
             loss = loss + config.independent_weight * angular_alignment_loss(own, new_embeds)
             loss = loss + config.compat_weight * self.old_classification_loss(features, labels)
             loss = loss + config.old_weight * angular_alignment_loss(self.old_features(features), old_embeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -100,9 +101,31 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
-        usual = old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim
+        return cls.planned_dim(old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim, options)
+
+    @classmethod
+    def planned_dim(cls, usual: int, options: Mapping[str, Any]) -> int:
+        """Return D of a model that is to be made.
+
+        Args:
+            usual: the dimension without extra ones that it has unless the options say another.
+            options: the method's configuration.
+        """
         base = options["dim"] if options.get("dim") is not None else usual
         return int(base + options.get("extra_dim", cls.config_class.extra_dim))
+
+    @classmethod
+    def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
+        """Refuse dimensions that cannot be, before there is an encoder or an old model.
+
+        Args:
+            old_dim: d, which the old model will have.
+            options: the method's configuration.
+
+        Raises:
+            XcompatError: naming what does not fit.
+        """
+        cls._check_dims(cls.config_class(old={"dim": old_dim}, embedding_dim=cls.planned_dim(old_dim, options), **options))
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -18,6 +19,9 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
+
+CENTRES_AT_ONCE = 8192
+"""Most centres whose way through the map is held for the backward pass at a time."""
 
 
 class LceConfig(MappedConfig):
@@ -41,7 +45,8 @@ class LceModel(LearnedMapModel):
     s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class
     and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained: with ``new_to_old`` the
     paper's backward and with ``old_to_new`` its forward transformation. T has the shape of φ: the residual blocks of the public
-    code cannot change the dimension. Classes that lack readable samples are left out.
+    code cannot change the dimension. Classes that lack readable samples are left out. The centres of all classes go through T in
+    every step, in blocks that are mapped again in the backward pass, so that 100,000 classes fit.
 
     Args:
         config: the configuration.
@@ -91,10 +96,22 @@ class LceModel(LearnedMapModel):
             raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         assert labels_B is not None
         known_C = self.target_centres_CT[:, 0].isfinite()
-        aligned = angular_alignment_loss(self.map(self.source_centres_KS), self.target_centres_CT[known_C])
+        aligned = self._alignment_loss(self.target_centres_CT[known_C])
         cosine_B = (mapped_BT * self.target_centres_CT[labels_B].nan_to_num()).sum(dim=-1)
         outside = mean_of_known(F.relu(self.boundary_C[labels_B] - cosine_B), known_C[labels_B])
         return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
+
+    def _alignment_loss(self, targets_KT: Tensor) -> Tensor:
+        """Return mean_j(1 − cos(T(s_j), c_j)), holding what one block of centres leaves for the backward pass."""
+
+        def block(sources_BS: Tensor, targets_BT: Tensor) -> Tensor:
+            return angular_alignment_loss(self.map(sources_BS), targets_BT) * len(targets_BT)
+
+        if len(targets_KT) <= CENTRES_AT_ONCE:
+            return angular_alignment_loss(self.map(self.source_centres_KS), targets_KT)
+        pairs = zip(self.source_centres_KS.split(CENTRES_AT_ONCE), targets_KT.split(CENTRES_AT_ONCE), strict=True)
+        parts = [checkpoint(block, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+        return torch.stack(parts).sum() / len(targets_KT)
 
 
 def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import HeadKind
+from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.outputs import CompatOutput
 
@@ -43,8 +44,9 @@ class MixBctModel(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds", "credible")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023"
 
-    def __init__(self, config: MixBctConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
+    @classmethod
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        super()._check_dims(config)
         if config.old is not None and config.old["dim"] != config.embedding_dim:
             raise XcompatError(
                 "mixbct classifies old and new embeddings by one classifier: "
@@ -78,7 +80,8 @@ class MixBctModel(ClassifiedModel):
         if return_loss:
             # the credible samples with the highest of random numbers: as many as asked for, or all of them
             draw_B = torch.rand(len(labels), device=labels.device).masked_fill(~credible, -1)
-            chosen = draw_B.topk(int(self.config.mixed_share * len(labels))).indices
+            count = math.floor(round(self.config.mixed_share * len(labels), 6))  # 0.29 * 100 is a little below 29
+            chosen = draw_B.topk(count).indices
             mixed_B = torch.zeros_like(credible)
             mixed_B[chosen] = credible[chosen]
             loss = self.classification_loss(torch.where(mixed_B[:, None], old_embeds, new_embeds), labels)

@@ -23,6 +23,7 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import CompatOutput
 
 NOT_PREPARED = "QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first"
+NO_CLASSES = "loss prototypes needs classes; name labelled images under data.images, or take loss bank"
 
 
 class QueryMapConfig(CompatConfig):
@@ -128,6 +129,8 @@ class QueryMapModel(CompatModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the bank and the last layer, and start at the closed form (see :meth:`CompatModel.prepare`)."""
         old_Nd = old.embeddings("query_map")
+        if self.config.loss == "prototypes" and not len(old.labels_N):
+            raise XcompatError(NO_CLASSES)
         assert new_ND is not None
         self._copy_head()
         moments = Moments.of((self._inputs(new_BD), old_Bd) for new_BD, old_Bd in readable_pairs(new_ND, old_Nd))
@@ -220,7 +223,7 @@ class QueryMapModel(CompatModel):
             return angular_alignment_loss(mapped_Bd, old_Bd)
         if config.loss == "prototypes":
             if labels is None:
-                raise XcompatError("loss prototypes needs classes; name labelled images under data.images, or take loss bank")
+                raise XcompatError(NO_CLASSES)
             return cross_entropy_to(self._prepared(self.prototypes_Cd), mapped_Bd, labels, config.scale)
         if self.bank_Nd is None:
             raise XcompatError(NOT_PREPARED)

@@ -46,7 +46,7 @@ class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 
     P are the target's class means in place of its classifier, m and t of unit length, s is ``logit_scale``; the weights are ours.
-    Blocks 16 wide cannot turn a space: from the identity, two models that were trained independently stay apart (fct.txt
+    Narrow blocks cannot turn a space: from the identity, two models that were trained independently stay apart (fct.txt
     Appendix J finds it below old/old). So R is by default the Procrustes rotation, and the blocks learn what it leaves.
 
     Args:

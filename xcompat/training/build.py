@@ -40,7 +40,6 @@ from xcompat.training.trainer import embedding_data, labelled_data, pair_data, t
 
 if TYPE_CHECKING:
     import datasets
-    from numpy.typing import NDArray
 
     from xcompat.training.trainer import Data
 
@@ -71,12 +70,15 @@ def train_stage(stage: Stage) -> CompatModel:
 
 
 def check_inputs(stage: Stage) -> None:
-    """Refuse what can be seen of a stage's labelled images alone, so that no earlier stage is trained for nothing.
+    """Refuse what can be seen of a stage before it begins, so that no earlier stage is trained for nothing.
 
     Raises:
-        XcompatError: a class is unknown or without images, triplets cannot be made, or a stored old embedding is missing.
+        XcompatError: dimensions do not fit, a class is unknown or without images, triplets cannot be made, or a stored old
+            embedding is missing.
     """
     part = stage.part
+    if issubclass(stage.method, ClassifiedModel) and stage.method.compares_with_old and (dim := stage.old_dim()) is not None:
+        stage.method.check_plan(dim, part.options)
     if part.data.images is None:
         return
     triplet_sampler(part, stage.images, stage.recipe.seed)
@@ -88,18 +90,18 @@ def check_inputs(stage: Stage) -> None:
 
 def fill_caches(stage: Stage, role: str) -> None:
     """Embed what the stage's training will read of the model in a role."""
-    if role == "new":
-        embedder: Embedder | StoredModel = stage.as_input(stage.embedder(role))
-    else:
-        embedder = stage.remembered(role)
-    wanted = "new_embeds" if role in ("new", "independent") else "old_embeds"
-    if role in SIDES:
-        if role in stage.method.columns_if_known:
-            stage.cache(embedder)
-    elif "new_embeds" in stage.method.columns or stage.part.data.images is not None:
-        if wanted in stage.method.columns:
-            stage.cache(embedder)
-    elif wanted in stage.method.columns:
+    method, part = stage.method, stage.part
+    if method.embeds_in_memory:
+        if role == "new":
+            stage.cache(stage.as_input(stage.embedder(role)))
+        elif role == "old" or (role in SIDES and _reads(stage, role)):
+            stage.cache(stage.remembered(role))
+    elif part.data.images is not None:
+        if role == "old" and method.compares_with_old:
+            _old_knowledge(stage, stage.old())
+        elif role == "independent" and NEW_EMBEDS in method.columns:
+            stage.cache(stage.embedder(role))
+    elif role == "old" and OLD_EMBEDS in method.columns:
         _pair_caches(stage, stage.embedder(role))
 
 
@@ -166,7 +168,8 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             else:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         if CREDIBLE in model.columns:
-            extra[CREDIBLE] = _credible(knowledge.embeddings(part.method)[:], knowledge.labels_N, model.config.keep)
+            rows: Any = knowledge.embeddings(part.method)  # read in blocks, like an array on disk
+            extra[CREDIBLE] = credible_mask(rows, knowledge.labels_N, model.config.keep)
         if isinstance(old, StoredModel) and stage.is_judged:
             old.rows([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
@@ -195,13 +198,6 @@ def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
             "with data.old_embeddings online the old model makes part of each batch: leave out dataloader_num_workers"
         )
     return old
-
-
-def _credible(embeds_Nd: NDArray[np.float32], labels_N: NDArray[np.int64], keep: float) -> NDArray[np.bool_]:
-    """Return which old embeddings may be mixed in; that of an image that could not be read may not."""
-    credible_N = np.isfinite(embeds_Nd[:, 0])
-    credible_N[credible_N] = credible_mask(embeds_Nd[credible_N], labels_N[credible_N], keep)
-    return credible_N
 
 
 def _classifier_rows(old: Embedder, classes: list[str]) -> np.ndarray | None:

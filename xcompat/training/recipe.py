@@ -20,6 +20,8 @@ from xcompat.training.settings import DataSettings, EvaluationSettings, Section
 STAGE_PREFIX = "stage:"
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Parts of a stage that name a model whose embeddings are cached."""
+OF_THE_COURSE = ("classes", "for_training")
+"""Parts of a configuration that the data say, and whether training is over."""
 
 
 class StageRecipe(Section):
@@ -95,12 +97,9 @@ class StageRecipe(Section):
     @field_validator("options")
     @classmethod
     def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
-        from xcompat.models import METHODS, CompatConfig
-
         method = info.data.get("method")
         if method is not None:
-            inherited = {field.name for field in fields(CompatConfig)} | {*ROLES}
-            known = {field.name for field in fields(METHODS[method].config_class)} - inherited | {"adapters", "logit_scale"}
+            known = usual_options(method)
             for key in value:
                 if key not in known:
                     raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
@@ -117,6 +116,11 @@ class StageRecipe(Section):
     def is_balanced(self) -> bool:
         """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
         return self.options.get("head") == "triplet"
+
+    def resolved(self) -> dict[str, Any]:
+        """Return all that the stage is trained by, as JSON: every setting and every option of its method, given or usual."""
+        described = self.model_dump(mode="json", exclude={"evaluation"})
+        return described | {"options": usual_options(self.method) | described["options"]}
 
     def sources(self) -> list[EncoderSource]:
         """Return the trained models that the stage is made from."""
@@ -156,6 +160,26 @@ class StageRecipe(Section):
                 "choose a divisor"
             )
         return self
+
+
+def usual_options(method: str) -> dict[str, Any]:
+    """Return the options that a recipe may give a method, with the values they have unless it does.
+
+    Args:
+        method: by its name in `xcompat.models`.
+
+    Returns:
+        Name -> value.
+
+    Example:
+        >>> usual_options("ridge")["regularisation"]
+        0.01
+    """
+    from xcompat.models import METHODS, CompatConfig
+
+    usual = METHODS[method].config_class()
+    not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
+    return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}
 
 
 class Recipe(Section):

@@ -106,11 +106,11 @@ class StageRun(Stage):
 
     def _check_folder(self) -> None:
         """Record the resolved stage, or refuse a folder that another recipe began."""
-        resolved = self.part.model_dump(mode="json", exclude={"evaluation"}) | {"seed": self.recipe.seed}
+        resolved = self.part.resolved() | {"seed": self.recipe.seed}
         record = self.folder / "recipe.yaml"
         if record.exists():
-            begun = _begun_with(record)
-            different = sorted(key for key in {*resolved, *begun} - {"evaluation"} if resolved.get(key) != begun.get(key))
+            now, begun = _settings(resolved), _settings(_begun_with(record))
+            different = sorted(key for key in {*now, *begun} - {"evaluation"} if now.get(key) != begun.get(key))
             if different:
                 raise XcompatError(
                     f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
@@ -132,7 +132,7 @@ class StageRun(Stage):
 
     def fill_caches(self) -> None:
         """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
-        test = load_test_set(self.part.data)
+        test = load_test_set(self.part.data) if self.is_judged else None
         for role in ROLES:
             source = getattr(self.part, role)
             if not isinstance(source, EncoderSource):
@@ -221,9 +221,17 @@ class StageRun(Stage):
 
 
 def _begun_with(record: Path) -> dict[str, Any]:
-    """Return the stage that a folder was begun with; fields that recipes did not have at the time have their defaults."""
+    """Return the stage that a folder was begun with; settings and options that there were not at the time have their defaults."""
     written = yaml.safe_load(record.read_text(encoding="utf-8"))
     seed = written.pop("seed")
     with suppress(ValidationError):  # of a version whose fields had other names or values: they differ
-        written = StageRecipe.model_validate(written).model_dump(mode="json", exclude={"evaluation"})
+        written = StageRecipe.model_validate(written).resolved()
     return {**written, "seed": seed}
+
+
+def _settings(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's settings with each option of its method on its own."""
+    options = resolved.get("options") or {}
+    return {key: value for key, value in resolved.items() if key != "options"} | {
+        f"options.{key}": options[key] for key in options
+    }

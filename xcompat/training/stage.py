@@ -17,6 +17,7 @@ from xcompat.encoders.penultimate import IMAGES_ALONE
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.models import METHODS, CompatModel
+from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
@@ -117,6 +118,23 @@ class Stage:
     def old(self) -> Embedder | StoredModel:
         """Load the old model, or what is left of one that is gone (see :meth:`remembered`)."""
         return self.remembered("old")
+
+    def old_dim(self) -> int | None:
+        """Return the old model's dimension where it is known before earlier stages are trained; else None."""
+        name = self.part.old.name if self.part.old is not None else ""
+        if not name.startswith(STAGE_PREFIX):
+            return StoredModel(name).dim if name and is_stored(name) else None
+        made_by = next(part for part in self.recipe.stages if part.name == name.removeprefix(STAGE_PREFIX))
+        return Stage(self.recipe, made_by).planned_dim()
+
+    def planned_dim(self) -> int | None:
+        """Return the dimension that the stage's model will have where that does not depend on its backbone; else None."""
+        if not issubclass(self.method, ClassifiedModel):
+            return None
+        usual = self.old_dim() if self.method.compares_with_old else None
+        if usual is None and self.part.options.get("dim") is None:
+            return None
+        return self.method.planned_dim(usual or 0, self.part.options)
 
     def independent(self) -> Embedder | None:
         """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""

@@ -88,7 +88,6 @@ def pair_data(
         seed: of everything random that happens to a sample.
         old: cached old embeddings of the images and of all captions, for methods that read them.
         two_views: whether the method compares two augmented views of each image.
-        online: the frozen old model, when it embeds each batch anew.
 
     Returns:
         The data set and its collator.

@@ -1,0 +1,162 @@
+"""BCT, Contrast, L2, MixBCT, BT² and OCA: what each minimises, written out sample by sample."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from xcompat import Fingerprint
+from xcompat.models import METHODS, describe_old
+from xcompat.models.old_knowledge import OldKnowledge
+
+CLASSES = ["cat", "dog", "shoe", "tree"]
+LABELS_N = np.array([0, 2, 2, 0, 1, 2, 0, 1])  # no image of the last class
+OLD_DIM = 6
+Vector = torch.Tensor
+
+
+def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+OLD_Nd = unit(len(LABELS_N), OLD_DIM, seed=1)
+PROTOTYPES = {label: OLD_Nd[torch.from_numpy(label == LABELS_N)].mean(0) for label in (0, 1, 2)}
+
+
+def build(method: str, folder_of: dict[str, str], **options: Any) -> Any:
+    """Make a method that has left its start: orthogonal transforms are the identity there."""
+    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
+    model = METHODS[method].from_encoder(folder_of["clip"], old=old, classes=CLASSES, **options)
+    model.prepare(OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()))
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if not name.startswith("encoder."):
+            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def features(dim: int) -> torch.Tensor:
+    return 3 * torch.randn(len(LABELS_N), dim, generator=torch.Generator().manual_seed(3))
+
+
+def cosine(x: Vector, y: Vector) -> float:
+    return float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+
+
+def cross_entropy(logits: dict[int, float], label: int) -> float:
+    return math.log(sum(math.exp(logit) for logit in logits.values())) - logits[label]
+
+
+def by_classifier(model: Any, x: Vector, label: int) -> float:
+    return cross_entropy({row: float(weight @ x) for row, weight in enumerate(model.classifier.weight)}, label)
+
+
+def by_prototypes(x: Vector, label: int, scale: float | None) -> float:
+    if scale is None:
+        return cross_entropy({row: float(prototype @ x) for row, prototype in PROTOTYPES.items()}, label)
+    return cross_entropy({row: scale * cosine(prototype, x) for row, prototype in PROTOTYPES.items()}, label)
+
+
+def mean(terms: list[float]) -> Any:
+    return pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [16.0, None])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_bct(extra: int, scale: float | None, folder_of: dict[str, str]) -> None:
+    model = build("bct", folder_of, extra_dim=extra, compat_weight=2.5, old_scale=scale)
+    given = features(OLD_DIM + extra)
+    terms = [
+        by_classifier(model, x, label) + 2.5 * by_prototypes(x[:OLD_DIM], label, scale)
+        for x, label in zip(given, LABELS_N.tolist(), strict=True)
+    ]
+    assert float(model.loss(given, torch.from_numpy(LABELS_N), None, None)) == mean(terms)
+
+
+def test_l2(folder_of: dict[str, str]) -> None:
+    model = build("l2", folder_of, extra_dim=2)
+    given, terms = features(OLD_DIM + 2), []
+    for x, label, old in zip(given, LABELS_N.tolist(), OLD_Nd, strict=True):
+        compared = x[:OLD_DIM] / x[:OLD_DIM].norm()
+        terms.append(by_classifier(model, x, label) + 10 * math.sqrt(float((compared - old).square().sum())))
+    assert float(model.loss(given, torch.from_numpy(LABELS_N), OLD_Nd, None)) == mean(terms)
+
+
+@pytest.mark.parametrize("hardest", [None, 2])
+def test_contrast(hardest: int | None, folder_of: dict[str, str]) -> None:
+    model = build("contrast", folder_of, extra_dim=2, compat_weight=0.5, temperature=0.2, topk_negatives=hardest)
+    given, terms = features(OLD_DIM + 2), []
+    for i, label in enumerate(LABELS_N.tolist()):
+        others = [k for k, other in enumerate(LABELS_N.tolist()) if other != label]
+        logits = [cosine(given[i][:OLD_DIM], OLD_Nd[i]) / 0.2]
+        for side in (OLD_Nd, given[:, :OLD_DIM]):
+            logits += sorted((cosine(given[i][:OLD_DIM], side[k]) / 0.2 for k in others), reverse=True)[:hardest]
+        terms.append(by_classifier(model, given[i], label) + 0.5 * cross_entropy(dict(enumerate(logits)), 0))
+    assert float(model.loss(given, torch.from_numpy(LABELS_N), OLD_Nd, None)) == mean(terms)
+
+
+def test_oca(folder_of: dict[str, str]) -> None:
+    model = build("oca", folder_of, extra_dim=3)
+    turn, given, terms = model.transform.weight.detach(), features(OLD_DIM + 3), []
+    assert not torch.allclose(turn, torch.eye(len(turn)), atol=0.1)
+    for x, label in zip(given, LABELS_N.tolist(), strict=True):
+        compatible = by_prototypes(x[:OLD_DIM], label, 16.0), 1 - cosine(x[:OLD_DIM], PROTOTYPES[label])
+        terms.append(by_classifier(model, turn @ x, label) + 10 * compatible[0] + 5 * compatible[1])
+    assert float(model.loss(given, torch.from_numpy(LABELS_N), None, None)) == mean(terms)
+
+
+@pytest.mark.parametrize("classified", ["new_part", "whole"])
+@pytest.mark.parametrize(("new_dim", "extra"), [(6, 4), (9, 4), (6, 6)])
+def test_bt2(new_dim: int, extra: int, classified: str, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bt2", folder_of, dim=new_dim, extra_dim=extra, classified=classified)
+    backbone, new_embeds = features(model.encoder.embedding_dim), unit(len(LABELS_N), new_dim, seed=2)
+    monkeypatch.setattr(model.encoder, "image_features", lambda _: backbone)
+    first, second = model.new_basis.weight.detach(), model.old_basis.weight.detach()
+    terms, embeds = [], []
+    for x, label, old, new in zip(model.neck(backbone).detach(), LABELS_N.tolist(), OLD_Nd, new_embeds, strict=True):
+        phi2, phi3 = model.extra(x).detach(), x[:new_dim] / x[:new_dim].norm()
+        phi4 = 2 * first @ phi3
+        phi5 = second @ torch.cat([phi2 / phi2.norm(), phi4[: OLD_DIM - extra]])
+        embeds.append(torch.cat([phi5, phi4[OLD_DIM - extra :]]))
+        own = by_classifier(model, phi3 if classified == "new_part" else embeds[-1], label) + (1 - cosine(phi3, new))
+        terms.append(own + 10 * by_prototypes(phi5, label, 16.0) + 5 * (1 - cosine(phi5, old)))
+    batch = {"pixel_values": torch.zeros(1), "labels": torch.from_numpy(LABELS_N), "old_embeds": OLD_Nd}
+    made = model(**batch, new_embeds=new_embeds)
+    assert made.loss.item() == mean(terms)
+    assert {round(float(embed.norm()), 4) for embed in embeds} == {round(math.sqrt(5), 4)}
+    torch.testing.assert_close(made.image_embeds, F.normalize(torch.stack(embeds), dim=-1), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("share", "rows", "credible", "wanted"),
+    [(0.29, 100, 60, 29), (0.3, 9, 9, 2), (0.5, 8, 3, 3), (0.3, 8, 0, 0)],
+)
+def test_mixbct_mixes_so_many_of_the_credible(
+    share: float, rows: int, credible: int, wanted: int, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("mixbct", folder_of, mixed_share=share)
+    given, old, labels = torch.randn(rows, OLD_DIM), unit(rows, OLD_DIM, seed=4), torch.arange(rows) % len(CLASSES)
+    may_be_mixed = torch.randperm(rows) < credible
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(model, "features", lambda _: given)
+    monkeypatch.setattr(model, "classification_loss", lambda mixed, _: seen.append(mixed) or mixed.sum())
+    model(pixel_values=torch.zeros(1), labels=labels, old_embeds=old, credible=may_be_mixed)
+    is_old, is_new = (torch.isclose(seen[0], side).all(dim=1) for side in (old, F.normalize(given, dim=-1)))
+    assert is_old.sum() == wanted and not (is_old & ~may_be_mixed).any() and (is_old ^ is_new).all()
+
+
+def test_mixbct_classifies_the_mixture_by_one_classifier(folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixbct", folder_of, mixed_share=1.0)
+    given, credible = features(OLD_DIM), torch.arange(len(LABELS_N)) % 2 == 0
+    monkeypatch.setattr(model, "features", lambda _: given)
+    batch = {"pixel_values": torch.zeros(1), "labels": torch.from_numpy(LABELS_N), "old_embeds": OLD_Nd, "credible": credible}
+    terms = []
+    for row, label in enumerate(LABELS_N.tolist()):
+        x = OLD_Nd[row] if credible[row] else given[row]
+        terms.append(cross_entropy({c: 20 * cosine(weight, x) for c, weight in enumerate(model.classifier.weight)}, label))
+    assert model(**batch).loss.item() == mean(terms)
