@@ -492,3 +492,42 @@ def test_a_stage_that_maps_galleries_is_not_compared_on_the_unmapped_one(trained
     ]
     with pytest.raises(XcompatError, match="compare_with names fct, which maps galleries"):
         run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+
+
+def test_queries_of_both_models_search_together(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folders["test"], broken)
+    next(iter(sorted((broken / "ant").iterdir()))).write_bytes(b"no image")
+    data = {**trained["data"], "queries": {"path": str(broken), "max_bad_share": 0.5}}
+    changes = {"method": "procrustes", "new": trained["independent"], "data": data, "cache_dir": str(tmp_path / "cache")}
+    cases = {}
+    for share in (0.0, 0.5, 1.0):  # the second and the third time, all but the evaluation is done
+        evaluation = {**trained["evaluation"], "slerp": share}
+        run_recipe(recipe_of(trained, **changes, evaluation=evaluation, output_dir=str(tmp_path / "run")))
+        cases[share] = {case.label: case for case in load_report(tmp_path / "run").cases}
+        assert list(cases[share])[2:4] == ["slerp/old", "new/old"] and cases[share]["slerp/old"].n_queries == 11
+    new, old = (cases[0.0][label].metrics for label in ("new/old", "old/old"))
+    assert cases[0.0]["slerp/old"].metrics == new
+    assert cases[1.0]["slerp/old"].metrics == {**old, "negative_flip_rate@1": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "fct"}, "method fct maps the old gallery to where old ones have no place; set it to null"),
+        ({"options": {"direction": "old_to_new"}}, "method procrustes maps the old gallery"),
+        ({"old": "left"}, "left holds embeddings and no model that could embed a query; set it to null"),
+        ({"data": {"old_reads": "captions"}}, "the old model reads captions where the new one reads images"),
+    ],
+)
+def test_queries_are_not_mixed_with_old_ones_that_are_not_there(
+    changes: dict[str, Any], message: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    what_is_left(trained, folders, tmp_path / "left")
+    changes = {"method": "procrustes", **changes, "data": {**trained["data"], **changes.get("data", {})}}
+    if "old" in changes:
+        changes["old"] = str(tmp_path / changes["old"])
+    stages = [{"name": "first", "method": "ridge"}, {"name": "second", "evaluation": {"slerp": 0.5}, **changes}]
+    with pytest.raises(XcompatError, match=f"second: evaluation.slerp mixes new queries with old ones, and .*{message}"):
+        run_recipe(recipe_of(trained, new=trained["independent"], stages=stages, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists(), "nothing is trained for nothing"

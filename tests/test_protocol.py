@@ -21,6 +21,8 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
 )
 from xcompat.fingerprint import Fingerprint
+from xcompat.training.evaluate import Contestants, judge
+from xcompat.training.settings import EvaluationSettings
 
 N_ITEMS, VIEWS = 60, 3
 
@@ -94,6 +96,37 @@ def test_old_queries_search_the_new_gallery_in_the_shared_space(models: dict[str
     assert "old/new" not in {case.label for case in evaluate_cases(**models, n_resamples=50).cases}
     with pytest.raises(XcompatError, match="set old_on_new to false"):
         evaluate_cases(**models, upgraded=view, old_on_new=True, n_resamples=50)
+
+
+def test_mixed_queries_search_the_old_gallery_for_both_models(models: dict[str, EmbeddedPairs]) -> None:
+    images = models["new_view"].image_embeds_ND.copy()
+    images[7] = np.nan  # a picture that one of the models could not read
+    models["new_view"] = replace(models["new_view"], image_embeds_ND=images)
+    found = {}
+    for share in (0.0, 0.4, 1.0):
+        settings = EvaluationSettings(slerp=share, resamples=100, ks=[1, 5])
+        found[share], kept = judge(Contestants(**models), settings, seed=0)
+    labels = list(dict.fromkeys(case.label for case in found[0.4].cases))
+    assert labels[:4] == ["old/old", "independent/old", "slerp/old", "new/old"]
+    for direction in ("image-to-text", "text-to-image"):
+        ranks = {
+            (share, query): each.ranks[query, "old", direction].tolist()
+            for share, each in found.items()
+            for query in ("old", "slerp", "new")
+        }
+        assert ranks[0.0, "slerp"] == ranks[0.0, "new"] and ranks[1.0, "slerp"] == ranks[1.0, "old"]
+        assert len(ranks[0.4, "slerp"]) == {"image-to-text": 179, "text-to-image": 60}[direction]
+    new, old = (np.asarray(each.text_embeds_MD) for each in (kept.new_view, kept.old))
+    new, old = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (new, old))
+    angle = np.arccos((new * old).sum(axis=1, keepdims=True))
+    mixed = (np.sin(0.6 * angle) * new + np.sin(0.4 * angle) * old) / np.sin(angle)
+    expected = first_hit_ranks(mixed, kept.old.image_embeds_ND, kept.old.text_ids, kept.old.image_ids)
+    assert found[0.4].ranks["slerp", "old", "text-to-image"].tolist() == expected.tolist()
+    assert {"zero_shot@1", "negative_flip_rate@1"} <= {
+        name for case in found[0.4].cases if case.query == "slerp" for name in case.metrics
+    }
+    assert found[0.4].notes[-1].startswith("slerp/old searches with new queries that old ones weigh 0.4 in")
+    assert found[0.4].criterion == judge(Contestants(**models), EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
 
 
 def test_flips_are_relative_to_the_old_model(models: dict[str, EmbeddedPairs]) -> None:

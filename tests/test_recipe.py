@@ -82,6 +82,8 @@ def test_overrides(tmp_path: Path) -> None:
         (["stages.0.method=xtb"], "unknown method 'xtb'; did you mean 'xbt'"),
         (["stages.1.projection=stage:fi"], "refers to 'fi', which is no earlier stage .earlier: phi"),
         (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),
+        (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
+        (["stages.0.name=slerp", "stages.1.evaluation={slerp: 0.5, compare_with: [slerp]}"], "a stage slerp, .*rename the stage"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
         (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1"),
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),

@@ -1,4 +1,4 @@
-"""Small modules that methods put on top of an encoder."""
+"""Small modules that methods put on top of an encoder, and what brings two of their embeddings together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+
+from xcompat.errors import XcompatError
+
+OPPOSITE = 1e-6
+"""Distance from opposite, in radians, under which it is float32's rounding that says which way an arc takes."""
 
 
 class Projection(nn.Sequential):
@@ -185,3 +190,50 @@ class OrthogonalTransform(nn.Module):
         with torch.autocast(x_BD.device.type, enabled=False):  # bf16 products would bend angles
             weight_DD = self.weight
             return F.linear(x_BD.to(torch.promote_types(x_BD.dtype, weight_DD.dtype)), weight_DD)
+
+
+def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
+    """Mix new and old queries along the shortest arc between their directions, for a search of the old gallery by both models.
+
+    slerp(n, o; t) = (sin((1 - t)·Ω)·n + sin(t·Ω)·o) / sin Ω with cos Ω = n·o (Shoemake 1985, Animating Rotation with Quaternion
+    Curves). It is computed as (1 - t)·sinc((1 - t)·Ω) / sinc(Ω), and likewise for o, of an angle from both n - o and n + o, so
+    that directions that are close or equal, and their gradients, are no special case. Either row may be NaN; so is the mix then.
+
+    Args:
+        new_Bd: queries of the new model in the old space, as its ``view`` makes them, of any length but 0.
+        old_Bd: the old model's queries for the same things, of any length but 0.
+        share: t, the weight of the old query from 0, the new query alone, to 1, the old query alone.
+
+    Returns:
+        (B, d) float32, L2-normalised.
+
+    Raises:
+        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite: arcs of every direction, all
+            equally short, lead from one to the other.
+
+    Example:
+        >>> mixed = slerp(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]]), share=1 / 3)  # a third of the way, 30°
+        >>> [round(x, 3) for x in mixed[0].tolist()]
+        [0.866, 0.5]
+    """
+    if not 0 <= share <= 1:
+        raise XcompatError(f"share is {share}, but the old query weighs from 0, nothing, to 1, all; give a number between them")
+    if new_Bd.shape != old_Bd.shape:
+        raise XcompatError(
+            f"new queries of shape {tuple(new_Bd.shape)} and old ones of {tuple(old_Bd.shape)} cannot be mixed; give the new "
+            "model's view of the old space and old queries for the same things, in the same order"
+        )
+    new_Bd, old_Bd = F.normalize(new_Bd.float(), dim=-1), F.normalize(old_Bd.float(), dim=-1)
+    apart_B1, together_B1 = ((new_Bd + sign * old_Bd).norm(dim=-1, keepdim=True) for sign in (-1, 1))
+    opposite = (together_B1.detach() < OPPOSITE).flatten().nonzero()
+    if len(opposite):
+        raise XcompatError(
+            f"the new and the old query in row {int(opposite[0])} are opposite, and no arc between them is the shortest; "
+            "leave that row out, or search with one of them"
+        )
+    turns_B1 = 2 / torch.pi * torch.atan2(apart_B1, together_B1)  # Ω/π, exact for small angles where the arc cosine is not
+
+    def weight(part: float) -> Tensor:
+        return part * torch.sinc(part * turns_B1) / torch.sinc(turns_B1)
+
+    return F.normalize(weight(1 - share) * new_Bd + weight(share) * old_Bd, dim=-1)

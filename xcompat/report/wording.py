@@ -13,6 +13,7 @@ NOT_HURT_QUESTION = "In its own space, the new model is as good as without compa
 _MEANINGS = {
     "old/old": "old queries, old gallery: what users have today",
     "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
+    "slerp/old": "old and new queries mixed, old gallery: what both models find together, each query embedded twice",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
     "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",

@@ -136,7 +136,8 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
     if part.mini_batch_size is not None:
         replaced["mini_batch_size"] = BATCH // 2
     if part.evaluation is not None:
-        short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=part.evaluation.compare_with)
+        asked = part.evaluation
+        short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=asked.compare_with, slerp=asked.slerp)
         replaced["evaluation"] = short.model_dump()
     return StageRecipe(**replaced)
 

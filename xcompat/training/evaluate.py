@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from xcompat.data.schema import SIDE_INFO
 from xcompat.distributed import is_main_process
@@ -20,7 +23,9 @@ from xcompat.evaluation import (
     linear_cka,
     readable,
 )
+from xcompat.evaluation.cases import C
 from xcompat.fingerprint import Fingerprint
+from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
@@ -137,6 +142,8 @@ def judge(
     clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
     kept = Contestants(**{role: clean.get(role) for role in roles}, extra=extra)
+    if settings.slerp is not None:
+        extra["slerp"] = mixed_queries(kept.new_view, kept.old, settings.slerp)
     common: dict[str, Any] = {
         "old_on_new": settings.old_on_new,
         "chunk_size": settings.chunk_size,
@@ -149,9 +156,30 @@ def judge(
         evaluation = evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common)
     else:
         evaluation = evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common)
+    if settings.slerp is not None:
+        evaluation = replace(evaluation, notes=[*evaluation.notes, _mixed(settings.slerp)])
     if kept.side_info is not None:
         evaluation = replace(evaluation, notes=[*evaluation.notes, _complementarity(kept.old, kept.side_info)])
     return evaluation, kept
+
+
+def mixed_queries(new_view: C, old: C, share: float) -> C:
+    """Mix each query of the new model with the old model's for the same item, as clients that run both can.
+
+    Args:
+        new_view: the new model in the space of the old gallery.
+        old: the old model.
+        share: weight of the old query, from 0 to 1.
+
+    Returns:
+        The same items; what either model could not read is NaN.
+    """
+    fingerprint = new_view.fingerprint.derived(f"slerp {share} {old.fingerprint.digest}")
+    return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
+
+
+def _mixed(share: float) -> str:
+    return f"slerp/old searches with new queries that old ones weigh {share:g} in, so that both models embed every query."
 
 
 def _complementarity(old: Contestant, side_info: Contestant) -> str:

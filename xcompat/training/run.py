@@ -50,6 +50,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     reports = {}
     runs = [StageRun(recipe, part) for part in recipe.stages]
     for run in runs:
+        run.require_old_queries()
         if not run.is_done:
             check_inputs(run)
     for run in runs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset
 
@@ -83,6 +83,9 @@ class EvaluationSettings(Section):
         ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
         old_on_new: whether old queries are searched on the new gallery too, in the space that both share: what clients that still
             have the old model find after a backfill, or texts among images where the old model is a text encoder.
+        slerp: the weight of the old query, from 0 to 1, in queries that mix it with the new one's (:func:`xcompat.heads.slerp`):
+            the case ``slerp/old``, not measured unless this is given. Whoever searches so keeps the old model, and pays for
+            both encoders at every query.
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are shown beside the new model's.
@@ -92,8 +95,15 @@ class EvaluationSettings(Section):
 
     ks: list[int] | None = None
     old_on_new: bool = False
+    slerp: float | None = Field(None, ge=0, le=1)
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []
     examples: int = Field(3, ge=0)
     tsne_pairs: int = Field(500, ge=0)
+
+    @model_validator(mode="after")
+    def _one_case_per_name(self) -> EvaluationSettings:
+        if self.slerp is not None and "slerp" in self.compare_with:
+            raise ValueError("compare_with names a stage slerp, which is what evaluation.slerp calls its case; rename the stage")
+        return self

@@ -50,6 +50,24 @@ class Stage:
         """Return whether the stage ends with a report."""
         return self.part.evaluation is not None and self.part.data.tests() and self.method.compares_with_old
 
+    def require_old_queries(self) -> None:
+        """Refuse to mix new queries with old ones where there are none for the same things, or no old gallery that both search.
+
+        Raises:
+            XcompatError: ``evaluation.slerp`` is set, and the method maps the old gallery, the old model is gone, or it reads
+                captions where the new one reads images.
+        """
+        part = self.part
+        if part.evaluation is None or part.evaluation.slerp is None or not self.is_judged:
+            return
+        where, mend = f"{part.name}: evaluation.slerp mixes new queries with old ones", "set it to null"
+        if self.method.maps_galleries or part.options.get("direction") == "old_to_new":
+            raise XcompatError(f"{where}, and method {part.method} maps the old gallery to where old ones have no place; {mend}")
+        if part.old is not None and is_stored(part.old.name):
+            raise XcompatError(f"{where}, and {part.old.name} holds embeddings and no model that could embed a query; {mend}")
+        if part.data.old_reads == "captions":
+            raise XcompatError(f"{where}, and the old model reads captions where the new one reads images; {mend}")
+
     def made(self, name: str) -> str:
         """Return the digest of an earlier stage's model."""
         digest: str = read_json(self.recipe.stage_dir(name) / "done.json")["model"]

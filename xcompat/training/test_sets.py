@@ -257,22 +257,22 @@ def map_contestant(
     fingerprint: Fingerprint,
     through: Callable[..., Tensor],
     device: torch.device,
-    side_info: C | None = None,
+    beside: C | None = None,
 ) -> C:
-    """Put embeddings through a model's ``view``, ``self_view`` or ``upgrade``.
+    """Put embeddings through a model's ``view``, ``self_view`` or ``upgrade``, or through what mixes them with others.
 
     Args:
         model: embeddings of the test set.
         name: what to call the result.
         fingerprint: the identity of the result.
-        through: maps (B, D), and (B, S) of side-information where there is some, to (B, d).
+        through: maps (B, D), and (B, S) of what stands beside them where something does, to (B, d).
         device: where it computes.
-        side_info: what is stored beside the embeddings, of the same items.
+        beside: other embeddings of the same items, such as side-information.
 
     Returns:
         The same items with mapped embeddings.
     """
-    beside = side_info.matrices() if side_info is not None else {}
+    others = beside.matrices() if beside is not None else {}
 
     @torch.inference_mode()
     def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
@@ -280,6 +280,6 @@ def map_contestant(
         return torch.cat([through(*(side.to(device) for side in chunk)).cpu() for chunk in chunks]).numpy()
 
     result = model.with_matrices(
-        {kind: mapped(embeds, *([beside[kind]] if beside else [])) for kind, embeds in model.matrices().items()}
+        {kind: mapped(embeds, *([others[kind]] if others else [])) for kind, embeds in model.matrices().items()}
     )
     return replace(result, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
