@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -168,6 +169,7 @@ def main(measure: Callable[..., list[Row]]) -> None:
 
     @functools.wraps(measure)
     def command(**options: object) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training would take a GPU, and the loop that it is compared with the CPU
         rows = measure(**options)
         Console().print(table(rows))
         KEPT.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,21 @@ def test_images_equal_one_by_one_and_unreadable_ones_are_nan(embedder: Embedder,
     assert np.flatnonzero(~np.isfinite(embeds[:, 0])).tolist() == [0]
 
 
+@pytest.mark.parametrize("lost", [range(3), range(3, 6), range(6, 8), range(8)])
+def test_a_shard_of_which_no_image_can_be_read_is_nan(
+    lost: range, folder_of: dict[str, str], pairs_folder: str, tmp_path: Path
+) -> None:
+    pairs = load_pairs(pairs_folder).select(range(8))
+    stored = [{"bytes": b"nothing", "path": None} if row in lost else record["image"] for row, record in enumerate(pairs)]
+    features = datasets.Features({"image": datasets.Image(decode=False), "id": datasets.Value("string")})
+    damaged = datasets.Dataset.from_dict({"image": stored, "id": pairs["id"][:]}, features=features)
+    embedder = load_embedder(folder_of["clip"])
+    embeds = embed_images(embedder, damaged, tmp_path / "damaged", "digest", shard_rows=3, max_bad_share=1.0)[:]
+    assert np.flatnonzero(~np.isfinite(embeds).all(axis=1)).tolist() == list(lost)
+    kept = [row for row in range(8) if row not in lost]
+    np.testing.assert_allclose(embeds[kept], embed_images(embedder, pairs, tmp_path / "whole", "digest")[:][kept], atol=1e-3)
+
+
 def test_a_killed_embedding_continues_with_the_shards_that_are_missing(
     embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.progress import Waiting, console, progress_bar, rate_of
-from xcompat.threads import cores
+from xcompat.threads import cores, map_in_threads, usable_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -38,6 +39,8 @@ SCHEMA = 1
 TOKENS_PER_BATCH = 512  # activations of short captions stay in the caches of a CPU; a GPU is fed by MANY_TOKENS
 MANY_TOKENS = 65536
 IMAGES_PER_BATCH = 64
+Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
+"""Row numbers, and the embeddings of these rows."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +165,25 @@ def embed_texts(
         The cache.
     """
     sharing = _sharing(embedder)
-    budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
+    on_cpu = embedder.device.type == "cpu"
+    budget = tokens_per_batch or (TOKENS_PER_BATCH if on_cpu else MANY_TOKENS)
 
-    def embed_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        with waiting:
-            token_ids = embedder.processor.tokenize(list(texts[start:stop]))
+    def prepare(shard: slice) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
+        token_ids = embedder.processor.tokenize(list(texts[shard]))
         padded = embedder.processor.max_length if embedder.processor.pad_to_max_length else 0
         by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
-        for rows in by_length if sharing is None else prefix_batches(token_ids, budget):
-            with waiting:
-                batch = embedder.processor.pad([token_ids[row] for row in rows])
-            yield rows, embedder.embed(batch)
+        batches = by_length if sharing is None else prefix_batches(token_ids, budget)
+        return [(rows, _pinned(embedder.processor.pad([token_ids[row] for row in rows]), embedder.device)) for rows in batches]
+
+    def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
+        # a GPU embeds one shard while the next is tokenised; on a CPU that would take the model's cores
+        prepared = map(prepare, shards) if on_cpu else map_in_threads(prepare, shards, threads=1)
+        for batches in waiting.of(prepared):
+            yield ((rows, embedder.embed(batch)) for rows, batch in batches)
 
     before = embedder.processor.count_truncated
     with nullcontext() if sharing is None else shared_prefixes(sharing):
-        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shard)
+        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards)
     if truncated := embedder.processor.count_truncated - before:
         console.print(
             f"[yellow]![/] {truncated} of {len(texts)} texts are longer than the {embedder.processor.max_length} tokens that "
@@ -210,17 +217,20 @@ def embed_images(
     if isinstance(embedder, StoredModel):
         rows_Nd = embedder.rows(dataset[ID][:])
 
-        def copy_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-            yield np.arange(stop - start), torch.from_numpy(rows_Nd[start:stop])
+        def copy_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
+            for shard in shards:
+                yield iter([(np.arange(shard.stop - shard.start), torch.from_numpy(rows_Nd[shard]))])
 
-        return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shard)
+        return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards)
     bad = BadSamples(max_bad_share, len(dataset))
 
-    def embed_shard(start: int, stop: int, waiting: Waiting) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        for rows, embeds_BD in embed_rows(embedder, dataset, range(start, stop), bad=bad, waiting=waiting):
-            yield rows - start, embeds_BD
+    def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
+        rows = [row for shard in shards for row in range(shard.start, shard.stop)]
+        size = math.gcd(IMAGES_PER_BATCH, shard_rows)  # no batch belongs to two shards, and decoding does not stop between them
+        batches = embed_rows(embedder, dataset, rows, size, bad=bad, waiting=waiting)
+        return _cut_by_shard(batches, shards)
 
-    return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shard)
+    return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shards)
 
 
 def embed_rows(
@@ -246,21 +256,37 @@ def embed_rows(
         Row numbers, and their embeddings (B, d) on the model's device, which a GPU may still be computing.
     """
 
-    def prepare(images: list[Image]) -> Tensor:
-        pixels_BCHW = embedder.processor.images(images)
-        # pinned, it is fetched while the GPU computes
-        return pixels_BCHW.pin_memory() if embedder.device.type == "cuda" else pixels_BCHW
+    def prepare(images: list[Image]) -> dict[str, Tensor]:
+        return _pinned({PIXEL_VALUES: embedder.processor.images(images)}, embedder.device)
 
     batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device))
-    for kept, pixels_BCHW in (waiting or Waiting()).of(batches):
-        yield kept, embedder.embed({PIXEL_VALUES: pixels_BCHW})
+    for kept, batch in (waiting or Waiting()).of(batches):
+        yield kept, embedder.embed(batch)
 
 
 def decoding(device: torch.device) -> dict[str, Any]:
     """Return how :func:`~xcompat.data.iterate_images` decodes for a model on a device: by how many threads, and whether ahead."""
     if device.type == "cpu":
         return {"threads": cores(device), "ahead": False}
-    return {"threads": max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
+    return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
+
+
+def _pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Put a batch for a GPU into memory that it copies from by itself; out of any other it copies while who asks waits."""
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
+
+
+def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches]:
+    """Deal batches of ascending rows, none of two shards, to their shards, which number their rows from 0."""
+    ahead = next(batches, None)
+
+    def of(shard: slice) -> Batches:
+        nonlocal ahead
+        while ahead is not None and ahead[0][0] < shard.stop:
+            yield ahead[0] - shard.start, ahead[1]
+            ahead = next(batches, None)
+
+    yield from map(of, shards)
 
 
 def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
@@ -293,7 +319,7 @@ def _embed(
     path: Path,
     data_digest: str,
     shard_rows: int,
-    embed_shard: Callable[[int, int, Waiting], Iterator[tuple[NDArray[np.int64], Tensor]]],
+    embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
 ) -> EmbeddingCache:
     info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
     if not rows:
@@ -302,21 +328,21 @@ def _embed(
     starts = list(range(0, rows, shard_rows))
     if not (path / "cache.json").exists():
         mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
-        total = sum(min(shard_rows, rows - starts[shard]) for shard in mine)
+        slices = [slice(starts[shard], min(starts[shard] + shard_rows, rows)) for shard in mine]
+        total = sum(part.stop - part.start for part in slices)
         with progress_bar() as bar, _as_fast_as_it_goes(embedder), ThreadPoolExecutor(1) as writer:
             task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
             waiting = Waiting()
             writing: Future[None] | None = None
-            for shard in mine:
-                start, stop = starts[shard], min(starts[shard] + shard_rows, rows)
+            for shard, part, batches in zip(mine, slices, embed_shards(slices, waiting), strict=True):
                 places, parts = [], []
-                for places_B, embeds_BD in embed_shard(start, stop, waiting):
+                for places_B, embeds_BD in batches:
                     places.append(places_B)
                     parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
                     rate_of(bar, task, len(places_B), kind, waiting)
                 if writing is not None:
                     writing.result()  # the model goes on while one shard is written, and only one
-                writing = writer.submit(_write_shard, _shard_path(path, shard), info, stop - start, places, parts)
+                writing = writer.submit(_write_shard, _shard_path(path, shard), info, part.stop - part.start, places, parts)
             if writing is not None:
                 writing.result()
         barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,11 @@ def cores(device: torch.device) -> int:
     return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
     """Compute each item on a core of its own, as sorting, counting and indexing in torch know no other way.
 
@@ -84,16 +90,25 @@ def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch
     Yields:
         The results in the order of the items.
     """
-    threads, of_all = cores(device), torch.get_num_threads()
-    if threads == 1:
+    if (threads := cores(device)) == 1:
         yield from map(function, items)
-        return
+    else:
+        yield from map_in_threads(on_one_core(function), items, threads)
+
+
+def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
+    """Return a function for threads beside each other: torch computes on the one that calls it, and starts no more for each.
+
+    Args:
+        function: what is to be called.
+    """
+    of_all = torch.get_num_threads()
 
     def alone(item: T) -> R:
         with _one_torch_thread(of_all):
             return function(item)
 
-    yield from map_in_threads(alone, items, threads)
+    return alone
 
 
 @contextmanager

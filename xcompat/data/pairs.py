@@ -16,7 +16,7 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
 from xcompat.errors import XcompatError
-from xcompat.threads import map_in_rounds, map_in_threads
+from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
 if TYPE_CHECKING:
     import datasets
@@ -250,7 +250,8 @@ def iterate_images(
         return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
 
     spread = map_in_threads if ahead else map_in_rounds
-    for kept, images, reasons in spread(decode, ((batch, dataset[batch]) for batch in batches), threads):
+    decode_batch = on_one_core(decode) if threads > 1 else decode
+    for kept, images, reasons in spread(decode_batch, ((batch, dataset[batch]) for batch in batches), threads):
         for sample_id, reason in reasons.items():
             bad.add(sample_id, reason)
         if images is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
@@ -79,12 +81,12 @@ class Processor(ABC):
             ``input_ids`` (B, L) int64 and, where the model masks its padding, ``attention_mask`` (B, L) int64; L is the
             longest list, or ``max_length`` when the model wants a fixed length.
         """
-        length = self.max_length if self.pad_to_max_length else max(len(ids) for ids in token_ids)
-        input_ids = torch.full((len(token_ids), length), self.pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(token_ids):
-            input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-            attention_mask[row, : len(ids)] = 1
+        lengths_B = np.array([len(ids) for ids in token_ids])
+        length = self.max_length if self.pad_to_max_length else lengths_B.max()
+        holds_BL = np.arange(length) < lengths_B[:, None]
+        ids_BL = np.full(holds_BL.shape, self.pad_token_id, dtype=np.int64)
+        ids_BL[holds_BL] = np.fromiter(chain.from_iterable(token_ids), np.int64, lengths_B.sum())
+        input_ids, attention_mask = torch.from_numpy(ids_BL), torch.from_numpy(holds_BL.astype(np.int64))
         return {"input_ids": input_ids, "attention_mask": attention_mask} if self.masks_padding else {"input_ids": input_ids}
 
     def texts(self, texts: Sequence[str]) -> dict[str, Tensor]:

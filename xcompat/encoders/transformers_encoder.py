@@ -49,7 +49,9 @@ class TransformersProcessor(Processor):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """See :meth:`Processor.tokenize`."""
-        batch = self.tokenizer(list(texts), truncation=True, max_length=self.max_length, padding=False)
+        batch = self.tokenizer(
+            list(texts), truncation=True, max_length=self.max_length, padding=False, return_attention_mask=False
+        )
         self.count_truncated += sum(bool(encoding.overflowing) for encoding in batch.encodings or [])
         return batch["input_ids"]
 
@@ -146,7 +148,7 @@ class Siglip2Encoder(TransformersEncoder):
         patches = pixel_values.reshape(batch, channels, grid[0], patch, grid[1], patch).permute(0, 2, 4, 3, 5, 1)
         patches_BNP = patches.reshape(batch, grid[0] * grid[1], patch * patch * channels)
         mask_BN = torch.ones(patches_BNP.shape[:2], dtype=torch.int64, device=pixel_values.device)
-        shapes = torch.tensor([grid] * batch, device=pixel_values.device)
+        shapes = torch.tensor([grid] * batch)  # read one by one: on a GPU each would wait for all that is queued
         return self.model.get_image_features(
             pixel_values=patches_BNP, pixel_attention_mask=mask_BN, spatial_shapes=shapes
         ).pooler_output

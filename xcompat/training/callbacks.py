@@ -138,8 +138,10 @@ class InterruptCallback(TrainerCallback):
         signal.signal(number, self._previous[number])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Save and stop when asked to, all processes after the same step: one that went on would wait for the others."""
+        """Save and stop when asked to; of several processes all after the same step, the next that is logged."""
         if is_distributed():
+            if not control.should_log:  # to ask the others is to wait for what a GPU computes, as logging does anyway
+                return
             self.interrupted = bool(mean_over_ranks(torch.tensor(float(self.interrupted), device=args.device)) > 0)
         if self.interrupted:
             control.should_save = True

@@ -270,6 +270,7 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
     Returns:
         The arguments.
     """
+    on_cpu = process_state().device.type == "cpu"
     fixed = {
         "output_dir": str(folder),
         "seed": seed,
@@ -277,10 +278,11 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
         "disable_tqdm": True,
-        # ranks read different shards themselves; dispatching from rank 0 would decode everything there
-        "accelerator_config": {"dispatch_batches": False},
+        # ranks read different shards themselves; dispatching from rank 0 would decode everything there. A batch is copied while
+        # the step before it is computed; a copy that is waited for would hold up what is to be launched after it
+        "accelerator_config": {"dispatch_batches": False, "non_blocking": not on_cpu},
     }
-    defaults = {**DEFAULTS, "use_cpu": process_state().device.type == "cpu"}
+    defaults = {**DEFAULTS, "use_cpu": on_cpu}
     try:
         settings = TrainingArguments(**{**defaults, **part.training, **fixed})
     except (TypeError, ValueError) as error:

@@ -1,0 +1,208 @@
+"""What a GPU would run, without one: models on tensors that only know their device, and a GPU's branches on a CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from PIL import Image
+from test_models import TRAINED, batch_for, build
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import TrainerControl, TrainerState
+
+from xcompat.data import load_pairs
+from xcompat.embedding import decoding, embed_images, embed_texts
+from xcompat.evaluation import first_hit_ranks, ranking_per_query
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.training import callbacks, trainer
+from xcompat.training.callbacks import InterruptCallback
+from xcompat.training.recipe import StageRecipe
+from xcompat.training.trainer import training_arguments
+
+TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
+
+
+def move(module: nn.Module) -> None:
+    """Put what a module's ``to`` would move on a GPU that is not there."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(on_gpu(parameter), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = on_gpu(buffer)
+
+
+# What these hold in numbers decides which operations follow, and there are no numbers.
+DEPEND_ON_NUMBERS = {"advbct", "lce", "query_map", "rbt"}
+
+
+def test_a_tensor_that_stayed_behind_is_noticed(fake: FakeTensorMode) -> None:
+    with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        torch.ones(2, device=GPU) + torch.ones(2)
+
+
+@pytest.mark.parametrize("method", [name for name in TRAINED if name not in DEPEND_ON_NUMBERS])
+def test_a_loss_is_computed_where_the_model_is(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of).train()
+    batch = batch_for(model, images)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(model)
+        loss = model(**{name: on_gpu(column) for name, column in batch.items()}).loss
+    assert loss.device == GPU and loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "siglip2"])  # it reads sizes out of a tensor
+def test_embeddings_are_computed_where_the_model_is(kind: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    embedder = load_embedder(folder_of[kind])
+    processor = embedder.processor
+    batches = {"pixel_values": processor.images(images)}, processor.texts(TEXTS)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(embedder.model)
+        for batch in batches:
+            embeds = embedder.embed({name: on_gpu(column) for name, column in batch.items()})
+            assert embeds.device == GPU and embeds.dtype == torch.float32
+
+
+def test_siglip2_reads_sizes_where_no_gpu_is_waited_for(folder_of: dict[str, str]) -> None:
+    encoder = load_embedder(folder_of["siglip2"]).model
+    asked: dict[str, Tensor] = {}
+
+    def get_image_features(**given: Tensor) -> SimpleNamespace:
+        asked.update(given)
+        return SimpleNamespace(pooler_output=given["pixel_values"].sum(dim=1))
+
+    encoder.model.get_image_features = get_image_features
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        encoder.image_features(torch.ones(2, 3, 32, 32, device=GPU))
+    assert {name: tensor.device for name, tensor in asked.items()} == {
+        "pixel_values": GPU,
+        "pixel_attention_mask": GPU,
+        "spatial_shapes": torch.device("cpu"),
+    }
+
+
+class Elsewhere(Embedder):
+    """Says that it is on a GPU, computes on the CPU, and takes batches from pinned memory alone."""
+
+    pinned: ClassVar[set[int]] = set()
+
+    @property
+    def device(self) -> torch.device:
+        return GPU
+
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        assert {id(tensor) for tensor in batch.values()} <= self.pinned
+        return plain(self).embed(batch)
+
+
+def plain(embedder: Embedder) -> Embedder:
+    return Embedder(**{field.name: getattr(embedder, field.name) for field in fields(Embedder)})
+
+
+@pytest.fixture
+def elsewhere(folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    kept: list[Tensor] = []  # so that no other tensor gets the same id
+
+    def pin(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        Elsewhere.pinned.add(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Elsewhere, "pinned", set())
+    return Elsewhere(**vars(load_embedder(folder_of["clip"])))
+
+
+def test_caches_of_a_gpu_hold_what_a_cpu_s_hold(elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path) -> None:
+    here, pairs = plain(elsewhere), load_pairs(pairs_folder)
+    for rows in (5, 64):
+        found = embed_texts(elsewhere, TEXTS, tmp_path / f"texts-{rows}", "digest", shard_rows=rows)[:]
+        np.testing.assert_allclose(found, embed_texts(here, TEXTS, tmp_path / f"plain-{rows}", "digest")[:], atol=1e-3)
+        found = embed_images(elsewhere, pairs, tmp_path / f"images-{rows}", "digest", shard_rows=rows)[:]
+        np.testing.assert_allclose(found, embed_images(here, pairs, tmp_path / f"seen-{rows}", "digest")[:], atol=1e-3)
+
+
+def test_a_shard_is_tokenised_while_a_gpu_computes_another(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    embed, processor, ahead = elsewhere.embed, elsewhere.processor, threading.Event()
+    tokenize = processor.tokenize
+
+    def tokenize_and_tell(texts: list[str]) -> list[list[int]]:
+        if texts[0] == TEXTS[5]:
+            ahead.set()
+        return tokenize(texts)
+
+    def embed_late(batch: dict[str, Tensor]) -> Tensor:
+        assert ahead.wait(60), "the second shard waits for the first to be embedded"
+        return embed(batch)
+
+    elsewhere.embed, processor.tokenize = embed_late, tokenize_and_tell  # type: ignore[method-assign]
+    assert len(embed_texts(elsewhere, TEXTS, tmp_path / "c", "digest", shard_rows=5)) == len(TEXTS)
+
+
+def test_images_are_decoded_by_the_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert decoding(GPU) == {"threads": 3, "ahead": True}
+
+
+@pytest.mark.parametrize("n_classes", [3, 40])
+def test_rankings_by_what_a_gpu_sorts_and_finds_with_are_the_same(n_classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    queries, gallery = generator.normal(size=(90, 16)), generator.normal(size=(400, 16))
+    labels = generator.integers(n_classes, size=90), generator.integers(n_classes, size=400)
+
+    def ranks() -> list[bytes]:
+        given = torch.from_numpy(queries), torch.from_numpy(gallery)
+        ranked = ranking_per_query(*given, *labels, chunk_size=16)
+        return [
+            first_hit_ranks(*given, *labels, 16).tobytes(),
+            *(getattr(ranked, field.name).tobytes() for field in fields(ranked)),
+        ]
+
+    wanted = ranks()
+    asked: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not asked.append(tensor)))
+    assert ranks() == wanted and asked
+
+
+def test_batches_go_to_a_gpu_without_being_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_cpu = training_arguments(StageRecipe(method="xbt"), 0, tmp_path)
+    assert on_cpu.use_cpu and not on_cpu.accelerator_config.non_blocking
+    monkeypatch.setattr(trainer, "process_state", lambda: SimpleNamespace(device=GPU))
+    there = training_arguments(StageRecipe(method="xbt", training={"use_cpu": True}), 0, tmp_path)
+    assert there.accelerator_config.non_blocking and not there.accelerator_config.dispatch_batches
+
+
+def test_processes_ask_each_other_whether_to_stop_where_the_loss_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([0.0, 1.0])
+    monkeypatch.setattr(callbacks, "is_distributed", lambda: True)
+    monkeypatch.setattr(callbacks, "mean_over_ranks", lambda mine: torch.tensor(next(answers)))
+    callback, args = InterruptCallback(), SimpleNamespace(device="cpu")
+    stopped = []
+    for step in range(1, 7):
+        control = TrainerControl(should_log=step % 3 == 0)
+        callback.on_step_end(args, TrainerState(global_step=step), control)
+        stopped.append(control.should_training_stop)
+    assert stopped == [False] * 5 + [True], "asked after the third step and the sixth, and told so after the sixth"
