@@ -1,6 +1,6 @@
 """Weights laid out for oneDNN against `torch.compile`, on a CPU: CLIP B/32's image tower with random weights embedding one batch.
 
-    python benchmarks/compiled.py [--images 32] [--edge 224] [--rounds 5]
+    python benchmarks/compiled.py [--images 16] [--edge 224] [--rounds 5]
 
 Compiling needs a C++ compiler and takes half a minute where nothing is cached; laying weights out takes a fraction of a second.
 """
@@ -21,7 +21,7 @@ COMPILERS = ("g++", "clang++")
 
 
 @torch.no_grad()
-def measure(images: int = 32, edge: int = 224, rounds: int = ROUNDS) -> list[Row]:
+def measure(images: int = 16, edge: int = 224, rounds: int = ROUNDS) -> list[Row]:
     """Measure one batch."""
     what = f"CLIP B/32's image tower embeds {images} images of {edge} pixels"
     if not any(shutil.which(compiler) for compiler in COMPILERS):

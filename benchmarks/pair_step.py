@@ -1,6 +1,6 @@
 """Time of a step of XBT's pair stage: this project's training against a hand-written loop with the same model, data and autocast.
 
-    python benchmarks/pair_step.py [--rounds 11]
+    python benchmarks/pair_step.py [--rounds 9]
 
 A small CLIP with LoRA and prompts in bfloat16, batches of 32 from memory: whatever a step costs beside the model's own
 computation is a larger share of it than it would be of a large model's. Both sides clip gradients and use the same AdamW.
@@ -40,7 +40,7 @@ CLIP = {
     "text_config": TOWER | {"max_position_embeddings": 16},
     "vision_config": TOWER | {"image_size": 64, "patch_size": 8},
 }
-SHORT_ROUNDS = 11
+SHORT_ROUNDS = 9
 ALLOWED = 1.08
 
 

@@ -26,7 +26,8 @@ SECTION = re.compile(r"(<!-- speed -->\n).*(<!-- /speed -->)", re.DOTALL)
 ALSO = ("faiss-cpu", "pytorch-metric-learning", "torchmetrics", "sentence-transformers", "clip_benchmark")
 LEGEND = """\
 Both sides of a row ran in turn; times are medians of at least 5 runs each, ours first, and what they compute was found equal
-before. The ratio is how many times as fast ours is, and where the bound is `<=`, how many times the time or memory ours takes."""
+before, of the slowest on a part of it. The ratio is how many times as fast ours is, and where the bound is `<=`, how many times
+the time or memory ours takes."""
 
 
 def scripts() -> list[Path]:
