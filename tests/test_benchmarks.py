@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks"
@@ -47,6 +48,15 @@ def test_sides_take_turns(benchmark: Any) -> None:
     took = benchmark("measuring").medians({name: lambda name=name: turns.append(name) for name in ("ours", "theirs")}, rounds=3)
     assert turns == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert set(took) == {"ours", "theirs"}
+
+
+def test_curves_compare_each_size_with_a_tenth_and_are_drawn(benchmark: Any, tmp_path: Path) -> None:
+    scaling = benchmark("scaling")
+    curve = scaling.Curve("gallery", "embeddings", {10: 0.1, 100: 0.5}, {10: " a query; one", 100: " a query; two"})
+    assert [(row.ratio, row.detail) for row in curve.rows()] == [(None, "0.1 s a query; one"), (5.0, "0.5 s a query; two")]
+    scaling.draw([curve, curve], tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as drawn:
+        assert drawn.size == (960, 384)
 
 
 def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
