@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -208,7 +207,7 @@ def embed_images(
         dataset: as :func:`xcompat.data.load_pairs` returns it.
         path: folder of the cache; a finished one is opened, an unfinished one continued.
         data_digest: identifies the images and their order.
-        shard_rows: images per shard, the unit of resuming.
+        shard_rows: images per shard, the unit of resuming; best a multiple of 64, as every batch is a part of one shard.
         max_bad_share: stop when more than this share of the images cannot be read.
 
     Returns:
@@ -226,7 +225,8 @@ def embed_images(
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         rows = [row for shard in shards for row in range(shard.start, shard.stop)]
-        size = math.gcd(IMAGES_PER_BATCH, shard_rows)  # no batch belongs to two shards, and decoding does not stop between them
+        # no batch belongs to two shards, and decoding does not stop between them
+        size = max(size for size in range(1, IMAGES_PER_BATCH + 1) if shard_rows % size == 0)
         batches = embed_rows(embedder, dataset, rows, size, bad=bad, waiting=waiting)
         return _cut_by_shard(batches, shards)
 
