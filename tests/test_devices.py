@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
@@ -206,3 +207,29 @@ def test_processes_ask_each_other_whether_to_stop_where_the_loss_is_logged(monke
         callback.on_step_end(args, TrainerState(global_step=step), control)
         stopped.append(control.should_training_stop)
     assert stopped == [False] * 5 + [True], "asked after the third step and the sixth, and told so after the sixth"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def ask(mine: Tensor) -> Tensor:
+        if not sent:
+            sent.append(number)
+            signal.raise_signal(number)
+        return mine
+
+    sent: list[signal.Signals] = []
+    monkeypatch.setattr(callbacks, "is_distributed", lambda: True)
+    monkeypatch.setattr(callbacks, "mean_over_ranks", ask)
+    callback, args, control = InterruptCallback(), SimpleNamespace(device="cpu"), TrainerControl(should_log=True)
+    before = signal.getsignal(number)
+    callback.on_train_begin(args, TrainerState(), control)
+    try:
+        callback.on_step_end(args, TrainerState(global_step=1), control)
+        assert not control.should_training_stop, "the others were told that nobody had asked"
+        callback.on_step_end(args, TrainerState(global_step=2), control)
+        assert control.should_training_stop and callback.interrupted
+    finally:
+        callback.on_train_end(args, TrainerState(), control)
+    assert signal.getsignal(number) is before

@@ -126,6 +126,7 @@ class InterruptCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.interrupted = False
+        self._asked = False  # of this process alone, and never taken back: a signal may come while the others are asked
         self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
@@ -134,22 +135,27 @@ class InterruptCallback(TrainerCallback):
             self._previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
+        self._asked = True
         signal.signal(number, self._previous[number])
+
+    def _any_asked(self, args: TrainingArguments) -> bool:
+        if not is_distributed():
+            return self._asked
+        return bool(mean_over_ranks(torch.tensor(float(self._asked), device=args.device)) > 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Save and stop when asked to; of several processes all after the same step, the next that is logged."""
-        if is_distributed():
-            if not control.should_log:  # to ask the others is to wait for what a GPU computes, as logging does anyway
-                return
-            self.interrupted = bool(mean_over_ranks(torch.tensor(float(self.interrupted), device=args.device)) > 0)
+        if is_distributed() and not control.should_log:
+            return  # to ask the others is to wait for what a GPU computes, as logging does anyway
+        self.interrupted = self._any_asked(args)
         if self.interrupted:
             control.should_save = True
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Give the signals back."""
+        """Give the signals back, and hear those that came after the last step."""
         self.release()
+        self.interrupted = self._any_asked(args)
 
     def release(self) -> None:
         """Give the signals back, also after an error."""
