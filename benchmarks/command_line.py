@@ -1,6 +1,6 @@
 """How long `xcompat --help` takes to answer, against importing PyTorch.
 
-python benchmarks/command_line.py [--rounds 11]
+python benchmarks/command_line.py [--rounds 7]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HELP = [sys.executable, "-m", "xcompat", "--help"]
 IMPORT = [sys.executable, "-c", "import torch"]
 
 
-def measure(rounds: int = 11) -> list[Row]:
+def measure(rounds: int = 7) -> list[Row]:
     """Measure fresh processes."""
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     assert "evaluate" in run(HELP).stdout

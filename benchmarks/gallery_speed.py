@@ -1,9 +1,10 @@
 """What a gallery costs beside the faiss index inside it: searching and adding, and opening beside importing PyTorch.
 
-    python benchmarks/gallery_speed.py [--items 1000000] [--dim 512] [--queries 256] [--rounds 5]
+    python benchmarks/gallery_speed.py [--items 1000000] [--dim 512] [--queries 256] [--added 300000] [--rounds 5]
 
-Both sides do the same work. Adding: faiss normalises, adds and writes its index; the gallery also checks every embedding, stores
-ids and metadata, computes checksums and flushes to the disk. Searching: faiss returns row numbers, the gallery ids and metadata.
+Both sides do the same work. Searching: faiss returns row numbers, the gallery ids and metadata. Adding, of the first 300,000:
+faiss normalises, adds and writes its index; the gallery also checks every embedding, stores ids and metadata, computes checksums
+and flushes to the disk.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def opening(gallery: Path, items: int, rounds: int) -> dict[str, float]:
     return medians(run, rounds)
 
 
-def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, rounds: int = ROUNDS) -> list[Row]:
+def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, added: int = 300_000, rounds: int = ROUNDS) -> list[Row]:
     """Measure a gallery of one version, flat index."""
     generator = np.random.default_rng(0)
     embeds_ND = generator.standard_normal((items, dim), dtype=np.float32)
@@ -81,16 +82,17 @@ def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, rounds: 
     KEPT.mkdir(parents=True, exist_ok=True)  # on the disk that galleries lie on, not in a temporary one of memory
     with tempfile.TemporaryDirectory(dir=KEPT) as temporary:
         alone, ours = Path(temporary) / "own.faiss", Path(temporary) / "gallery"
-        add = {"faiss": lambda: add_to_faiss(alone, embeds_ND), "ours": lambda: add_to_gallery(ours, embeds_ND, ids)}
-        for side in add.values():
-            side()
+        add_to_faiss(alone, embeds_ND)
+        add_to_gallery(ours, embeds_ND, ids)
         searched = searching(alone, ours, ids, queries_QD, rounds)
         opened = opening(ours, items, rounds)
-        added = medians(add, rounds)
+        few_ND = embeds_ND[:added]
+        add = {"ours": lambda: add_to_gallery(ours, few_ND, ids), "faiss": lambda: add_to_faiss(alone, few_ND)}
+        adding = medians(add, rounds)
     size = f"{items:,} x {dim}, flat"
     return [
         timed(f"gallery search, {queries} queries, {size}", "faiss alone", ">= 0.95", searched["ours"], searched["faiss"]),
-        timed(f"gallery add and commit, {size}", "faiss alone", ">= 0.8", added["ours"], added["faiss"]),
+        timed(f"gallery add and commit, {len(few_ND):,} x {dim}, flat", "faiss alone", ">= 0.8", adding["ours"], adding["faiss"]),
         timed(f"gallery opened in a fresh process, {size}", 'python -c "import torch"', "", opened["ours"], opened["torch"]),
     ]
 

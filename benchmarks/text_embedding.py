@@ -1,6 +1,6 @@
 """Text embedding, CLIP B/32's text tower on a CPU: shared prefixes against padding and sentence-transformers.
 
-    python benchmarks/text_embedding.py [--captions FILE] [--texts 1024] [--rounds 5]
+    python benchmarks/text_embedding.py [--captions FILE] [--texts 768] [--rounds 5]
 
 Random weights (speed does not depend on them), CLIP's own byte-pair vocabulary, which open_clip ships, and captions of COCO of 6
 to 20 tokens. Ours tokenises, sorts, embeds and writes the cache to disk; it computes what captions share at their beginnings
@@ -80,7 +80,7 @@ def sentence_transformer(embedder: Embedder) -> Callable[[list[str]], np.ndarray
     return lambda texts: model.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
 
-def measure(captions: Path = CAPTIONS, texts: int = 1024, rounds: int = ROUNDS) -> list[Row]:
+def measure(captions: Path = CAPTIONS, texts: int = 768, rounds: int = ROUNDS) -> list[Row]:
     """Measure text embedding on a CPU."""
     embedder = clip_b32()
     given = read_captions(captions, texts, embedder)
