@@ -1,6 +1,6 @@
 """Embedding images from JPEG shards into a cache, against the encoder's own forward on tensors that are in memory already.
 
-    python benchmarks/image_embedding.py [--images 96] [--rounds 5]
+    python benchmarks/image_embedding.py [--images 128] [--rounds 5]
 
 CLIP B/32's image tower with random weights. The photos are the first of Tiny-ImageNet's validation shard, as they are (64 pixels)
 and enlarged to 500 by 375, the size of most photos on the web, and written as JPEG again. Ours reads, decodes, resizes, embeds
@@ -69,7 +69,7 @@ def compared(embedder: Embedder, photos: datasets.Dataset, folder: Path, rounds:
     return timed(f"{WHAT}, {what}", AGAINST, ">= 0.95", took["ours"], took["theirs"], rate)
 
 
-def measure(images: int = 96, rounds: int = ROUNDS, shard: Path = SHARD) -> list[Row]:
+def measure(images: int = 128, rounds: int = ROUNDS, shard: Path = SHARD) -> list[Row]:
     """Measure small and large photos."""
     if not shard.exists():
         return [Row(WHAT, AGAINST, None, ">= 0.95", "not run: ../shared/data/tiny-imagenet is not there")]

@@ -33,7 +33,7 @@ class ImageOnlyProcessor(Processor):
 
     def images(self, images: Sequence[Image]) -> Tensor:
         """See :meth:`Processor.images`."""
-        return process_images(self, self.image_processor, [image.convert("RGB") for image in images])
+        return process_images(self, self.image_processor, _rgb(images))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Refuse texts."""
@@ -48,12 +48,17 @@ class ImageOnlyProcessor(Processor):
         return {"backend": IMAGE_BACKEND, "pixels": describe_pixels(self.image_processor)}
 
 
+def _rgb(images: Sequence[Image]) -> list[Image]:
+    """Convert what is not RGB; a conversion from RGB would copy it."""
+    return [image if image.mode == "RGB" else image.convert("RGB") for image in images]
+
+
 class TimmProcessor(ImageOnlyProcessor):
     """timm's own image transform, made from the ``pretrained_cfg`` of the encoder's description."""
 
     def images(self, images: Sequence[Image]) -> Tensor:
         """See :meth:`Processor.images`."""
-        return self.image_processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+        return self.image_processor(_rgb(images), return_tensors="pt")["pixel_values"]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write nothing: timm keeps the preprocessing in the model's configuration."""
