@@ -25,6 +25,9 @@ from xcompat.data import load_pairs
 from xcompat.embedding import decoding, embed_images, embed_texts
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery, filling
+from xcompat.retrieval.commands import query_embeddings
+from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.recipe import StageRecipe
@@ -143,6 +146,35 @@ def test_caches_of_a_gpu_hold_what_a_cpu_s_hold(elsewhere: Elsewhere, pairs_fold
         np.testing.assert_allclose(found, embed_texts(here, TEXTS, tmp_path / f"plain-{rows}", "digest")[:], atol=1e-3)
         found = embed_images(elsewhere, pairs, tmp_path / f"images-{rows}", "digest", shard_rows=rows)[:]
         np.testing.assert_allclose(found, embed_images(here, pairs, tmp_path / f"seen-{rows}", "digest")[:], atol=1e-3)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 16])
+def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
+    batches: int, elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "BATCH", 3)
+    monkeypatch.setattr(filling, "BATCHES_OF_A_GPU", batches)
+    pictures = load_pictures(pairs_folder)
+    made = []
+    for number, embedder in enumerate((elsewhere, plain(elsewhere))):
+        gallery = Gallery.create(tmp_path / str(number), embedder)
+        assert add_pictures(gallery, pictures, embedder).added == len(pictures) > 9
+        made.append([(items.ids, items.metadata, items.embeds[0]) for _, items in gallery.segments[0].blocks(999)])
+    for (ids, metadata, embeds), (same_ids, same_metadata, same) in zip(*made, strict=True):
+        assert (ids, metadata) == (same_ids, same_metadata)
+        np.testing.assert_allclose(embeds, same, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["a text", "a picture"])
+def test_a_query_is_embedded_where_the_model_is(
+    kind: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    images[0].save(tmp_path / "a.png")
+    model = build("xbt", folder_of)
+    embedder = Embedder(model, model.processor, model.stored_fingerprint(), model.stored_dim)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(model)
+        assert query_embeddings(embedder, str(tmp_path / "a.png") if kind == "a picture" else "a dog").device == GPU
 
 
 def test_a_shard_is_tokenised_while_a_gpu_computes_another(elsewhere: Elsewhere, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from xcompat import FctModel, XbtModel, cli
+from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed
+from xcompat.errors import XcompatError
+from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -105,6 +107,31 @@ def test_the_commands_of_the_readme_one_after_the_other(
     assert code == 0 and "back at generation 2, which is now 4: 121 items" in out
     assert run("search", gallery, "a red running shoe", "--model", compatible)[0] == 0
     assert run("verify", gallery)[0] == 0
+
+
+def test_pictures_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
+    stored = {}
+    for dtype in ("float32", "bfloat16"):
+        assert run("build", photos, "--model", old_folder, "--out", tmp_path / dtype, "--dtype", dtype)[0] == 0
+        gallery = Gallery.open(tmp_path / dtype)
+        assert gallery.versions == [load_embedder(old_folder).fingerprint]
+        stored[dtype] = np.concatenate([items.embeds[0] for segment in gallery.segments for _, items in segment.blocks(999)])
+    cosines = (stored["float32"] * stored["bfloat16"]).sum(axis=1)
+    assert len(cosines) == 120 and cosines.min() > 0.999 and not np.allclose(stored["float32"], stored["bfloat16"], atol=1e-5)
+
+
+@pytest.mark.parametrize("verb", [("build", "photos"), ("add", "g", "photos"), ("search", "g", "a dog"), ("upgrade", "g")])
+def test_models_compute_on_the_accelerator_of_the_process(
+    verb: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(name: str, device: torch.device, autocast: torch.dtype | None) -> None:
+        raise XcompatError(f"{name} on {device} in {autocast}")
+
+    monkeypatch.chdir(tmp_path)
+    Gallery.create("g", Fingerprint.from_string("m"), dim=2)
+    monkeypatch.setattr(embedder, "load_embedder", load)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 1))
+    assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in None\n"
 
 
 def test_a_model_that_would_split_the_gallery_is_refused(
@@ -216,7 +243,11 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
         (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
-        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "name them with --backfill"),
+        (
+            ("upgrade", "gallery", "--model", "x", "--budget", "9"),
+            "--budget is of pictures to embed anew: name them",
+        ),
+        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype is of pictures to embed anew"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is no gallery"),
         (("verify", "nowhere"), "nowhere is no gallery"),
     ],

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 T = TypeVar("T")
 JUDGING = timedelta(hours=6)
 """Longest that processes wait for one of them, which may be evaluating or embedding the larger shards."""
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import torch
     from accelerate import PartialState
@@ -39,6 +41,11 @@ def process_state() -> PartialState:
         os.environ |= {"RANK": str(state.process_index), "WORLD_SIZE": str(state.num_processes)}
         torch.distributed.init_process_group("xla", init_method="xla://")
     return state
+
+
+def device() -> torch.device:
+    """Return this process's device, an accelerator where there is one."""
+    return process_state().device
 
 
 def end_processes() -> None:
@@ -157,6 +164,18 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
+
+
+def from_main_process(make: Callable[[], T]) -> T:
+    """Make something on the first process alone and give it to all.
+
+    Args:
+        make: what to call there.
+
+    Returns:
+        What it returned there, on every process.
+    """
+    return cast(T, gather_objects(make() if is_main_process() else None, shared=True)[0])
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

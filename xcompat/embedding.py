@@ -182,7 +182,7 @@ def embed_texts(
 
     before = embedder.processor.count_truncated
     with nullcontext() if sharing is None else shared_prefixes(sharing):
-        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards)
+        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
     if truncated := embedder.processor.count_truncated - before:
         console.print(
             f"[yellow]![/] {truncated} of {len(texts)} texts are longer than the {embedder.processor.max_length} tokens that "
@@ -220,7 +220,7 @@ def embed_images(
             for shard in shards:
                 yield iter([(np.arange(shard.stop - shard.start), torch.from_numpy(rows_Nd[shard]))])
 
-        return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards)
+        return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards, BadSamples())
     bad = BadSamples(max_bad_share, len(dataset))
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
@@ -230,7 +230,7 @@ def embed_images(
         batches = embed_rows(embedder, dataset, rows, size, bad=bad, waiting=waiting)
         return _cut_by_shard(batches, shards)
 
-    return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shards)
+    return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shards, bad)
 
 
 def embed_rows(
@@ -320,6 +320,7 @@ def _embed(
     data_digest: str,
     shard_rows: int,
     embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
+    bad: BadSamples,
 ) -> EmbeddingCache:
     info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
     if not rows:
@@ -345,7 +346,7 @@ def _embed(
                 writing = writer.submit(_write_shard, _shard_path(path, shard), info, part.stop - part.start, places, parts)
             if writing is not None:
                 writing.result()
-        barrier()
+        bad.share()  # waits until all have written
         if is_main_process():
             write_json(path / "cache.json", asdict(info))
         barrier()

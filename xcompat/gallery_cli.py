@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
@@ -17,6 +17,8 @@ app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_a
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]
 ModelName = Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")]
+Dtype = Literal["float32", "bfloat16", "float16"]
+EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision to embed pictures in.")]
 
 
 @app.command()
@@ -28,6 +30,7 @@ def build(
     milvus: Annotated[Optional[str], typer.Option(help="URI of a Milvus that holds the vectors.")] = None,  # noqa: UP045
     from_faiss: Annotated[Optional[Path], typer.Option(help="A faiss index to adopt where it is.")] = None,  # noqa: UP045
     ids: Annotated[Optional[Path], typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,  # noqa: UP045
+    dtype: EmbedIn = "float32",
 ) -> None:
     """Embed pictures into a new gallery, or adopt a faiss index; started again, it continues."""
     from xcompat.retrieval import commands
@@ -42,7 +45,7 @@ def build(
     elif ids is not None:
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths")
     elif pictures is not None:
-        commands.build(out, pictures, _load(model), index, milvus)
+        commands.build(out, pictures, _load(model, dtype), index, milvus)
     else:
         raise XcompatError("name the pictures to embed, or an index to adopt with --from-faiss")
 
@@ -67,11 +70,12 @@ def add(
     pictures: Annotated[Path, typer.Argument(help="Folder of pictures, or shards.")],
     model: ModelName = "",
     replace: Annotated[bool, typer.Option("--replace", help="Embed pictures anew that another model embedded.")] = False,
+    dtype: EmbedIn = "float32",
 ) -> None:
     """Embed more pictures, with the gallery's model or a newer one."""
     from xcompat.retrieval import commands
 
-    commands.add(_open(gallery), pictures, _load(model), replace)
+    commands.add(_open(gallery), pictures, _load(model, dtype), replace)
 
 
 @app.command()
@@ -81,14 +85,16 @@ def upgrade(
     backfill: Annotated[Optional[Path], typer.Option(help="The pictures, to embed them anew, most useful first.")] = None,  # noqa: UP045
     budget: Annotated[Optional[int], typer.Option(min=1, help="How many pictures to embed in this call.")] = None,  # noqa: UP045
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
+    dtype: EmbedIn = "float32",
 ) -> None:
     """Map stored embeddings to a newer model, or embed pictures anew within a budget."""
     from xcompat.retrieval import commands
 
     if backfill is not None:
-        commands.backfill(_open(gallery), backfill, _load(model), budget, dry_run)
-    elif budget is not None:
-        raise XcompatError("--budget is of pictures to embed anew: name them with --backfill, or leave it out to map all")
+        commands.backfill(_open(gallery), backfill, _load(model, dtype), budget, dry_run)
+    elif budget is not None or dtype != "float32":
+        given = "--dtype" if budget is None else "--budget"
+        raise XcompatError(f"{given} is of pictures to embed anew: name them with --backfill, or leave it out to map all")
     else:
         commands.upgrade(_open(gallery), _load(model), dry_run)
 
@@ -138,13 +144,16 @@ def _open(folder: Path) -> Gallery:
     return Gallery.open(folder)
 
 
-def _load(model: str) -> Embedder:
+def _load(model: str, dtype: Dtype = "float32") -> Embedder:
+    import torch
+
+    from xcompat.distributed import device
     from xcompat.models.embedder import load_embedder
     from xcompat.progress import silence_libraries
 
     _require_model(model)
     silence_libraries()
-    return load_embedder(model)
+    return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
 
 
 def _require_model(model: str) -> None:

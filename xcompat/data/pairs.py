@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
+from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
@@ -71,6 +72,16 @@ class BadSamples:
                 "mend or remove them, or raise max_bad_share"
             )
         notice(f"skipped {sample_id}: {reason}")
+
+    def share(self) -> None:
+        """Count what any process has met; every process calls it.
+
+        Raises:
+            XcompatError: together there are more than allowed.
+        """
+        for reasons in gather_objects(self.reasons, shared=True):
+            for sample_id, reason in reasons.items():
+                self.add(sample_id, reason)
 
 
 class PairDataset(Dataset[dict[str, Any]]):

@@ -100,12 +100,15 @@ class Embedder:
         return self.model.description.get("revision") if isinstance(self.model, Encoder) else None
 
 
-def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu") -> Embedder:
+def load_embedder(
+    source: EncoderSource | str, device: torch.device | str = "cpu", autocast: torch.dtype | None = None
+) -> Embedder:
     """Load any model that embeds: an encoder of a supported library, or a checkpoint of this one.
 
     Args:
         source: name, folder (of a model, or of a run that ended with one), or source with revision.
         device: where to compute.
+        autocast: half precision to compute in; None for the precision of the weights.
 
     Returns:
         The frozen model in evaluation mode.
@@ -118,11 +121,11 @@ def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu
         if model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
             compatible = []
         own = model.stored_fingerprint(), model.stored_dim
-        return Embedder(model, model.processor, *own, model.config.logit_scale, compatible)
+        return Embedder(model, model.processor, *own, model.config.logit_scale, compatible, autocast=autocast)
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)
-    return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale)
+    return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale, autocast=autocast)
 
 
 def load_checkpoint(source: EncoderSource | str) -> CompatModel:

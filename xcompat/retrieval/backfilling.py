@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID
+from xcompat.distributed import from_main_process
 from xcompat.embedding import embed_rows
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
@@ -60,12 +61,15 @@ class Backfill:
         Raises:
             XcompatError: another process writes, or too many pictures cannot be read.
         """
-        rows = self.remaining
-        if self.items < len(rows):
-            ids = self.dataset[ID][:]
-            popular = popularity(self.gallery, [ids[row] for row in rows.tolist()])
-            rows = rows[np.argsort(-popular, kind="stable")][: self.items]
-        return add_rows(self.gallery, self.dataset, rows, self.embedder, replace=True)
+        return add_rows(self.gallery, self.dataset, from_main_process(self._chosen), self.embedder, replace=True)
+
+    def _chosen(self) -> NDArray[np.int64]:
+        """Return the rows to embed, those of the items that are found most often first."""
+        if self.items == len(self.remaining):
+            return self.remaining
+        ids = self.dataset[ID][:]
+        popular = popularity(self.gallery, [ids[row] for row in self.remaining.tolist()])
+        return self.remaining[np.argsort(-popular, kind="stable")][: self.items]
 
 
 def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) -> NDArray[np.int64]:

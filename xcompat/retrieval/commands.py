@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from xcompat.data.images import open_image
+from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
@@ -56,9 +57,10 @@ def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> 
 def build(folder: Path, pictures: Path, embedder: Embedder, index: str, milvus: str | None) -> None:
     """Embed pictures into a new gallery, or go on with one that was begun; none is made where there are no pictures."""
     loaded = load_pictures(pictures)
-    is_begun = (folder / CURRENT).exists()
-    gallery = Gallery.open(folder) if is_begun else Gallery.create(folder, embedder, index=index, milvus=milvus)
-    fill(gallery, loaded, embedder, replace=False)
+    if is_main_process() and not (folder / CURRENT).exists():
+        Gallery.create(folder, embedder, index=index, milvus=milvus)
+    barrier()
+    fill(Gallery.open(folder), loaded, embedder, replace=False)
 
 
 def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool) -> None:
@@ -112,6 +114,7 @@ def query_embeddings(embedder: Embedder, query: str) -> Tensor:
     batch = {"pixel_values": processor.images([open_image(query)])} if Path(query).is_file() else processor.texts([query])
     if not isinstance(embedder.model, CompatModel):
         return embedder.embed(batch)
+    batch = {name: tensor.to(embedder.device) for name, tensor in batch.items()}
     with torch.inference_mode():
         if "pixel_values" in batch:
             return embedder.model.embed_images(batch["pixel_values"])
@@ -129,12 +132,19 @@ def short(version: Fingerprint) -> str:
 
 
 def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
-    """Map stored embeddings to a newer model."""
+    """Map stored embeddings to a newer model, on the first process alone, which writes."""
     model = embedder.model
     if not isinstance(model, CompatModel):
         raise XcompatError(
             f"{embedder.name} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill"
         )
+    if is_main_process():
+        map_stored(gallery, model, dry_run)
+    barrier()
+
+
+def map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
+    """Say what it takes to map stored embeddings, and map them."""
     plan = plan_upgrade(gallery, model)
     cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
     console.print(f"{plan.items:,} embeddings to map: {cost}")

@@ -1,17 +1,20 @@
-"""Put pictures into a gallery: embedded by a model, committed as it goes on, continued where it stopped."""
+"""Put pictures into a gallery: embedded by all processes, committed as it goes on, continued where it stopped."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets as hf
 import numpy as np
+import torch
 
 from xcompat.data import BadSamples, PairSource, load_pairs
 from xcompat.data.schema import CAPTION, ID, captions_of
+from xcompat.distributed import barrier, from_main_process, gather_objects, is_main_process, process_state, rank, world_size
 from xcompat.embedding import embed_rows
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
@@ -19,6 +22,7 @@ from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 
 BATCH = 64
+BATCHES_OF_A_GPU = 16  # it waits for one copy after so many
 COMMIT_EVERY = 300.0
 """Seconds between two commits: what a kill costs at most."""
 
@@ -47,7 +51,7 @@ def add_pictures(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, rep
         replace: whether pictures that another model embedded take the new embedding.
 
     Returns:
-        The counts.
+        The counts, on every process; the first writes, and others see what was added when they open the gallery again.
 
     Raises:
         XcompatError: a picture with an id is there from another model and ``replace`` is not set, or too many cannot be read.
@@ -62,11 +66,30 @@ def add_rows(
     embedder: Embedder,
     replace: bool,
 ) -> Added:
-    """Embed some rows of a data set and add them (see :func:`add_pictures`)."""
-    ids = dataset[ID][:]
+    """Embed some rows of a data set, on all processes, and add them on the first (see :func:`add_pictures`)."""
+    process_state()  # a launcher's processes deal rows only among those who meet
     wanted = np.asarray(rows, dtype=np.int64)
+    todo = from_main_process(lambda: _missing(gallery, dataset[ID][:], wanted, embedder, replace))
+    bad = BadSamples(total=len(wanted))
+    with progress_bar() as bar:
+        task = bar.add_task(f"embedding images with {embedder.name}", total=len(todo), rate="")
+        committed, waiting = time.monotonic(), Waiting()
+        for kept, embeds in _embedded(embedder, dataset, todo, bad, waiting):
+            rate_of(bar, task, len(kept), "images", waiting)
+            if is_main_process():
+                gallery.add(embeds, *_described(dataset, kept), version=embedder, replace=replace)
+                if time.monotonic() - committed > COMMIT_EVERY:
+                    gallery.commit()
+                    committed = time.monotonic()
+    if is_main_process():
+        gallery.commit()
+    barrier()
+    return Added(len(todo) - len(bad.reasons), len(wanted) - len(todo), len(bad.reasons))
+
+
+def _missing(gallery: Gallery, ids: Sequence[str], wanted: np.ndarray, embedder: Embedder, replace: bool) -> np.ndarray:
+    """Return which of the wanted rows this model has not embedded."""
     place = gallery.find([ids[row] for row in wanted.tolist()])
-    there = np.array([version == embedder.fingerprint for version in place], dtype=bool)
     if not replace:
         foreign = [
             row for row, version in zip(wanted.tolist(), place, strict=True) if version not in (None, embedder.fingerprint)
@@ -76,29 +99,33 @@ def add_rows(
                 f"{ids[foreign[0]]!r} and {len(foreign) - 1} more are in the gallery already, embedded by another model; "
                 "leave them out, or replace their embeddings (--replace)"
             )
-    todo = wanted[~there]
-    bad = BadSamples(total=len(wanted))
-    with progress_bar() as bar:
-        task = bar.add_task(f"embedding images with {embedder.name}", total=len(todo), rate="")
-        committed, waiting = time.monotonic(), Waiting()
-        for kept, embeds, batch_ids, metadata in _embedded(dataset, todo, embedder, bad, waiting):
-            gallery.add(embeds, batch_ids, metadata, version=embedder, replace=replace)
-            rate_of(bar, task, len(kept), "images", waiting)
-            if time.monotonic() - committed > COMMIT_EVERY:
-                gallery.commit()
-                committed = time.monotonic()
-    gallery.commit()
-    return Added(len(todo) - len(bad.reasons), int(there.sum()), len(bad.reasons))
+    return wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
 
 
 def _embedded(
-    dataset: hf.Dataset, rows: np.ndarray, embedder: Embedder, bad: BadSamples, waiting: Waiting
-) -> Iterator[tuple[np.ndarray, np.ndarray, list[str], list[dict[str, str] | None]]]:
-    for kept, embeds in embed_rows(embedder, dataset, rows.tolist(), BATCH, bad=bad, waiting=waiting):
-        columns = dataset.select_columns([name for name in (ID, CAPTION) if name in dataset.column_names])[kept]
-        captions = columns.get(CAPTION, [None] * len(kept))
-        metadata = [{CAPTION: texts[0]} if (texts := captions_of(value)) else None for value in captions]
-        yield kept, embeds.numpy(force=True), columns[ID], metadata
+    embedder: Embedder, dataset: hf.Dataset, rows: np.ndarray, bad: BadSamples, waiting: Waiting
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Embed rows on all processes, each a part in turn; every one yields what all have made, in the order of the rows."""
+    batches = 1 if embedder.device.type == "cpu" else BATCHES_OF_A_GPU
+    parts = [rows[start : start + batches * BATCH] for start in range(0, len(rows), batches * BATCH)]
+    mine = np.concatenate([rows[:0], *parts[rank() :: world_size()]])
+    embedded = embed_rows(embedder, dataset, mine.tolist(), BATCH, bad=bad, waiting=waiting)
+    while True:
+        made = list(islice(embedded, batches))
+        kept = np.concatenate([rows[:0], *(kept for kept, _ in made)])
+        embeds = torch.cat([embeds for _, embeds in made]).numpy(force=True) if made else np.empty((0, embedder.dim), np.float32)
+        gathered = gather_objects((kept, embeds), shared=True)
+        bad.share()
+        if not any(len(kept) for kept, _ in gathered):
+            return
+        yield from ((kept, embeds) for kept, embeds in gathered if len(kept))
+
+
+def _described(dataset: hf.Dataset, rows: np.ndarray) -> tuple[list[str], list[dict[str, str] | None]]:
+    """Return ids and metadata of rows."""
+    columns = dataset.select_columns([name for name in (ID, CAPTION) if name in dataset.column_names])[rows]
+    captions = columns.get(CAPTION, [None] * len(rows))
+    return columns[ID], [{CAPTION: texts[0]} if (texts := captions_of(value)) else None for value in captions]
 
 
 def load_pictures(path: str | Path) -> hf.Dataset:

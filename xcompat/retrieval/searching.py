@@ -14,7 +14,7 @@ from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.staging import checked_embeddings
-from xcompat.retrieval.versions import query_views
+from xcompat.retrieval.versions import as_float32, query_views
 
 if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
@@ -73,7 +73,7 @@ class Search:
                 candidates = candidates._replace(sample_QS=queries_Qd @ self._sample(version.digest).T)
             found.append(candidates)
         if not found:
-            return [[] for _ in range(len(np.atleast_2d(np.asarray(embeds_QD))))]
+            return [[] for _ in range(len(as_float32(embeds_QD)))]
         return self._hits(*merge_candidates(found, top_k, merge))
 
     def _candidates(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from xcompat.distributed import barrier, is_main_process, process_state
+from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
@@ -29,7 +29,7 @@ from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.sequence import write_sequence
-from xcompat.training.stage import Stage, device, weights_digest
+from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
 
 

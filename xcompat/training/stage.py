@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from xcompat.data import LabelledImages, load_labelled, load_pairs, load_texts, select
-from xcompat.distributed import process_state
+from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.penultimate import IMAGES_ALONE
@@ -99,7 +99,7 @@ class Stage:
             raise XcompatError(f"{self.part.name}: {source.name} holds embeddings and no model; name one under {role}")
         halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
         chosen = next((dtype for key, dtype in halves.items() if self.part.training.get(key)), None)
-        return replace(load_embedder(self.resolved(source), device()), autocast=chosen)
+        return load_embedder(self.resolved(source), device(), chosen)
 
     def as_input(self, new: Embedder) -> Embedder:
         """Return the new model as a map over cached embeddings reads it.
@@ -218,11 +218,6 @@ def weights_digest(folder: Path) -> str:
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
-
-
-def device() -> torch.device:
-    """Return this process's device."""
-    return process_state().device
 
 
 def seed_everything(seed: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from xcompat.data import LabelledSource, PairSource
+from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
@@ -25,7 +26,6 @@ from xcompat.training.provenance import provenance
 from xcompat.training.recipe import apply_override, explain, load_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings, EvaluationSettings
-from xcompat.training.stage import device
 from xcompat.training.test_sets import EvaluationSet, PairTestSet, load_test_set
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
