@@ -21,7 +21,7 @@ import torch
 from measuring import ROUNDS, Row, main, medians, timed
 
 from xcompat.data import PairSource, load_pairs, open_image
-from xcompat.embedding import IMAGES_PER_BATCH, embed_images
+from xcompat.embedding import embed_images, images_per_batch
 from xcompat.encoders.packed import packed_linears
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models.embedder import Embedder
@@ -53,6 +53,7 @@ def enlarged(photos: datasets.Dataset, folder: Path) -> datasets.Dataset:
 
 def compared(embedder: Embedder, photos: datasets.Dataset, folder: Path, rounds: int, what: str) -> Row:
     """Measure both sides on one set of photos."""
+    batch = images_per_batch(embedder.processor, embedder.device)
     pixels = torch.cat([embedder.processor.images([open_image(record["image"])]) for record in photos])
     numbers = count()
 
@@ -61,7 +62,7 @@ def compared(embedder: Embedder, photos: datasets.Dataset, folder: Path, rounds:
 
     def theirs() -> np.ndarray:
         with packed_linears(embedder.model):
-            return torch.cat([embedder.embed({"pixel_values": part}) for part in pixels.split(IMAGES_PER_BATCH)]).numpy()
+            return torch.cat([embedder.embed({"pixel_values": part}) for part in pixels.split(batch)]).numpy()
 
     np.testing.assert_allclose(ours(), theirs(), atol=1e-3)  # caches are float16
     took = medians({"ours": ours, "theirs": theirs}, rounds)

@@ -22,6 +22,7 @@ TOYS = {
     "channels_last": {"images": 2, "rounds": 1},
     "compiled": {"images": 1, "edge": 32, "rounds": 1},
     "draft_decoding": {"images": 2, "rounds": 1},
+    "freed_memory": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},
 }
 

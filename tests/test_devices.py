@@ -152,8 +152,8 @@ def test_caches_of_a_gpu_hold_what_a_cpu_s_hold(elsewhere: Elsewhere, pairs_fold
 def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
     batches: int, elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "BATCH", 3)
-    monkeypatch.setattr(filling, "BATCHES_OF_A_GPU", batches)
+    monkeypatch.setattr(filling, "images_per_batch", lambda *_: 3)
+    monkeypatch.setattr(filling, "ADDED_BY_A_GPU", 3 * batches)
     pictures = load_pictures(pairs_folder)
     made = []
     for number, embedder in enumerate((elsewhere, plain(elsewhere))):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from xcompat import embedding
 from xcompat.data import load_pairs, load_texts
-from xcompat.embedding import EmbeddingCache, embed_images, embed_rows, embed_texts, length_sorted_batches
+from xcompat.embedding import EmbeddingCache, embed_images, embed_rows, embed_texts, images_per_batch
 from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 
@@ -51,6 +52,13 @@ def test_half_precision_embeds_nearly_the_same(embedder: Embedder, tmp_path: Pat
 def test_padding_behind_a_text_changes_nothing(embedder: Embedder) -> None:
     alone = torch.cat([embedder.embed(embedder.processor.texts([text])) for text in TEXTS])
     torch.testing.assert_close(embedder.embed(embedder.processor.texts(TEXTS)), alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("edge", "on_cpu"), [(32, 64), (64, 64), (160, 31), (224, 16), (336, 7), (1024, 1)])
+def test_a_cpu_embeds_few_large_images_at_a_time(embedder: Embedder, edge: int, on_cpu: int) -> None:
+    processor = replace(embedder.processor, image_size=(edge, edge))
+    assert images_per_batch(processor, torch.device("cpu")) == on_cpu
+    assert images_per_batch(processor, torch.device("cuda")) == 64
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))

@@ -21,7 +21,8 @@ from xcompat.data.schema import ID, PIXEL_VALUES
 from xcompat.distributed import barrier, is_main_process, rank, world_size
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.packed import packed_linears
-from xcompat.encoders.prefixes import prefix_batches, shared_prefixes
+from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
+from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.fingerprint import Fingerprint
@@ -29,7 +30,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.progress import Waiting, console, progress_bar, rate_of
-from xcompat.threads import cores, map_in_threads, usable_cores
+from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 TOKENS_PER_BATCH = 512  # activations of short captions stay in the caches of a CPU; a GPU is fed by MANY_TOKENS
 MANY_TOKENS = 65536
+PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""
@@ -226,7 +228,8 @@ def embed_images(
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         rows = [row for shard in shards for row in range(shard.start, shard.stop)]
         # no batch belongs to two shards, and decoding does not stop between them
-        size = max(size for size in range(1, IMAGES_PER_BATCH + 1) if shard_rows % size == 0)
+        most = images_per_batch(embedder.processor, embedder.device)
+        size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
         batches = embed_rows(embedder, dataset, rows, size, bad=bad, waiting=waiting)
         return _cut_by_shard(batches, shards)
 
@@ -237,7 +240,7 @@ def embed_rows(
     embedder: Embedder,
     dataset: datasets.Dataset,
     rows: Sequence[int],
-    batch_size: int = IMAGES_PER_BATCH,
+    batch_size: int,
     *,
     bad: BadSamples | None = None,
     waiting: Waiting | None = None,
@@ -259,9 +262,22 @@ def embed_rows(
     def prepare(images: list[Image]) -> dict[str, Tensor]:
         return _pinned({PIXEL_VALUES: embedder.processor.images(images)}, embedder.device)
 
+    if embedder.device.type == "cpu":
+        keep_freed_memory()
     batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device))
     for kept, batch in (waiting or Waiting()).of(batches):
         yield kept, embedder.embed(batch)
+
+
+def images_per_batch(processor: Processor, device: torch.device) -> int:
+    """Return how many images a model embeds fastest at a time: on a CPU, few of many pixels.
+
+    Args:
+        processor: knows the size that the model reads.
+        device: what it computes on.
+    """
+    height, width = processor.image_size
+    return min(max(PIXELS_PER_BATCH // (height * width), 1), IMAGES_PER_BATCH) if device.type == "cpu" else IMAGES_PER_BATCH
 
 
 def decoding(device: torch.device) -> dict[str, Any]:
@@ -287,29 +303,6 @@ def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches
             ahead = next(batches, None)
 
     yield from map(of, shards)
-
-
-def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
-    """Cut texts, sorted by length, into batches of at most so many tokens, padding counted.
-
-    Args:
-        lengths: tokens of each text.
-        tokens_per_batch: most tokens in a batch; a longer text makes a batch alone.
-
-    Yields:
-        Row numbers; together every row once.
-
-    Example:
-        >>> [rows.tolist() for rows in length_sorted_batches([3, 9, 3, 4], 8)]
-        [[1], [3, 0], [2]]
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: what does not fit in memory shows at once
-    start = 0
-    while start < len(order):
-        longest = max(lengths[order[start]], 1)
-        stop = start + max(tokens_per_batch // longest, 1)
-        yield order[start:stop]
-        start = stop
 
 
 def _embed(

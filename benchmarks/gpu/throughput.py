@@ -36,8 +36,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xcompat import Fingerprint, ProjectionConfig, ProjectionModel, XbtModel
 from xcompat.data import PairSource, load_pairs
-from xcompat.embedding import MANY_TOKENS, embed_images, embed_texts, length_sorted_batches
+from xcompat.embedding import MANY_TOKENS, embed_images, embed_texts
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import CompatModel, describe_old

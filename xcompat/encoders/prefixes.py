@@ -78,6 +78,29 @@ def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], 
     return PrefixTrees(token_ids_TN, depths_TN, sees_TNN, ends_B)
 
 
+def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
+    """Cut texts, sorted by length, into batches of at most so many tokens, padding counted.
+
+    Args:
+        lengths: tokens of each text.
+        tokens_per_batch: most tokens in a batch; a longer text makes a batch alone.
+
+    Yields:
+        Row numbers; together every row once.
+
+    Example:
+        >>> [rows.tolist() for rows in length_sorted_batches([3, 9, 3, 4], 8)]
+        [[1], [3, 0], [2]]
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: what does not fit in memory shows at once
+    start = 0
+    while start < len(order):
+        longest = max(lengths[order[start]], 1)
+        stop = start + max(tokens_per_batch // longest, 1)
+        yield order[start:stop]
+        start = stop
+
+
 def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
     """Cut texts, in lexicographic order, into batches of whole trees.
 

@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID
 from xcompat.distributed import from_main_process
-from xcompat.embedding import embed_rows
+from xcompat.embedding import embed_rows, images_per_batch
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
-from xcompat.retrieval.filling import BATCH, Added, add_rows, load_pictures
+from xcompat.retrieval.filling import Added, add_rows, load_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.segment import BLOCK, Segment, id_hashes
 
 ASKED = 10_000
 """Stored embeddings that search the gallery to find out which items are found often."""
 NEIGHBOURS = 10
+TRIED = 64
+"""Pictures that are embedded to estimate how long all will take."""
 SEED = 0
 
 
@@ -45,12 +47,12 @@ class Backfill:
         self.items = min(budget or len(self.remaining), len(self.remaining))
 
     def seconds(self) -> float:
-        """Estimate from one batch how long it takes, changing nothing."""
-        tried, started = self.remaining[:BATCH].tolist(), time.perf_counter()
-        for rows, embeds in embed_rows(self.embedder, self.dataset, tried, BATCH, bad=BadSamples(1.0, len(tried))):
-            embeds.cpu()
-            return (time.perf_counter() - started) / len(rows) * self.items
-        return 0.0
+        """Estimate from a few pictures how long it takes, changing nothing."""
+        size = images_per_batch(self.embedder.processor, self.embedder.device)
+        tried, started = self.remaining[:TRIED].tolist(), time.perf_counter()
+        embedded = list(embed_rows(self.embedder, self.dataset, tried, size, bad=BadSamples(1.0, len(tried))))
+        count = sum(len(embeds.cpu()) for _, embeds in embedded)
+        return (time.perf_counter() - started) / max(count, 1) * self.items
 
     def run(self) -> Added:
         """Put new embeddings in the place of old ones, the most useful first.

@@ -15,14 +15,13 @@ import torch
 from xcompat.data import BadSamples, PairSource, load_pairs
 from xcompat.data.schema import CAPTION, ID, captions_of
 from xcompat.distributed import barrier, from_main_process, gather_objects, is_main_process, process_state, rank, world_size
-from xcompat.embedding import embed_rows
+from xcompat.embedding import embed_rows, images_per_batch
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 
-BATCH = 64
-BATCHES_OF_A_GPU = 16  # it waits for one copy after so many
+ADDED_AT_ONCE, ADDED_BY_A_GPU = 64, 1024  # it waits for one copy after so many
 COMMIT_EVERY = 300.0
 """Seconds between two commits: what a kill costs at most."""
 
@@ -106,10 +105,11 @@ def _embedded(
     embedder: Embedder, dataset: hf.Dataset, rows: np.ndarray, bad: BadSamples, waiting: Waiting
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Embed rows on all processes, each a part in turn; every one yields what all have made, in the order of the rows."""
-    batches = 1 if embedder.device.type == "cpu" else BATCHES_OF_A_GPU
-    parts = [rows[start : start + batches * BATCH] for start in range(0, len(rows), batches * BATCH)]
+    size = images_per_batch(embedder.processor, embedder.device)
+    batches = -(-(ADDED_AT_ONCE if embedder.device.type == "cpu" else ADDED_BY_A_GPU) // size)
+    parts = [rows[start : start + batches * size] for start in range(0, len(rows), batches * size)]
     mine = np.concatenate([rows[:0], *parts[rank() :: world_size()]])
-    embedded = embed_rows(embedder, dataset, mine.tolist(), BATCH, bad=bad, waiting=waiting)
+    embedded = embed_rows(embedder, dataset, mine.tolist(), size, bad=bad, waiting=waiting)
     while True:
         made = list(islice(embedded, batches))
         kept = np.concatenate([rows[:0], *(kept for kept, _ in made)])

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xcompat.data import PairCollator, PairDataset, iterate_images
 from xcompat.distributed import gather_with_grad, rank, world_size
-from xcompat.embedding import IMAGES_PER_BATCH, decoding
+from xcompat.embedding import decoding, images_per_batch
 from xcompat.encoders.processor import Processor
 from xcompat.models import CompatModel
 
@@ -59,7 +59,7 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
     model.eval()
     reading: dict[str, Any] = {"rows": mine.tolist(), "bad": dataset.bad, "prepare": processor.images, **decoding(model.device)}
-    for kept, pixels in iterate_images(dataset.dataset, IMAGES_PER_BATCH, **reading):
+    for kept, pixels in iterate_images(dataset.dataset, images_per_batch(processor, model.device), **reading):
         labels = torch.zeros(len(kept), dtype=torch.int64, device=model.device)  # read by no one, but a column of the method
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
         embeds_ED[places] = model(pixel_values=pixels.to(model.device), labels=labels, return_loss=False).image_embeds.float()

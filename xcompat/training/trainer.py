@@ -33,6 +33,7 @@ from xcompat.files import read_json
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.progress import console
+from xcompat.threads import keep_freed_memory
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
 from xcompat.training.online import OnlineOldCollator
@@ -219,6 +220,8 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     """
     dataset, collator, sampler = data
     settings = training_arguments(part, seed, folder)
+    if settings.use_cpu:
+        keep_freed_memory()
     _check_size(sampler if sampler is not None else dataset, settings)
     bar, interrupt = ProgressCallback(part.name), InterruptCallback()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
