@@ -28,7 +28,7 @@ from xcompat.retrieval import Gallery
 MODEL = Fingerprint.from_string("benchmark")
 TOP_K = 10
 BLOCK = 100_000
-ROUNDS_OF_A_DISK = 9  # whose speed is another from one second to the next
+MANY_ROUNDS = 11  # a disk's speed is another from one second to the next, and a search may be five hundredths slower at most
 OPENING = "import sys; from xcompat.retrieval import Gallery; print(len(Gallery.open(sys.argv[1])))"
 
 
@@ -62,10 +62,10 @@ def adding(embeds_ND: np.ndarray, ids: list[str], folder: Path) -> dict[str, flo
             return time.perf_counter() - started
 
     sides = {"ours": lambda path: add_to_gallery(path, embeds_ND, ids), "faiss": lambda path: add_to_faiss(path, embeds_ND)}
-    return interleaved({name: partial(seconds, add) for name, add in sides.items()}, ROUNDS_OF_A_DISK)
+    return interleaved({name: partial(seconds, add) for name, add in sides.items()}, MANY_ROUNDS)
 
 
-def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray, rounds: int) -> dict[str, float]:
+def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray) -> dict[str, float]:
     """Time both searches, which find the same."""
     index, gallery = faiss.read_index(str(alone)), Gallery.open(ours)
     unit_QD = queries_QD / np.linalg.norm(queries_QD, axis=1, keepdims=True)
@@ -74,9 +74,8 @@ def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray, r
     np.testing.assert_allclose([[hit.score for hit in hits] for hits in found], scores_QK, atol=1e-5)
     same_QK = np.array([[hit.id for hit in hits] for hits in found]) == np.array(ids)[rows_QK]
     assert same_QK.mean() > 0.999, "scores that all but tie may change places, no others"
-    return medians(
-        {"faiss": lambda: index.search(unit_QD, TOP_K), "ours": lambda: gallery.search(queries_QD, MODEL, TOP_K)}, rounds
-    )
+    sides = {"faiss": lambda: index.search(unit_QD, TOP_K), "ours": lambda: gallery.search(queries_QD, MODEL, TOP_K)}
+    return medians(sides, MANY_ROUNDS)
 
 
 def opening(gallery: Path, items: int, rounds: int) -> dict[str, float]:
@@ -98,7 +97,7 @@ def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, added: i
         alone, ours = Path(temporary) / "own.faiss", Path(temporary) / "gallery"
         add_to_faiss(alone, embeds_ND)
         add_to_gallery(ours, embeds_ND, ids)
-        searched = searching(alone, ours, ids, queries_QD, rounds)
+        searched = searching(alone, ours, ids, queries_QD)
         opened = opening(ours, items, rounds)
         few_ND = embeds_ND[:added]
         wrote = adding(few_ND, ids, Path(temporary))
