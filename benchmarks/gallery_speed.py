@@ -1,6 +1,6 @@
 """What a gallery costs beside the faiss index inside it: searching and adding, and opening beside importing PyTorch.
 
-    python benchmarks/gallery_speed.py [--items 1000000] [--dim 512] [--queries 256] [--added 300000] [--rounds 5]
+    python benchmarks/gallery_speed.py [--items 1000000] [--dim 512] [--queries 256] [--added 300000] [--rounds 11]
 
 Both sides do the same work. Searching: faiss returns row numbers, the gallery ids and metadata. Adding, of the first 300,000:
 faiss normalises, adds and writes its index; the gallery also checks every embedding, stores ids and metadata, computes checksums
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from measuring import KEPT, ROUNDS, Row, interleaved, main, medians, timed
+from measuring import KEPT, Row, interleaved, main, medians, timed
 
 from xcompat import Fingerprint
 from xcompat.retrieval import Gallery
@@ -28,7 +28,7 @@ from xcompat.retrieval import Gallery
 MODEL = Fingerprint.from_string("benchmark")
 TOP_K = 10
 BLOCK = 100_000
-MANY_ROUNDS = 11  # a disk's speed is another from one second to the next, and a search may be five hundredths slower at most
+ROUNDS = 11  # a disk's speed is another from one second to the next, and a search may take five hundredths longer at most
 OPENING = "import sys; from xcompat.retrieval import Gallery; print(len(Gallery.open(sys.argv[1])))"
 
 
@@ -52,7 +52,7 @@ def add_to_gallery(path: Path, embeds_ND: np.ndarray, ids: list[str]) -> None:
     os.sync()
 
 
-def adding(embeds_ND: np.ndarray, ids: list[str], folder: Path) -> dict[str, float]:
+def adding(embeds_ND: np.ndarray, ids: list[str], folder: Path, rounds: int) -> dict[str, float]:
     """Time both, each into a folder of its own, which is removed when the time has been taken."""
 
     def seconds(add: Callable[[Path], None]) -> float:
@@ -62,10 +62,10 @@ def adding(embeds_ND: np.ndarray, ids: list[str], folder: Path) -> dict[str, flo
             return time.perf_counter() - started
 
     sides = {"ours": lambda path: add_to_gallery(path, embeds_ND, ids), "faiss": lambda path: add_to_faiss(path, embeds_ND)}
-    return interleaved({name: partial(seconds, add) for name, add in sides.items()}, MANY_ROUNDS)
+    return interleaved({name: partial(seconds, add) for name, add in sides.items()}, rounds)
 
 
-def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray) -> dict[str, float]:
+def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray, rounds: int) -> dict[str, float]:
     """Time both searches, which find the same."""
     index, gallery = faiss.read_index(str(alone)), Gallery.open(ours)
     unit_QD = queries_QD / np.linalg.norm(queries_QD, axis=1, keepdims=True)
@@ -75,7 +75,7 @@ def searching(alone: Path, ours: Path, ids: list[str], queries_QD: np.ndarray) -
     same_QK = np.array([[hit.id for hit in hits] for hits in found]) == np.array(ids)[rows_QK]
     assert same_QK.mean() > 0.999, "scores that all but tie may change places, no others"
     sides = {"faiss": lambda: index.search(unit_QD, TOP_K), "ours": lambda: gallery.search(queries_QD, MODEL, TOP_K)}
-    return medians(sides, MANY_ROUNDS)
+    return medians(sides, rounds)
 
 
 def opening(gallery: Path, items: int, rounds: int) -> dict[str, float]:
@@ -97,10 +97,10 @@ def measure(items: int = 1_000_000, dim: int = 512, queries: int = 256, added: i
         alone, ours = Path(temporary) / "own.faiss", Path(temporary) / "gallery"
         add_to_faiss(alone, embeds_ND)
         add_to_gallery(ours, embeds_ND, ids)
-        searched = searching(alone, ours, ids, queries_QD)
+        searched = searching(alone, ours, ids, queries_QD, rounds)
         opened = opening(ours, items, rounds)
         few_ND = embeds_ND[:added]
-        wrote = adding(few_ND, ids, Path(temporary))
+        wrote = adding(few_ND, ids, Path(temporary), rounds)
     size = f"{items:,} x {dim}, flat"
     return [
         timed(f"gallery search, {queries} queries, {size}", "faiss alone", ">= 0.95", searched["ours"], searched["faiss"]),

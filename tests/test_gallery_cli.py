@@ -191,8 +191,9 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "cannot be read")):
         code, _, err = run(*adopt, "--ids", ids)
         assert code == 2 and message in err and not (tmp_path / "g").exists()
-    code, _, err = run("build", tmp_path, *adopt[1:], "--ids", tmp_path / "ids.txt")
-    assert code == 2 and "adopts an index as it is" in err
+    for more in ((tmp_path,), ("--dtype", "bfloat16")):
+        code, _, err = run("build", *more, *adopt[1:], "--ids", tmp_path / "ids.txt")
+        assert code == 2 and "adopts an index as it is" in err
     code, out, _ = run(*adopt, "--ids", tmp_path / "ids.txt")
     assert code == 0 and "4 vectors of /our/clip@" in out and "cannot be loaded" in out
     code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")

@@ -39,8 +39,10 @@ def build(
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
-        if pictures is not None or milvus is not None:
-            raise XcompatError("--from-faiss adopts an index as it is: leave out pictures and --milvus, add pictures afterwards")
+        if pictures is not None or milvus is not None or dtype != "float32":
+            raise XcompatError(
+                "--from-faiss adopts an index as it is: leave out pictures, --milvus and --dtype, add pictures afterwards"
+            )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths")
