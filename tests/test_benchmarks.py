@@ -19,6 +19,7 @@ TOYS = {
     "ranking": {"items": 120, "classes": 5, "dim": 8, "rounds": 1},
     "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4, "rounds": 1},
     "gallery_upgrade": {"items": 400, "rounds": 1},
+    "gallery_speed": {"items": 300, "dim": 8, "queries": 4, "added": 200, "rounds": 1},
     "channels_last": {"images": 2, "rounds": 1},
     "compiled": {"images": 1, "edge": 32, "rounds": 1},
     "draft_decoding": {"images": 2, "rounds": 1},
