@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -171,6 +172,7 @@ def quickstart(
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # of Pillow, below the limit that data.images has
     try:
         app()
     except XcompatError as error:

@@ -6,9 +6,19 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from xcompat.data.notices import notice_once
 from xcompat.errors import XcompatError
+
+MAX_PIXELS = 2**27
+"""A picture of more (134 million; cameras make 108) is refused before it is decoded: some kB can hold gigabytes of one colour."""
+MAX_ASPECT = 256
+"""A picture longer than so many times its width is refused, or the other way round: models resize the shorter side to theirs."""
+DARK = 4096
+"""A picture of 16 bits with no value as high is all but black, or holds fewer bits than it says."""
 
 
 class UnusableSampleError(XcompatError):
@@ -18,7 +28,15 @@ class UnusableSampleError(XcompatError):
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to RGB, compositing transparency on white.
 
-    A plain ``convert("RGB")`` shows whatever colour lies under transparent pixels, mostly black.
+    A plain ``convert("RGB")`` shows whatever colour lies under transparent pixels, mostly black, and all above 255 as white.
+    Of a grey picture of more than 8 bits the whole range of its type becomes 0 to 255:
+
+    - integers of 16 bits: 65535 is white (32767 where a TIFF says that they are signed). A picture whose highest value is below
+      4096 is refused: it may hold 8, 10 or 12 bits, and no file says so. Of 14 bits it comes out dark.
+    - integers of 32 bits: the same, but values up to 255 stay as they are.
+    - floats: 1 is white where nothing is above 1; 255 is white where something is above 16.
+
+    Anything else (negative, not finite, above its range) is refused. Colour pictures of 16 bits are cut to 8 by Pillow itself.
 
     Args:
         image: a picture of any mode.
@@ -26,18 +44,55 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Returns:
         The picture in mode RGB (the same object when it is RGB already).
 
+    Raises:
+        UnusableSampleError: it is not known which value is white.
+
     Example:
         >>> to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
         (255, 255, 255)
+        >>> to_rgb(Image.new("I;16", (1, 1), 51400)).getpixel((0, 0))
+        (200, 200, 200)
     """
+    if image.mode == "F" or image.mode.startswith("I"):
+        return _to_8_bits(image).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Bring a grey picture of more bits to 8, as :func:`to_rgb` says; what is transparent becomes white."""
+    values_HW = np.asarray(image)
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    signed_16 = (tags.get(SAMPLEFORMAT), tags.get(BITSPERSAMPLE)) == ((2,), (16,))
+    white = _white("signed" if signed_16 else image.mode, float(values_HW.min()), float(values_HW.max()))
+    notice_once(f"grey pictures of more than 8 bits are brought to 8: {white:g} becomes 255")
+    grey_HW = np.rint(np.multiply(values_HW, 255 / white, dtype=np.float32))
+    if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # white is zero
+        grey_HW = 255 - grey_HW
+    if "transparency" in image.info:
+        grey_HW[values_HW == image.info["transparency"]] = 255
+    return Image.fromarray(grey_HW.astype(np.uint8))
+
+
+def _white(mode: str, low: float, high: float) -> float:
+    """Return the value that is white in a grey picture of a mode whose values go from ``low`` to ``high``."""
+    if mode == "F":
+        white, known = (1.0, True) if high <= 1 else (255.0, 16 < high <= 255)
+    elif mode == "I" and high <= 255:
+        white, known = 255.0, True
+    else:
+        white = 32767.0 if mode == "signed" else 65535.0
+        known = high == 0 or DARK <= high <= white
+    if not (known and low >= 0):  # NaN is not
+        kind = "floats" if mode == "F" else "integers"
+        raise UnusableSampleError(f"its {kind} go from {low:g} to {high:g}, which does not tell what is white; save it in 8 bits")
+    return white
+
+
 def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
-    """Decode an image as a data set stores it.
+    """Decode an image as a data set stores it; of an animation the first picture.
 
     Args:
         value: ``{"bytes": ..., "path": ...}`` (``datasets.Image(decode=False)``), bytes, a path or a PIL image.
@@ -46,24 +101,38 @@ def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store ima
         The decoded picture in mode RGB.
 
     Raises:
-        UnusableSampleError: the file is missing, damaged, cut short or no image.
+        UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than `MAX_PIXELS`, or one side is
+            more than `MAX_ASPECT` times the other; or it is not known which value is white, see :func:`to_rgb`.
     """
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     try:
         if isinstance(value, Image.Image):
-            value.load()  # an opened file that is cut short says so here
-            return to_rgb(value)
+            return _decoded(value)
         if isinstance(value, bytes):
             value = io.BytesIO(value)
         elif not isinstance(value, (str, Path)):
             raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
         with Image.open(value) as image:
-            image.load()
-            return to_rgb(image)
+            return _decoded(image)
     except UnusableSampleError:
         raise
     except UnidentifiedImageError as error:
         raise UnusableSampleError("its bytes are no image in a known format") from error
+    except Image.DecompressionBombError as error:  # far above our own limit, which is looked at when the size is known
+        raise UnusableSampleError(f"more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller") from error
     except Exception as error:  # decoders raise whatever their format module happens to raise on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
+
+
+def _decoded(image: Image.Image) -> Image.Image:
+    """Decode an opened picture, unless its size or its format forbid it."""
+    width, height = image.size
+    if image.format == "EPS":
+        raise UnusableSampleError("PostScript is a program, which is not run; convert the picture to PNG")
+    if width * height > MAX_PIXELS:
+        raise UnusableSampleError(f"{width} x {height} is more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller")
+    if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
+        raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
+    image.load()  # a file that is cut short says so here
+    return to_rgb(image)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from xcompat.progress import console
 
 
@@ -12,3 +14,13 @@ def notice(line: str) -> None:
         line: plain text; names in it may hold brackets, which are no markup.
     """
     console.print(f"! {line}", style="yellow", markup=False, soft_wrap=True)
+
+
+@functools.cache
+def notice_once(line: str) -> None:
+    """Print a line that holds for many samples, the first time only; workers of a data loader each print their own.
+
+    Args:
+        line: plain text.
+    """
+    notice(line)
