@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as transformers does
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
@@ -23,12 +22,11 @@ from xcompat.models import METHODS
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput
+from xcompat.retrieval.fetching import fetch, shown_address
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit
 
 TASK = "compatible-retrieval"
-PATIENCE = 30.0
-"""Seconds to wait for a picture at an address."""
 _SEARCH = ("top_k", "where", "merge", "parameters")
 
 
@@ -40,6 +38,8 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     Args:
         gallery: a gallery, or its folder.
+        allow_private_addresses: whether a URL may lead to this machine or into a network that is not public. Leave it off where
+            strangers name the pictures; what is fetched and how is said at :func:`~xcompat.retrieval.fetching.fetch`.
         kwargs: as transformers makes a pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` are defaults of
             :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
@@ -52,10 +52,17 @@ class CompatibleRetrievalPipeline(Pipeline):
     _load_feature_extractor = False  # type: ignore[assignment]
     _load_tokenizer = False  # type: ignore[assignment]
 
-    def __init__(self, *args: Any, gallery: Gallery | str | Path | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401
+        gallery: Gallery | str | Path | None = None,
+        allow_private_addresses: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         if gallery is None:
             raise XcompatError("a retrieval pipeline searches a gallery: give its folder as gallery=...")
         super().__init__(*args, **kwargs)
+        self.allow_private_addresses = allow_private_addresses
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
         if isinstance(self.model, CompatModel):
             self.asking: CompatModel | Embedder = self.model.for_inference()
@@ -94,7 +101,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def preprocess(self, input_: Any, **_: Any) -> dict[str, Any]:  # noqa: ANN401 - one query
         """Prepare one query."""
-        picture = as_picture(input_)
+        picture = as_picture(input_, self.allow_private_addresses)
         return self.prepared_by.texts([input_]) if picture is None else {"pixel_values": self.prepared_by.images([picture])}
 
     def _forward(self, input_tensors: dict[str, Any], **_: Any) -> ModelOutput:  # noqa: ANN401
@@ -108,7 +115,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def _embed(self, queries: Sequence[Any]) -> Tensor:
         """Embed some queries, texts and pictures each in one batch, in their order."""
-        pictures = [as_picture(query) for query in queries]
+        pictures = [as_picture(query, self.allow_private_addresses) for query in queries]
         of_texts = [row for row, picture in enumerate(pictures) if picture is None]
         of_images = {row: picture for row, picture in enumerate(pictures) if picture is not None}
         parts = []
@@ -127,11 +134,12 @@ class CompatibleRetrievalPipeline(Pipeline):
         return embed(**batch).cpu()
 
 
-def as_picture(query: Any) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
+def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
     """Return the picture that a query is or names, as galleries read theirs; None for a text.
 
     Args:
         query: a picture, an array (H, W, 3) uint8, a path, or a string.
+        allow_private_addresses: as the pipeline takes it.
 
     Returns:
         The picture in mode RGB.
@@ -140,13 +148,16 @@ def as_picture(query: Any) -> Image.Image | None:  # noqa: ANN401 - whatever a u
         XcompatError: it is neither, or the picture cannot be read.
     """
     name, found = str(query), query
-    if isinstance(query, np.ndarray):
-        name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
-    elif isinstance(query, str):
-        found = _named(query)
-    elif not isinstance(query, Image.Image | Path):
-        raise XcompatError(f"a query is a text, a picture, an array or a path, not {type(query).__name__}")
     try:
+        if isinstance(query, np.ndarray):
+            name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
+        elif isinstance(query, str) and query.startswith(("http://", "https://")):
+            name = shown_address(query)
+            found = fetch(query, allow_private_addresses)
+        elif isinstance(query, str):
+            found = Path(query) if len(query) < 4096 and Path(query).is_file() else None
+        elif not isinstance(query, Image.Image | Path):
+            raise XcompatError(f"a query is a text, a picture, an array or a path, not {type(query).__name__}")
         return None if found is None else open_image(found)
     except UnusableSampleError as error:
         raise XcompatError(f"cannot read the picture {name}: {error}") from None
@@ -157,17 +168,6 @@ def _of_array(array: np.ndarray) -> Image.Image:
         return Image.fromarray(array)
     except (TypeError, ValueError):
         raise XcompatError(f"an array is a picture as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
-
-
-def _named(text: str) -> Path | bytes | None:
-    """Return the file that a string names, or what lies at its address; None for a text."""
-    if not text.startswith(("http://", "https://")):
-        return Path(text) if len(text) < 4096 and Path(text).is_file() else None
-    try:
-        named = {"User-Agent": "xcompat"}  # some sites refuse who has no name
-        return httpx.get(text, headers=named, timeout=PATIENCE, follow_redirects=True).raise_for_status().content
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last of a host's name that is no name
-        raise XcompatError(f"cannot read the picture {text}: {' '.join(str(error).split())[:200]}") from None
 
 
 def _as_dict(hit: Hit) -> dict[str, Any]:
