@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ import pytest
 import torch
 import yaml
 from hub_server import Hub, Repository
+from pydantic import BaseModel, ValidationError
 from transformers import AutoModel
 
-from xcompat import cli
+from xcompat import Fingerprint, __version__, cli
 from xcompat.models import METHODS
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -642,3 +645,106 @@ def test_the_real_command_line(arguments: tuple[str, ...], tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stderr.startswith("xcompat: ") and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------- whatever else goes wrong
+
+
+class _Sized(BaseModel):
+    size: int
+
+
+def _pydantic_error() -> Exception:
+    with pytest.raises(ValidationError) as refusal:
+        _Sized(size="four")  # type: ignore[arg-type]
+    return refusal.value
+
+
+def _wrapped() -> Exception:
+    try:
+        raise RuntimeError("the data set could not be made") from OSError(errno.EROFS, "Read-only file system", "/data/x")
+    except RuntimeError as error:
+        return error
+
+
+WORKER = "Caught OSError in a worker.\nOriginal Traceback:\n  File x\nOSError: [Errno 5] Input/output error: '7.png'"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.EIO, "Input/output error", "/data/a.png"),
+            "cannot read or write /data/a.png: Input/output error; the disk",
+        ),
+        (OSError(errno.EACCES, "Permission denied", b"/data/run"), "cannot read or write /data/run: Permission denied; choose"),
+        (OSError(errno.EMFILE, "Too many open files"), "[Errno 24] Too many open files; raise the limit of open files"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/home/x"), "no space left on the device while writing /home/x"),
+        (OSError("the remote end said no"), "the remote end said no; mend that"),
+        (OSError(WORKER), "[Errno 5] Input/output error: '7.png'; the disk or its connection fails"),
+        (_wrapped(), "cannot read or write /data/x: Read-only file system; choose a place that can be written"),
+        (RuntimeError("Error in fopen: could not open x for writing: Permission denied"), "could not open x for writing"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left on the device"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "whoever read what is printed has gone"),
+        (MemoryError("Unable to allocate 8.00 TiB"), "out of memory (Unable to allocate 8.00 TiB); choose a smaller batch"),
+        (MemoryError(), "out of memory; choose a smaller batch"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "out of memory (CUDA out of memory. Tried"),
+        (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
+        (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+        (KeyboardInterrupt(), "interrupted; start again to continue"),
+        (ModuleNotFoundError("No module named 'wandb.sdk'", name="wandb.sdk"), "wandb is not installed; `pip install wandb`"),
+        (_pydantic_error(), "_Sized.size: Input should be a valid integer"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_what_stops_a_command_is_one_line(error: BaseException, line: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("xcompat.training.recipe.load_recipe", stop)
+    assert line in refused(run("train", "any.yaml"))
+
+
+def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        fingerprint = Fingerprint.from_string("clip-b32")
+        raise KeyError(fingerprint.name)
+
+    monkeypatch.setattr("xcompat.training.recipe.load_recipe", stop)
+    monkeypatch.setattr(sys, "argv", ["xcompat", "train", "any.yaml"])
+    with pytest.raises(KeyError) as bug:
+        cli.main()
+    last = "".join(traceback.format_exception(bug.value)).splitlines()[-1]
+    wanted = [
+        f"xcompat {__version__}",
+        "Python 3.",
+        "torch ",
+        "transformers ",
+        "faiss-cpu ",
+        str(Fingerprint.from_string("clip-b32")),
+    ]
+    assert all(part in last for part in wanted) and "clip-b32@" in last, last
+
+
+def test_the_version(run: Run) -> None:
+    code, out, error = run("--version")
+    assert (code, out, error) == (0, f"xcompat {__version__}", "")
+    assert importlib.metadata.version("xcompat") == __version__
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is one of Linux")
+@pytest.mark.parametrize("reader", ["full", "gone"])
+def test_output_that_cannot_be_printed(reader: str, done: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        report = subprocess.Popen(
+            command("report", done / "run"),
+            stdout=full if reader == "full" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    if report.stdout is not None:
+        report.stdout.close()
+    assert report.stderr is not None
+    said = report.stderr.read()
+    assert report.wait() == 2 and said.startswith("xcompat: ") and len(said.splitlines()) == 1, said
+    assert ("no space left" if reader == "full" else "has gone") in said

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, NoReturn, Optional
 
 import typer
 
+from xcompat import __version__, failures
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 
 INTERRUPTED = 130  # what Typer makes of Ctrl-C
-DISK_FULL = (os.strerror(errno.ENOSPC), "PytorchStreamWriter failed writing", ". unexpected pos ")
-NOT_WRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
-app = typer.Typer(
-    help="Change the embedding model without re-embedding the gallery.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"xcompat {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time
     typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
+
+
+@app.callback()
+def _everywhere(version: Version = False) -> None:
+    """Change the embedding model without re-embedding the gallery."""
 
 
 @app.command()
@@ -171,39 +177,42 @@ def quickstart(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
+    """Run the command line; what a user can mend is one line and exit code 2, and a bug says what a report of it needs."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # of Pillow, below the limit that data.images has
     try:
-        app()
-    except XcompatError as error:
-        _fail(str(error))
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a full disk has its line, not when Python leaves
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted; start again to continue")
+            _fail(failures.INTERRUPTED)
+        if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich end with the code of a check that failed
+            _fail(failures.NOBODY_READS)
         end_processes()
         raise
-    except Exception as error:
-        if _is_disk_full(error):
-            file = getattr(error, "filename", None) or "a file"
-            _fail(f"no space left on the device while writing {file}; free some and start again to continue")
-        if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-            _fail(f"cannot write {error.filename}: {error.strerror}")
-        raise
+    except BaseException as error:
+        if (line := failures.explain(error)) is None:
+            error.add_note(failures.origin(error))
+            raise
+        _fail(line)
 
 
-def _is_disk_full(error: Exception) -> bool:
-    """Return whether there is no space left, which libraries that are not written in Python report in their own words."""
-    said = str(error)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or any(words in said for words in DISK_FULL)
-
-
-def _fail(message: str) -> None:
+def _fail(line: str) -> NoReturn:
     """Print one line, with the process's number on all but the first, and exit with code 2."""
     rank = os.environ.get("RANK", "0")
-    lines = message.strip().splitlines()  # a data loader's worker puts its traceback before the message
-    line = lines[-1].partition("XcompatError: ")[2] or lines[-1]
     who = "xcompat" if rank == "0" else f"xcompat (process {rank})"
     print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
     end_processes()
+    _drop_output()
     sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Leave out what can no longer be printed: Python would try again when it leaves, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
