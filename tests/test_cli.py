@@ -556,7 +556,11 @@ def test_no_space_left(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "somewhere"))
 
-    target = {"embeddings": "numpy.save", "checkpoint": "torch.save", "model": "xcompat.models.CompatModel.export"}[where]
+    target = {
+        "embeddings": "xcompat.embedding.write_array",
+        "checkpoint": "torch.save",
+        "model": "xcompat.models.CompatModel.export",
+    }[where]
     with monkeypatch.context() as patch:
         patch.setattr(target, full)
         line = refused(run("train", recipe(evaluation=None)))

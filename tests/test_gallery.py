@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.files import write_array
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import read_manifest
 
@@ -333,7 +334,7 @@ def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, m
     monkeypatch.setattr("os.fsync", dying(__import__("os").fsync))
     monkeypatch.setattr(Path, "replace", dying(Path.replace))
     monkeypatch.setattr(Path, "unlink", dying(Path.unlink))
-    monkeypatch.setattr("numpy.save", dying(np.save))
+    monkeypatch.setattr("xcompat.retrieval.segment.write_array", dying(write_array))
     states = {10: "before", 18: "after"}
     try:
         gallery.add(vectors(10, 1), names(10, "more"))
@@ -361,7 +362,9 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
     gallery.add(vectors(10), names(10))
     gallery.commit()
     gallery.add(vectors(10, 1), names(10, "more"))
-    monkeypatch.setattr("numpy.save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "xcompat.retrieval.segment.write_array", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space left"):
         gallery.commit()
     gallery.close()

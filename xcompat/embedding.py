@@ -24,7 +24,7 @@ from xcompat.encoders.packed import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json, write_json
+from xcompat.files import atomic_path, read_json, write_array, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
@@ -356,8 +356,8 @@ def _write_shard(path: Path, info: CacheInfo, rows: int, places: list[NDArray[np
             f"{info.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of length 1 "
             "(options.input: embedding)"
         )
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        np.save(file, embeds_ND.astype(info.dtype), allow_pickle=False)
+    with atomic_path(path) as temporary:
+        write_array(temporary, embeds_ND.astype(info.dtype))
 
 
 def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.models.base import CompatModel
 from xcompat.models.query_map import QueryMapModel
-from xcompat.retrieval.faiss_index import map_faiss
+from xcompat.retrieval.faiss_index import map_faiss, write_faiss
 
 
 def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> None:
@@ -52,7 +52,7 @@ def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> Non
     for transform in reversed(transforms):
         chained.prepend_transform(transform)
     with atomic_path(out) as temporary:
-        faiss.write_index(chained, str(temporary))
+        write_faiss(chained, temporary)
 
 
 def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xcompat.checksums import file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
 from xcompat.retrieval.manifest import SEGMENTS, Manifest, Metric, SegmentRecord, require_empty, write_manifest
-from xcompat.retrieval.segment import Items, as_json, check_ids, file_record, write_rows
+from xcompat.retrieval.segment import Items, as_json, check_ids, write_rows
 from xcompat.retrieval.versions import stored_version
 
 if TYPE_CHECKING:

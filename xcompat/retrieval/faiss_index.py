@@ -17,6 +17,7 @@ from xcompat.retrieval.manifest import Metric
 EXACT = "Flat"
 PER_CENTROID = 39  # below so many samples for each centroid faiss itself warns that clusters mean little
 TRAINED_ON = 200_000
+WRITTEN_AT_ONCE = 1 << 22  # bytes
 
 
 class FaissIndex:
@@ -137,9 +138,7 @@ class FaissIndex:
 
     def write(self, path: Path) -> None:
         """Write the index to a file."""
-        import faiss
-
-        faiss.write_index(self.index, str(path))
+        write_faiss(self.index, path)
 
 
 def build_faiss(
@@ -238,6 +237,22 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
         return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise XcompatError(f"{path} is no readable faiss index: {_reason(error)}") from None
+
+
+def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no types
+    """Write an index through a file of Python's: faiss's own prints what goes wrong when it is closed, and goes on.
+
+    Args:
+        index: faiss's own.
+        path: the file.
+
+    Raises:
+        OSError: it cannot be written, such as to a full disk.
+    """
+    import faiss
+
+    with path.open("wb") as file:
+        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, WRITTEN_AT_ONCE))
 
 
 def is_lossless(factory: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xcompat.checksums import FileRecord
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.fingerprint import Fingerprint
@@ -24,18 +25,6 @@ _NAME = r"^[0-9a-f]{16}$"  # names become paths: a changed manifest must not lea
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileRecord(_Record):
-    """A file as it was written.
-
-    Args:
-        size: bytes.
-        xxh3: 32 hexadecimal digits of XXH3-128, which finds damage and is no protection against forgery.
-    """
-
-    size: int
-    xxh3: str
 
 
 class VersionRecord(_Record):

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.checksums import difference, file_record
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
+from xcompat.files import atomic_path, write_array
 from xcompat.retrieval.backend import Backend, VectorIndex
-from xcompat.retrieval.manifest import REMOVED, SEGMENTS, FileRecord, SegmentRecord
+from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -102,8 +103,8 @@ def write_rows(folder: Path, items: Items) -> None:
         writer.write_table(table)
     hashes_N = id_hashes(items.ids)
     order_N = np.argsort(hashes_N, kind="stable")
-    np.save(folder / HASHES_FILE, hashes_N[order_N], allow_pickle=False)
-    np.save(folder / ORDER_FILE, order_N, allow_pickle=False)
+    write_array(folder / HASHES_FILE, hashes_N[order_N])
+    write_array(folder / ORDER_FILE, order_N)
 
 
 def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
@@ -247,11 +248,11 @@ class Segment:
         """Compare every file with what it was when it was written; return one line for each that differs."""
         wrong = self._backend.damaged(self.record)
         for name, record in self.record.files.items():
-            wrong += _difference(self.folder / name, record)
+            wrong += difference(self.folder / name, record)
         if self.record.removed is not None and self.record.removed_file is not None:
-            wrong += _difference(self.gallery / REMOVED / self.record.removed, self.record.removed_file)
+            wrong += difference(self.gallery / REMOVED / self.record.removed, self.record.removed_file)
         if self.record.adopted is not None and self.record.adopted_file is not None:
-            wrong += _difference(Path(self.record.adopted), self.record.adopted_file)
+            wrong += difference(Path(self.record.adopted), self.record.adopted_file)
         return wrong
 
 
@@ -270,21 +271,10 @@ def removed_rows(folder: Path, segment: Segment, generation: int, rows_n: NDArra
     kept_N = np.ones(segment.record.rows, bool) if segment.kept is None else segment.kept.copy()
     kept_N[rows_n] = False
     name = f"{segment.record.name}-{generation:08d}.npy"
-    with atomic_path(folder / REMOVED / name) as temporary, temporary.open("wb") as file:
-        np.save(file, np.packbits(~kept_N, bitorder="little"), allow_pickle=False)
+    with atomic_path(folder / REMOVED / name) as temporary:
+        write_array(temporary, np.packbits(~kept_N, bitorder="little"))
     written = file_record(folder / REMOVED / name)
     return segment.record.model_copy(update={"removed": name, "removed_file": written, "n_removed": int((~kept_N).sum())})
-
-
-def file_record(path: Path) -> FileRecord:
-    """Return size and checksum of a file."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as handle:
-        while block := handle.read(1 << 22):
-            digest.update(block)
-    return FileRecord(size=path.stat().st_size, xxh3=digest.hexdigest())
 
 
 def check_ids(ids: Sequence[object]) -> None:
@@ -336,14 +326,6 @@ def _mapped(path: Path) -> NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         reason = " ".join(str(error).split())[:120]
         raise XcompatError(f"{path} cannot be read ({reason}); {MENDING}") from None
-
-
-def _difference(path: Path, record: FileRecord) -> list[str]:
-    if not path.is_file():
-        return [f"{path} is missing"]
-    if path.stat().st_size != record.size:
-        return [f"{path} has {path.stat().st_size} bytes, it was written with {record.size}"]
-    return [] if file_record(path) == record else [f"{path} has changed since it was written"]
 
 
 def _indices(rows_n: NDArray[np.int64]) -> pa.Array:

@@ -1,0 +1,246 @@
+"""Durable, atomic writes: old or new at every instant, nothing lost by an error, nothing left by the dead."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xcompat import XcompatError, files
+from xcompat.checksums import difference, file_record
+from xcompat.files import atomic_path, clear_leftovers, make_folder, read_json, write_array
+
+
+def folder_of(path: Path, *names: str) -> Path:
+    path.mkdir(parents=True)
+    for name in names:
+        (path / name).write_text(f"{path.name} {name}")
+    return path
+
+
+def replace_folder(path: Path) -> None:
+    with atomic_path(path) as temporary:
+        folder_of(temporary, "new.txt")
+
+
+def content(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Replace folders as Linux can, and as every other system does."""
+    if request.param == "two renames":
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    return str(request.param)
+
+
+def test_a_folder_is_replaced_whole(way: str, tmp_path: Path) -> None:
+    target = folder_of(tmp_path / "target", "old.txt")
+    replace_folder(target)
+    assert content(target) == ["new.txt"] and content(tmp_path) == ["target"]
+
+
+def test_an_error_at_any_step_leaves_the_old_folder(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename that fails after the old folder was set aside must not take it along."""
+    rename = Path.rename
+    failed = 0
+    for step in range(4):
+        target, count = folder_of(tmp_path / str(step) / "target", "old.txt"), iter(range(100))
+
+        def failing(path: Path, to: Path, step: int = step, count: Any = count) -> Path:
+            if next(count) == step:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return rename(path, to)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", failing)
+            try:
+                replace_folder(target)
+            except OSError:
+                failed += 1
+                assert content(target) == ["old.txt"]
+        clear_leftovers(target.parent)
+        assert content(target) in (["old.txt"], ["new.txt"]) and content(target.parent) == ["target"]
+    assert failed == (2 if way == "two renames" else 0)
+
+
+def test_what_can_be_put_back_neither_now_nor_at_once_is_put_back_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    target, rename, done = folder_of(tmp_path / "target", "old.txt"), Path.rename, []
+
+    def only_the_first(path: Path, to: Path) -> Path:
+        done.append(path)
+        if len(done) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return rename(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", only_the_first)
+        with pytest.raises(OSError, match="Input/output error"):
+            replace_folder(target)
+    assert not target.exists()
+    clear_leftovers(tmp_path)
+    assert content(target) == ["old.txt"] and content(tmp_path) == ["target"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from xcompat import files
+way, step, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+if way == "two renames":
+    files._exchange = lambda one, other: False
+count = 0
+def dying(original):
+    def run(*args, **kwargs):
+        global count
+        count += 1
+        if count > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    return run
+for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
+    setattr(owner, name, dying(getattr(owner, name)))
+with files.atomic_path(target) as temporary:
+    temporary.mkdir()
+    (temporary / "new.txt").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_kill_between_any_two_steps_leaves_one_of_both(way: str, step: int, tmp_path: Path) -> None:
+    target = folder_of(tmp_path / "target", "old.txt")
+    subprocess.run([sys.executable, "-c", KILLED, way, str(step), str(target)], check=False)
+    if way == "exchange":
+        assert content(target) in (["old.txt"], ["new.txt"])
+    replace_folder(target)  # the next start
+    assert content(target) == ["new.txt"] and content(tmp_path) == ["target"]
+
+
+def test_a_killed_writer_leaves_the_folder_to_whoever_clears(tmp_path: Path) -> None:
+    folder_of(tmp_path / "target", "old.txt")
+    subprocess.run([sys.executable, "-c", KILLED, "two renames", "4", str(tmp_path / "target")], check=False)
+    assert not (tmp_path / "target").exists(), "the kill came between the two renames"
+    clear_leftovers(tmp_path)
+    assert content(tmp_path) == ["target"] and content(tmp_path / "target") == ["old.txt"]
+
+
+def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "a") as temporary:
+        temporary.write_text("begun")
+        clear_leftovers(tmp_path)
+        with atomic_path(tmp_path / "a") as other:
+            other.write_text("other")
+        assert temporary.read_text() == "begun"
+    assert (tmp_path / "a").read_text() == "begun" and content(tmp_path) == ["a"]
+
+
+def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
+    for name in (".a.12345678.partial", ".git", ".a.partial", "a.12345678.partial", ".mine.12345678"):
+        folder_of(tmp_path / name, "x")
+    (tmp_path / ".b.12345678.partial").symlink_to(tmp_path / ".git")
+    clear_leftovers(tmp_path)
+    assert content(tmp_path) == [".a.partial", ".b.12345678.partial", ".git", ".mine.12345678", "a.12345678.partial"]
+    assert content(tmp_path / ".git") == ["x"]
+    clear_leftovers(tmp_path / "missing")
+
+
+def test_data_are_flushed_before_their_name_and_the_name_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[str, str]] = []
+
+    def seen(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(first: Any, *rest: Any) -> Any:
+            place = str(Path(f"/proc/self/fd/{first}").readlink()) if isinstance(first, int) else str(rest[0] if rest else first)
+            steps.append((name, Path(place).name if "partial/" not in place else f"partial/{Path(place).name}"))
+            return original(first, *rest)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", seen("fsync", os.fsync))
+    monkeypatch.setattr(Path, "replace", seen("replace", Path.replace))
+    with atomic_path(tmp_path / "made" / "folder") as temporary:
+        folder_of(temporary / "inner", "file.txt")
+    assert steps == [
+        ("fsync", tmp_path.name),
+        ("fsync", "partial/file.txt"),
+        ("fsync", "partial/inner"),
+        ("fsync", "partial/folder"),
+        ("replace", "folder"),
+        ("fsync", "made"),
+    ]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_what_is_written_has_the_permissions_that_the_user_asks_for(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        replace_folder(tmp_path / "made" / "folder")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / "made" / name).stat().st_mode) for name in ("", "folder", "folder/new.txt")]
+    assert modes == [0o777 & ~mask, 0o777 & ~mask, 0o666 & ~mask]
+
+
+def test_a_file_takes_no_folder_s_place_and_a_folder_no_file_s(tmp_path: Path) -> None:
+    folder_of(tmp_path / "folder", "old.txt")
+    with pytest.raises(IsADirectoryError), atomic_path(tmp_path / "folder") as temporary:
+        temporary.write_text("a file")
+    assert content(tmp_path / "folder") == ["old.txt"]
+    with pytest.raises(NotADirectoryError):
+        replace_folder(tmp_path / "folder" / "old.txt")
+    assert (tmp_path / "folder" / "old.txt").read_text() == "folder old.txt"
+
+
+def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("n" * 255)
+    with atomic_path(target) as temporary:
+        temporary.write_text("whole")
+    assert target.read_text() == "whole"
+
+
+def test_folders_made_on_the_way_are_there_and_those_that_were_stay(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", "x")
+    make_folder(tmp_path / "a" / "b" / "c")
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert content(tmp_path / "a") == ["b", "x"] and content(tmp_path / "a" / "b") == ["c"]
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"\xff", b"[" * 100_000, b"9" * 5000, b""], ids=["cut", "bytes", "deep", "digits", "empty"]
+)
+def test_what_is_no_json_is_one_line(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(XcompatError, match=r"a\.json is not valid JSON") as caught:
+        read_json(tmp_path / "a.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_difference_of_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"whole")
+    record = file_record(file)
+    assert difference(file, record) == []
+    for bad, said in ((b"while", "has changed since"), (b"who", "has 3 bytes, it was written with 5")):
+        file.write_bytes(bad)
+        assert said in difference(file, record)[0]
+    file.unlink()
+    assert "is missing" in difference(file, record)[0]
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", "<u8", "|u1", "?", ">i2"])
+@pytest.mark.parametrize("shape", [(0,), (7,), (3, 5), (0, 4), ()])
+def test_an_array_is_written_byte_for_byte_as_numpy_writes_it(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    for given in (array, array.T, np.repeat(array[..., None], 2, -1)[..., 0]):
+        write_array(tmp_path / "own.npy", given)
+        np.save(tmp_path / "numpy.npy", np.array(given, order="C"), allow_pickle=False)
+        assert (tmp_path / "own.npy").read_bytes() == (tmp_path / "numpy.npy").read_bytes()

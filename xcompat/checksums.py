@@ -1,0 +1,68 @@
+"""What a file was when it was written, so that damage is found before its content is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+BLOCK = 1 << 22
+
+
+class FileRecord(BaseModel):
+    """A file as it was written.
+
+    Args:
+        size: bytes.
+        xxh3: 32 hexadecimal digits of XXH3-128, which finds damage and is no protection against forgery.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int
+    xxh3: str
+
+
+def file_record(path: Path) -> FileRecord:
+    """Return size and checksum of a file.
+
+    Args:
+        path: an existing file.
+
+    Returns:
+        What it is now.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.txt"
+        >>> _ = path.write_text("whole")
+        >>> file_record(path).size
+        5
+    """
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size=size, xxh3=digest.hexdigest())
+
+
+def difference(path: Path, record: FileRecord) -> list[str]:
+    """Compare a file with what it was.
+
+    Args:
+        path: the file.
+        record: what it was when it was written.
+
+    Returns:
+        One line that says how it differs; nothing where it does not.
+    """
+    if not path.is_file():
+        return [f"{path} is missing"]
+    size = path.stat().st_size
+    if size != record.size:
+        return [f"{path} has {size} bytes, it was written with {record.size}"]
+    return [] if file_record(path) == record else [f"{path} has changed since it was written"]
