@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.progress import console, silence_libraries, stage
 from xcompat.training.recipe import load_recipe
@@ -32,9 +33,13 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
     with stage("render the characters of matplotlib's fonts"):
         render_data(data)
     placed = Template(RECIPE.read_text(encoding="utf-8")).substitute(OUTPUT=output, DATA=data)
-    with atomic_path(output / "recipe.yaml") as temporary:
-        temporary.write_text(placed, encoding="utf-8")
-    reports = run_recipe(load_recipe(output / "recipe.yaml", overrides))
+    recipe = output / "recipe.yaml"
+    if not recipe.exists():
+        with atomic_path(recipe) as temporary:
+            temporary.write_text(placed, encoding="utf-8")
+    elif recipe.read_text(encoding="utf-8") != placed:
+        raise XcompatError(f"{recipe} is another recipe than the quickstart's; name another folder with --output, or delete it")
+    reports = run_recipe(load_recipe(recipe, overrides))
     folder = list(reports.values())[-1]
     console.print(f"\nreport: {folder / 'report.html'}")
     return folder

@@ -12,28 +12,33 @@ from xcompat.models.embedder import load_checkpoint
 from xcompat.progress import console, silence_libraries
 
 
-def to_faiss(index: Path, model: str, out: Path) -> None:
+def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
     """Write a faiss index that takes queries of the new model."""
     silence_libraries()
     loaded = load_checkpoint(model)
-    query_transform.to_faiss(loaded, index, out)
+    query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = escape(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {escape(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+    if index.is_file():
+        console.print(
+            f"[yellow]![/] no faiss file says which model made its vectors: that it was {old} is not checked. "
+            "A gallery knows: `xcompat gallery build --from-faiss`, then name the gallery"
+        )
 
 
-def to_sentence_transformers(run: str, out: Path, space: Space) -> None:
+def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
-    enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space)
+    enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
     console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space, {needs}", soft_wrap=True)
 
 
-def to_onnx(run: str, out: Path, space: Space) -> None:
+def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
-    onnx_towers.to_onnx(load_checkpoint(run), out, space)
+    onnx_towers.to_onnx(load_checkpoint(run), out, space, overwrite)
     towers = " and ".join(path.name for path in sorted(out.glob("*.onnx")))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
     console.print(f"[green]✓[/] {escape(str(out))}: {towers} embed in the {space} space, {allowed}")

@@ -15,19 +15,21 @@ from torch import Tensor
 
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower, Tower
-from xcompat.files import atomic_path, write_json
+from xcompat.export.towers import ImageTower, Space, TextTower, Tower, sources_of
+from xcompat.files import write_json
 from xcompat.models.base import CompatModel
+from xcompat.ownership import owned_path, require_replaceable
 
 TOLERANCE = 1e-4
 """How far a coordinate of an embedding of length 1 may be from PyTorch's."""
 OUTPUT = "embeds"
 DESCRIPTION = "xcompat_onnx.json"
+MADE_BY = "export onnx"
 
 Batch = dict[str, Tensor]
 
 
-def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old") -> None:
+def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> None:
     """Write the image tower, and the text tower where there is one, as ONNX with batches of any size.
 
     ``image.onnx`` and ``text.onnx`` end in the space, so that nothing is to be done after them. Texts are of any length where the
@@ -36,14 +38,17 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old") -> Non
 
     Args:
         model: any that embeds; a map is written with its frozen encoder.
-        folder: replaced if it exists.
+        folder: replaced if an earlier export made it, and nothing else is in it.
         space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+        overwrite: whether any folder may be replaced.
 
     Raises:
-        XcompatError: the model brings no queries into an old space, PyTorch cannot export it, or onnxruntime gives other
-            embeddings; then nothing is left.
+        XcompatError: something else is there, the model brings no queries into an old space, PyTorch cannot export it, or
+            onnxruntime gives other embeddings; then nothing is left.
     """
     _require_libraries()
+    read = sources_of(model)
+    require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()
     tower, processor = ImageTower(model, space), model.processor
     about = {
@@ -58,7 +63,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old") -> Non
         "preprocessing": json.loads(json.dumps(processor.describe(), default=str)),
     }
     model = _merged(model)
-    with atomic_path(folder) as temporary:
+    with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
         height, width = processor.image_size
         pixels = [{"pixel_values": torch.from_numpy(_random(rows, 3, height, width))} for rows in (2, 1, 3)]

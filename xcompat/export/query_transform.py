@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
 from xcompat.models.base import CompatModel
 from xcompat.models.query_map import QueryMapModel
+from xcompat.ownership import owned_path, require_replaceable
+from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
+from xcompat.retrieval.manifest import SEGMENTS, read_manifest
+
+MADE_BY = "export faiss"
 
 
-def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> None:
+def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
     """Write an index of the old model that takes queries of the new one: a chain of transforms before the index as it is.
 
     The chain is that of ``model.view``: W·x + b and then length 1. For inner products the length of a query does not change its
@@ -23,16 +27,20 @@ def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> Non
 
     Args:
         model: one whose view is one linear layer: a closed form, a query map of linear shape, more dimensions than the old model.
-        index_file: any faiss index of the old model's embeddings.
-        out: the index to write; plain faiss reads it.
+        index: a faiss index of the old model's embeddings, of which only the dimension can be compared with the model; or a
+            gallery in one segment, which knows whose embeddings it holds.
+        out: the index to write; plain faiss reads it. Beside it lies a marker that names the model whose queries it takes.
+        overwrite: whether another file that is there may be replaced.
 
     Raises:
-        XcompatError: the map is not linear, or the index is not of the old model's dimension.
+        XcompatError: the map is not linear, the index is of another dimension or another model, or ``out`` is something else.
     """
     import faiss
 
     weight_dD, bias_d = linear_view(model)
-    stored = map_faiss(Path(index_file))
+    index_file = index_of(Path(index), model)
+    require_replaceable(Path(out), MADE_BY, overwrite, [index_file])
+    stored = map_faiss(index_file)
     old_dim, new_dim = weight_dD.shape
     if stored.d != old_dim:
         raise XcompatError(
@@ -51,8 +59,33 @@ def to_faiss(model: CompatModel, index_file: str | Path, out: str | Path) -> Non
     chained = faiss.IndexPreTransform(inner)
     for transform in reversed(transforms):
         chained.prepend_transform(transform)
-    with atomic_path(out) as temporary:
+    about = {"queries": str(model.fingerprint()), "vectors": str(model.compatible_with[0])}
+    with owned_path(out, MADE_BY, overwrite, [index_file], about) as temporary:
         write_faiss(chained, temporary)
+
+
+def index_of(source: Path, model: CompatModel) -> Path:
+    """Return the index file of a gallery that the model's queries are mapped for; any other path as it is.
+
+    Args:
+        source: a gallery's folder, or an index file.
+        model: the query model.
+
+    Returns:
+        The file.
+
+    Raises:
+        XcompatError: the gallery holds another model's embeddings, or is not one index.
+    """
+    if not source.is_dir():
+        return source
+    manifest = read_manifest(source)
+    for version in manifest.present():
+        model.require_version(version.fingerprint)
+    if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
+        raise XcompatError(f"{source} is not one faiss index; make it one with `xcompat gallery compact {source}`")
+    record = manifest.segments[0]
+    return Path(record.adopted) if record.adopted is not None else source / SEGMENTS / record.name / INDEX_FILE
 
 
 def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:

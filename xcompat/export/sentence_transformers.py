@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.export.towers import Space
-from xcompat.files import atomic_path
+from xcompat.export.towers import Space, sources_of
 from xcompat.models.base import CompatModel
+from xcompat.ownership import owned_path, require_replaceable
+
+MADE_BY = "export sentence-transformers"
 
 
-def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old") -> bool:
+def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> bool:
     """Write a model so that sentence-transformers embeds with it, texts and pictures.
 
     Where the model is an encoder that transformers loads by itself and layers in a row on it, the folder holds modules of
@@ -28,14 +30,15 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
 
     Args:
         model: any that embeds; a map is written with its frozen encoder.
-        folder: replaced if it exists.
+        folder: replaced if an earlier export made it, and nothing else is in it.
         space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+        overwrite: whether any folder may be replaced.
 
     Returns:
         Whether modules of sentence-transformers were enough, so that no flag is needed.
 
     Raises:
-        XcompatError: the model brings no queries into an old space, or was fitted on embeddings alone.
+        XcompatError: something else is there, the model brings no queries into an old space, or was fitted on embeddings alone.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -44,9 +47,11 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
         from xcompat.export.sentence_stock import save_stock, stock_modules
     except ImportError:
         raise XcompatError("this export needs sentence-transformers; install it with `pip install xcompat[export]`") from None
+    read = sources_of(model)
+    require_replaceable(Path(folder), MADE_BY, overwrite, read)
     own = SentenceTransformer(modules=[CompatModule(model.for_inference(), space)], device=str(model.device))
     modules = stock_modules(model, space)
-    with atomic_path(folder) as temporary:
+    with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         enough = modules is not None and save_stock(modules, temporary, own)
         if not enough:
             own.save(str(temporary), create_model_card=False)

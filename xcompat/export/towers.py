@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor, nn
@@ -11,6 +12,19 @@ from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]
 """``old``: what searches an index of the old model. ``own``: what the new model embeds, for an index of its own."""
+
+
+def sources_of(model: CompatModel) -> list[Path]:
+    """Return the folders that a model was read from, which no export replaces: its own, and that of its encoder.
+
+    Args:
+        model: any.
+
+    Returns:
+        Those that are on this machine.
+    """
+    names = [model.name_or_path, (model.config.encoder or {}).get("name")]
+    return [Path(name) for name in names if name and Path(name).exists()]
 
 
 class Tower(nn.Module):

@@ -1,0 +1,233 @@
+"""Exports replace what they made themselves and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from xcompat import Fingerprint, XcompatError, cli, files
+from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.ownership import MARKER, owned_path, read_marker, require_replaceable
+from xcompat.retrieval import Gallery
+
+MADE_BY = "export example"
+OLD = Fingerprint.from_string("old")
+
+
+SPOILT = ("another's", "changed", "of another command", "marker gone", "marker damaged", "more", "a link")
+
+
+def write(path: Path, text: str = "made", **options: object) -> None:
+    with owned_path(path, MADE_BY, **options) as temporary:  # type: ignore[arg-type]
+        if path.suffix:
+            temporary.write_text(text)
+        else:
+            (temporary / "inner").mkdir(parents=True)
+            (temporary / "inner" / "a.txt").write_text(text)
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["folder", "file.txt"])
+def test_a_command_replaces_its_own(name: str, tmp_path: Path) -> None:
+    for text in ("first", "second", "third"):
+        write(tmp_path / name, text)
+        assert text in snapshot(tmp_path).values()
+    made = read_marker(tmp_path / name)
+    assert made is not None and made.made_by == MADE_BY and len(made.files) == 1
+
+
+@pytest.mark.parametrize("name", ["folder", "file.txt"])
+@pytest.mark.parametrize(
+    "spoilt", ["another's", "changed", "of another command", "marker gone", "marker damaged", "more", "a link"]
+)
+def test_what_it_did_not_make_is_left_alone(name: str, spoilt: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    own = place / "inner" / "a.txt" if name == "folder" else place
+    marker = place / MARKER if name == "folder" else tmp_path / f"{name}{MARKER}"
+    write(place)
+    if spoilt in ("more", "a link") and name == "file.txt":
+        pytest.skip("nothing can be put into a file")
+    if spoilt == "another's":
+        marker.unlink()
+        own.write_text("a user's")
+    elif spoilt == "changed":
+        own.write_text("edited")
+    elif spoilt == "of another command":
+        marker.write_text(marker.read_text().replace(MADE_BY, "export other"))
+    elif spoilt == "marker gone":
+        marker.unlink()
+    elif spoilt == "marker damaged":
+        marker.write_text("{}")
+    elif spoilt == "more":
+        (place / "notes.txt").write_text("a user's")
+    else:
+        (place / "notes.txt").symlink_to(tmp_path / "nowhere")
+    before = snapshot(tmp_path)
+    with pytest.raises(XcompatError, match="by `xcompat export example`; move it, choose another place, or add --overwrite"):
+        write(place, "again")
+    assert snapshot(tmp_path) == before
+    write(place, "again", overwrite=True)
+    assert own.read_text() == "again" and not (place / "notes.txt").is_symlink()
+    write(place, "its own from here on")
+
+
+def test_what_comes_while_it_works_is_left_alone(tmp_path: Path) -> None:
+    def slowly() -> None:
+        with owned_path(tmp_path / "a.txt", MADE_BY) as temporary:
+            temporary.write_text("made")
+            (tmp_path / "a.txt").write_text("a user's")
+
+    with pytest.raises(XcompatError, match="was not made by"):
+        slowly()
+    assert snapshot(tmp_path) == {"a.txt": "a user's"}
+
+
+def test_an_empty_folder_is_nobody_s(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the file", "before anything"])
+def test_a_kill_between_a_file_and_its_marker_stops_no_later_call(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.txt", "first")
+    replace, calls = Path.replace, iter(range(9))
+
+    def dying(path: Path, to: Path) -> Path:
+        if next(calls) == int(first):
+            raise KeyboardInterrupt
+        return replace(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "a.txt", "second")
+    assert (tmp_path / "a.txt").read_text() == "first"
+    write(tmp_path / "a.txt", "third")
+    assert (tmp_path / "a.txt").read_text() == "third"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_is_read_is_never_replaced(overwrite: bool, tmp_path: Path) -> None:
+    source = tmp_path / "run" / "model" / "in.txt"
+    source.parent.mkdir(parents=True)
+    source.write_text("a user's")
+    os.link(source, tmp_path / "same.txt")
+    (tmp_path / "link.txt").symlink_to(source)
+    for place in (source, source.parent, tmp_path / "run", tmp_path / "same.txt", tmp_path / "link.txt"):
+        with pytest.raises(XcompatError, match="is where `xcompat export example` reads .*in.txt; choose another place"):
+            require_replaceable(place, MADE_BY, overwrite, [source])
+    require_replaceable(tmp_path / "run" / "exported", MADE_BY, overwrite, [source])
+
+
+def test_a_folder_that_a_kill_hid_is_not_taken_for_a_free_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes.txt").write_text("a user's")
+    hidden = tmp_path / ".docs.12345678.partial"
+    hidden.mkdir()
+    (tmp_path / "docs").rename(hidden / f"docs{files._PREVIOUS}")
+    with pytest.raises(XcompatError, match=r"notes.txt was not made by"):
+        write(tmp_path / "docs")
+    assert snapshot(tmp_path) == {"docs/notes.txt": "a user's"}
+
+
+# --------------------------------------------------------------------------------------------------------- the commands
+
+
+def ridge() -> CompatModel:
+    return METHODS["ridge"](METHODS["ridge"].config_class(old=describe_old(OLD, dim=8), embedding_dim=16)).eval()
+
+
+def write_index(path: Path) -> Path:
+    index = faiss.IndexFlatIP(8)
+    index.add(np.eye(8, dtype=np.float32))
+    faiss.write_index(index, str(path))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["xcompat", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out + printed.err
+
+
+@pytest.mark.parametrize("kind", ["sentence-transformers", "onnx"])
+def test_an_export_deletes_no_folder_of_documents(
+    kind: str, folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = describe_old(OLD, dim=8)
+    METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["cat", "dog"], dim=8).export(tmp_path / "run" / "model")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "thesis.txt").write_text("years of work")
+    for out, said in (("docs", "thesis.txt was not made by"), ("run", "is where"), ("run/model", "is where")):
+        arguments = ["export", kind, tmp_path / "run", "--out", tmp_path / out, "--space", "own"]
+        code, printed = run(monkeypatch, capsys, *arguments)
+        assert code == 2 and said in printed.splitlines()[-1] and "Traceback" not in printed
+    assert (tmp_path / "docs" / "thesis.txt").read_text() == "years of work" and (tmp_path / "run/model/config.json").exists()
+
+
+def test_an_export_replaces_no_index_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ridge().export(tmp_path / "run" / "model")
+    for name in ("old.faiss", "other.faiss"):
+        write_index(tmp_path / name)
+    before = (tmp_path / "old.faiss").read_bytes()
+    command = ["export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out"]
+    for out, flag, said in (
+        ("old.faiss", [], "is where"),
+        ("old.faiss", ["--overwrite"], "is where"),
+        ("other.faiss", [], "not made"),
+    ):
+        code, printed = run(monkeypatch, capsys, *command, tmp_path / out, *flag)
+        assert code == 2 and said in printed
+    assert (tmp_path / "old.faiss").read_bytes() == (tmp_path / "other.faiss").read_bytes() == before
+    for flag in (["--overwrite"], [], []):
+        code, printed = run(monkeypatch, capsys, *command, tmp_path / "other.faiss", *flag)
+        assert code == 0 and "which model made its vectors" in printed
+    assert faiss.read_index(str(tmp_path / "other.faiss")).d == 16
+
+
+def test_a_gallery_knows_whose_embeddings_go_into_an_export(tmp_path: Path) -> None:
+    from xcompat.export import to_faiss
+
+    def gallery(name: str, version: Fingerprint) -> Gallery:
+        made = Gallery.create(tmp_path / name, version, dim=8)
+        made.add(np.eye(8, dtype=np.float32), [f"{name} {row}" for row in range(8)])
+        made.commit()
+        return made
+
+    right, other = gallery("right", OLD), gallery("other", Fingerprint.from_string("of the same dimension"))
+    to_faiss(ridge(), right.path, tmp_path / "new.faiss")
+    about = read_marker(tmp_path / "new.faiss")
+    assert about is not None and about.about["vectors"] == str(OLD) and about.about["queries"].startswith("RidgeModel@")
+    with pytest.raises(XcompatError, match="of the same dimension@"):
+        to_faiss(ridge(), other.path, tmp_path / "wrong.faiss")
+    right.add(np.ones((1, 8), np.float32), ["one more"])
+    right.commit()
+    with pytest.raises(XcompatError, match="is not one faiss index; make it one with `xcompat gallery compact"):
+        to_faiss(ridge(), right.path, tmp_path / "wrong.faiss")
+    adopted = Gallery.from_faiss(tmp_path / "adopted", write_index(tmp_path / "own.faiss"), [str(row) for row in range(8)], OLD)
+    to_faiss(ridge(), adopted.path, tmp_path / "from_adopted.faiss")
+    assert not (tmp_path / "wrong.faiss").exists() and (tmp_path / "from_adopted.faiss").exists()
+
+
+def test_the_quickstart_replaces_no_other_recipe(tmp_path: Path) -> None:
+    from xcompat.quickstart import run_quickstart
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "recipe.yaml").write_text("method: bct\n")
+    with pytest.raises(XcompatError, match=r"recipe.yaml is another recipe than the quickstart's"):
+        run_quickstart(tmp_path)
+    assert (tmp_path / "recipe.yaml").read_text() == "method: bct\n"

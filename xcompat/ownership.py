@@ -1,0 +1,132 @@
+"""What a command may replace: only what the same command made, as it made it, unless it is told to overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from xcompat.checksums import FileRecord, file_record
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path, clear_leftovers, read_json, write_json
+
+MARKER = ".xcompat.json"
+"""In a folder that a command made; behind a file's name it is the marker of that file."""
+
+
+class Made(BaseModel):
+    """What a marker says.
+
+    Args:
+        made_by: the command, such as ``export onnx``.
+        files: what it wrote: paths below the folder (or the file's name) and what each was.
+        before: what the file was that is being replaced, in case a kill leaves it there beside its new marker.
+        about: what else is worth knowing of it, such as fingerprints.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    made_by: str
+    files: dict[str, FileRecord]
+    before: FileRecord | None = None
+    about: dict[str, str] = {}
+
+
+@contextmanager
+def owned_path(
+    path: str | Path, made_by: str, overwrite: bool = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
+) -> Iterator[Path]:
+    """Yield a temporary path that takes the place of a command's output, with a marker that says who made it.
+
+    Args:
+        path: the file or folder.
+        made_by: the command.
+        overwrite: whether anything may be replaced.
+        read: what the command reads, which it never replaces.
+        about: see :class:`Made`.
+
+    Yields:
+        A path that does not exist yet; write a file or a folder there.
+
+    Raises:
+        XcompatError: see :func:`require_replaceable`; nothing is written then.
+
+    Example:
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp()) / "out"
+        >>> for _ in range(2):  # the second time it replaces its own
+        ...     with owned_path(target, "export example") as temporary:
+        ...         temporary.mkdir()
+        ...         _ = (temporary / "a.txt").write_text("made")
+        >>> _ = (target / "notes.txt").write_text("mine")
+        >>> require_replaceable(target, "export example")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        xcompat.errors.XcompatError: ...notes.txt was not made by `xcompat export example`; move it, choose another place...
+    """
+    path = Path(path)
+    require_replaceable(path, made_by, overwrite, read)
+    with atomic_path(path) as temporary:
+        yield temporary
+        require_replaceable(path, made_by, overwrite, read)  # it may have taken long
+        files = {name: record for name, record in _records(temporary).items() if record is not None}
+        made = Made(made_by=made_by, files=files, about=about or {})
+        if temporary.is_dir():
+            write_json(temporary / MARKER, made.model_dump(mode="json"))
+        else:
+            before = file_record(path) if path.is_file() else None
+            write_json(_marker(path), made.model_copy(update={"before": before}).model_dump(mode="json"))
+
+
+def require_replaceable(path: Path, made_by: str, overwrite: bool = False, read: Iterable[Path] = ()) -> None:
+    """Refuse to replace what a command did not make, or what it reads.
+
+    Args:
+        path: what would be replaced.
+        made_by: the command.
+        overwrite: whether anything but what is read may be replaced.
+        read: what the command reads.
+
+    Raises:
+        XcompatError: naming the first file that is in the way.
+    """
+    clear_leftovers(path.parent)  # where a kill hid the folder, it is back
+    for source in read:
+        if path.resolve() in (source.resolve(), *source.resolve().parents) or (path.exists() and path.samefile(source)):
+            raise XcompatError(f"{path} is where `xcompat {made_by}` reads {source}; choose another place to write to")
+    if overwrite or not path.exists():
+        return
+    made = read_marker(path)
+    theirs = made.files if made is not None and made.made_by == made_by else {}
+    for name, record in _records(path).items():
+        known = (theirs.get(name), made.before if made is not None and theirs and path.is_file() else None)
+        if record is None or record not in known:
+            file = path / name if path.is_dir() else path
+            what = "has changed since it was made by" if name in theirs else "was not made by"
+            raise XcompatError(f"{file} {what} `xcompat {made_by}`; move it, choose another place, or add --overwrite")
+
+
+def read_marker(path: Path) -> Made | None:
+    """Return what the marker of a file or folder says; None where there is none that can be read."""
+    marker = path / MARKER if path.is_dir() else _marker(path)
+    try:
+        return Made.model_validate(read_json(marker))
+    except (XcompatError, ValidationError):
+        return None
+
+
+def _marker(file: Path) -> Path:
+    return file.with_name(file.name + MARKER)
+
+
+def _records(path: Path) -> dict[str, FileRecord | None]:
+    """Return what every file is now; None for links and whatever else no command writes."""
+    if not path.is_dir():
+        return {path.name: file_record(path) if path.is_file() else None}
+    inside = (file for file in sorted(path.rglob("*")) if file != path / MARKER and (file.is_symlink() or not file.is_dir()))
+    return {
+        file.relative_to(path).as_posix(): file_record(file) if file.is_file() and not file.is_symlink() else None
+        for file in inside
+    }
