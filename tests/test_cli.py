@@ -26,9 +26,9 @@ from transformers import AutoModel
 
 from xcompat import Fingerprint, __version__, cli
 from xcompat.models import METHODS
+from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.trainer import last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = ("train", "compare", "embed", "evaluate", "report", "push", "lineage", "quickstart")

@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from xcompat.training.trainer import last_complete_checkpoint
+from xcompat.training.checkpoints import last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"

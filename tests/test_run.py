@@ -22,9 +22,10 @@ from xcompat.models.embedder import load_embedder
 from xcompat.training import build as build_module
 from xcompat.training import run as run_module
 from xcompat.training.caches import cached_images
+from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import StageRun, run_recipe
-from xcompat.training.trainer import last_complete_checkpoint, training_arguments
+from xcompat.training.trainer import training_arguments
 
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 

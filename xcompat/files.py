@@ -58,7 +58,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     with _holder(path) as holder:
         temporary = holder / path.name
         yield temporary
-        _sync_tree(temporary)
+        sync_tree(temporary)
         _put_in_place(temporary, path)
         sync_folder(path.parent)
 
@@ -160,12 +160,12 @@ def _locked_holder(path: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _sync_tree(path: Path) -> None:
+def sync_tree(path: Path) -> None:
     """Flush a file, or every file of a folder and then the names in it."""
     if path.is_dir():
         for inner in path.iterdir():
             if not inner.is_symlink():
-                _sync_tree(inner)
+                sync_tree(inner)
         sync_folder(path)
     else:
         with path.open("rb") as handle:

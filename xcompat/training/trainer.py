@@ -25,17 +25,17 @@ from xcompat.data import (
 )
 from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
-from xcompat.distributed import is_main_process, process_state, rank
+from xcompat.distributed import process_state, rank
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.files import read_json
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.progress import console
 from xcompat.threads import keep_freed_memory
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
+from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import StageRecipe
@@ -240,6 +240,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
             DivergenceCallback(),
             interrupt,
             ScheduleCallback(model, dataset, collator),
+            CheckpointCallback(),
         ],
         optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part)),
     )
@@ -305,29 +306,6 @@ def _adamw(settings: TrainingArguments, part: StageRecipe) -> dict[str, Any]:
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_epsilon,
     }
-
-
-def last_complete_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that was written to its end, or None.
-
-    The Trainer writes ``trainer_state.json`` last; a checkpoint without it was cut off by a kill or a full disk.
-
-    Args:
-        folder: the Trainer's output folder.
-
-    Returns:
-        The checkpoint's folder.
-    """
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True)
-    for checkpoint in found:
-        try:
-            read_json(checkpoint / "trainer_state.json")
-        except XcompatError:
-            if is_main_process():
-                console.print(f"  [yellow]![/] {checkpoint} is incomplete and is not used")
-            continue
-        return checkpoint
-    return None
 
 
 def _check_size(drawn: Any, settings: TrainingArguments) -> None:  # noqa: ANN401 - any data set, or a sampler

@@ -1,0 +1,72 @@
+"""Checkpoints of a training under way: flushed and checked, so that what is continued from is what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from xcompat.checksums import FileRecord, difference, file_record
+from xcompat.distributed import barrier, is_main_process
+from xcompat.errors import XcompatError
+from xcompat.files import read_json, sync_folder, sync_tree, write_json
+from xcompat.progress import console
+
+STATE = "trainer_state.json"
+CHECKSUMS = "checksums.json"
+_RECORDS = TypeAdapter(dict[str, FileRecord])
+
+
+class CheckpointCallback(TrainerCallback):
+    """Flush every checkpoint that the Trainer wrote, and record what its files are."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Wait until all processes have written their part; the first one records them."""
+        barrier()
+        if is_main_process():
+            folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            sync_tree(folder)
+            sync_folder(folder.parent)
+            files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != CHECKSUMS)
+            records = {file.relative_to(folder).as_posix(): file_record(file) for file in files}
+            write_json(folder / CHECKSUMS, _RECORDS.dump_python(records))
+        barrier()
+
+
+def last_complete_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that was written to its end and is whole, or None.
+
+    The Trainer writes ``trainer_state.json`` last; a checkpoint without it was cut off by a kill or a full disk.
+
+    Args:
+        folder: the Trainer's output folder.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    numbered = (path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
+    for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        wrong = _damage(checkpoint)
+        if wrong is None:
+            return checkpoint
+        if is_main_process():
+            console.print(f"  [yellow]![/] {checkpoint} is not used: {wrong}")
+    return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Say what is wrong with a checkpoint; of one that a kill left without checksums, only its last file is looked at."""
+    try:
+        read_json(checkpoint / STATE)
+        if not (checkpoint / CHECKSUMS).exists():
+            return None
+        records = _RECORDS.validate_python(read_json(checkpoint / CHECKSUMS))
+    except XcompatError as error:
+        return f"it is incomplete ({error})"
+    except ValidationError:
+        return f"{CHECKSUMS} is damaged"
+    wrong = [line for name, record in records.items() for line in difference(checkpoint / name, record)]
+    return wrong[0] if wrong else None
