@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat.errors import GenerationGoneError
 from xcompat.files import write_array
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import read_manifest
@@ -399,7 +400,7 @@ def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_g
     reader = Gallery.open(gallery.path)
     gallery.compact()
     gallery.verify()
-    with pytest.raises(XcompatError, match="open the gallery again if it was compacted meanwhile"):
+    with pytest.raises(GenerationGoneError, match="generation 2 of .* was compacted away .*; open the gallery again"):
         reader.find(["part 0 1"])
     (gallery.path / "segments" / gallery.segments[0].record.name / "rows.arrow").write_bytes(b"")
     with pytest.raises(XcompatError, match=r"is damaged: .*rows.arrow has 0 bytes"):

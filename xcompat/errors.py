@@ -14,6 +14,10 @@ class FingerprintMismatchError(XcompatError):
     """Embeddings of two different models were about to be compared as if they were of one."""
 
 
+class GenerationGoneError(XcompatError):
+    """A gallery does not keep a state: it never did, or a compaction has forgotten it. Open the gallery again for its newest."""
+
+
 class TrainingDivergedError(XcompatError):
     """The loss or the gradient stopped being finite."""
 

@@ -13,7 +13,8 @@ from xcompat.checksums import file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
-from xcompat.retrieval.manifest import SEGMENTS, Manifest, Metric, SegmentRecord, require_empty, write_manifest
+from xcompat.retrieval.leftovers import making, require_empty
+from xcompat.retrieval.manifest import SEGMENTS, Manifest, Metric, SegmentRecord, write_manifest
 from xcompat.retrieval.segment import Items, as_json, check_ids, write_rows
 from xcompat.retrieval.versions import stored_version
 
@@ -43,21 +44,22 @@ def adopt_faiss(
     version = stored_version(model_or_fingerprint, index.dim)
     if version.dim != index.dim:
         raise XcompatError(f"{version.fingerprint} makes embeddings of {version.dim} dimensions, {index_file} holds {index.dim}")
-    name = secrets.token_hex(8)
-    with atomic_path(folder / SEGMENTS / name) as temporary:
-        temporary.mkdir()
-        write_rows(temporary, Items(ids=ids, metadata=as_json(ids, metadata)))
-        files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
-    segment = SegmentRecord(
-        name=name,
-        version=version.digest,
-        rows=index.rows,
-        index=type(index.index).__name__,
-        files=files,
-        adopted=str(index_file.resolve()),
-        adopted_file=file_record(index_file),
-    )
-    return write_manifest(folder, Manifest(metric=metric, versions=(version,), segments=(segment,), by="adopt"))
+    with making(folder):
+        name = secrets.token_hex(8)
+        with atomic_path(folder / SEGMENTS / name) as temporary:
+            temporary.mkdir()
+            write_rows(temporary, Items(ids=ids, metadata=as_json(ids, metadata)))
+            files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
+        segment = SegmentRecord(
+            name=name,
+            version=version.digest,
+            rows=index.rows,
+            index=type(index.index).__name__,
+            files=files,
+            adopted=str(index_file.resolve()),
+            adopted_file=file_record(index_file),
+        )
+        return write_manifest(folder, Manifest(metric=metric, versions=(version,), segments=(segment,), by="adopt"))
 
 
 def _open(path: Path) -> tuple[FaissIndex, Metric]:

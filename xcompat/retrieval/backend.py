@@ -53,8 +53,8 @@ class Backend(Protocol):
     def keeps(self, index: str) -> bool:
         """Return whether an index gives back vectors as they were, so that they need not be kept beside it."""
 
-    def drop(self, record: SegmentRecord) -> None:
-        """Forget the vectors of a segment that no generation names any more."""
+    def drop(self, name: str) -> None:
+        """Forget the vectors of a segment that no generation names any more, if there are any."""
 
     def damaged(self, record: SegmentRecord) -> list[str]:
         """Return one line for what is missing of vectors that are in no file of the segment."""
@@ -85,7 +85,7 @@ class FaissBackend:
         """See :meth:`Backend.keeps`."""
         return is_lossless(index)
 
-    def drop(self, record: SegmentRecord) -> None:
+    def drop(self, name: str) -> None:
         """See :meth:`Backend.drop`: its file goes with its folder."""
 
     def damaged(self, record: SegmentRecord) -> list[str]:

@@ -110,6 +110,11 @@ def popularity(gallery: Gallery, ids: list[str]) -> NDArray[np.int64]:
     Returns:
         (N,) counts.
     """
+    with gallery.reading():
+        return _counted(gallery, ids)
+
+
+def _counted(gallery: Gallery, ids: list[str]) -> NDArray[np.int64]:
     counts: dict[str, NDArray[np.int64]] = {}
     for version in gallery.versions:
         mine = [segment for segment in gallery.segments if segment.record.version == version.digest]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.manifest import GENERATIONS, REMOVED, SEGMENTS, Manifest, known_generations
+from xcompat.retrieval.leftovers import clear
+from xcompat.retrieval.manifest import forget_earlier
 from xcompat.retrieval.segment import BLOCK, Segment
 from xcompat.retrieval.staging import FLUSH_BYTES
 
@@ -25,7 +25,7 @@ def compact_gallery(gallery: Gallery) -> int:
         Bytes that were freed.
     """
     before = _size(gallery.path)
-    staging = gallery.staging()
+    staging = gallery.begin()
     untidy = _untidy(gallery)
     with progress_bar() as bar:
         task = bar.add_task(f"compacting {gallery.path.name}", total=sum(map(len, untidy)), rate="")
@@ -36,13 +36,9 @@ def compact_gallery(gallery: Gallery) -> int:
                     rate_of(bar, task, len(rows_n), "embeddings")
                     staging.flush_if_large()
             staging.flush()
-    earlier = {record.name: record for manifest in gallery.generations() for record in manifest.segments}
-    manifest = staging.commit("compact", [segment.record.name for segment in untidy])
-    for record in earlier.values():
-        if record.name not in {kept.name for kept in manifest.segments}:
-            gallery.backend.drop(record)
-    _clear(gallery.path, manifest)
-    gallery.publish("compact", [])
+    gallery.show(staging.commit("compact", [segment.record.name for segment in untidy]))
+    forget_earlier(gallery.path, gallery.generation)
+    clear(gallery.path, gallery.backend)
     return before - _size(gallery.path)
 
 
@@ -57,21 +53,6 @@ def _untidy(gallery: Gallery) -> list[Segment]:
         if record.n_removed or (small and len(same) > 1) or (makeshift and len(same) > 1):
             found.append(segment)
     return found
-
-
-def _clear(folder: Path, manifest: Manifest) -> None:
-    """Delete what the generation does not name; the generations that do go first, so that none is left without its files."""
-    for number in known_generations(folder):
-        if number != manifest.generation:
-            (folder / GENERATIONS / f"{number:08d}.json").unlink()
-    named = {record.name for record in manifest.segments}
-    for segment in (folder / SEGMENTS).glob("*"):
-        if segment.name not in named:
-            shutil.rmtree(segment)
-    removed = {record.removed for record in manifest.segments}
-    for file in (folder / REMOVED).glob("*"):
-        if file.name not in removed:
-            file.unlink()
 
 
 def _size(folder: Path) -> int:

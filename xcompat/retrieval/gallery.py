@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,16 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.backend import check_place, open_backend
-from xcompat.retrieval.manifest import (
-    CURRENT,
-    Manifest,
-    Metric,
-    is_current_whole,
-    known_generations,
-    read_manifest,
-    require_empty,
-    write_manifest,
-)
+from xcompat.retrieval.leftovers import making, require_empty
+from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, read_manifest, require_generation, write_manifest
 from xcompat.retrieval.merging import Merge
 from xcompat.retrieval.searching import Hit, Search
 from xcompat.retrieval.segment import Segment, id_hashes
@@ -55,9 +48,10 @@ class Gallery:
     def __init__(self, path: str | Path, manifest: Manifest) -> None:
         self.path = Path(path)
         self._staging: Staging | None = None
-        self._read(manifest)
+        self.show(manifest)
 
-    def _read(self, manifest: Manifest) -> None:
+    def show(self, manifest: Manifest) -> None:
+        """Show a committed state from now on."""
         self.manifest = manifest
         self.backend = open_backend(manifest)
         self.segments = [Segment(self.path, record, self.backend) for record in manifest.segments]
@@ -96,7 +90,8 @@ class Gallery:
             raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; leave dim out")
         milvus = check_place(metric, index, version.dim, milvus)
         manifest = Manifest(metric=metric, index=index, milvus=milvus, versions=(version,))
-        return cls(folder, write_manifest(folder, manifest))
+        with making(folder):
+            return cls(folder, write_manifest(folder, manifest))
 
     @classmethod
     def from_faiss(
@@ -180,9 +175,19 @@ class Gallery:
         hashes_N = id_hashes(ids)
         for segment in self.segments:
             version = self.manifest.version(segment.record.version).fingerprint
-            for position in segment.rows_of(ids, hashes_N)[0].tolist():
-                found[position] = version
+            with self.reading():
+                for position in segment.rows_of(ids, hashes_N)[0].tolist():
+                    found[position] = version
         return found
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Say of what cannot be read that this state was compacted away, where it was (:class:`GenerationGoneError`)."""
+        try:
+            yield
+        except (XcompatError, OSError):
+            require_generation(self.path, self.generation)
+            raise
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -191,6 +196,13 @@ class Gallery:
         if self._staging is None:
             self._staging = Staging(self.path, self.backend)
         return self._staging
+
+    def begin(self) -> Staging:
+        """Commit what waits, take the writer's lock and show the newest state: for changes of all that is there."""
+        self.commit()
+        staging = self.staging()
+        self.show(staging.manifest)
+        return staging
 
     def add(
         self,
@@ -255,13 +267,13 @@ class Gallery:
             The generation's number.
         """
         if self._staging is not None:
-            self._read(self._staging.commit(by))
+            self.show(self._staging.commit(by))
             self.close()
         return self.generation
 
     def publish(self, by: str, dropped: Sequence[str]) -> None:
         """Commit new segments in the place of others (see :meth:`Staging.commit`)."""
-        self._read(self.staging().commit(by, dropped))
+        self.show(self.staging().commit(by, dropped))
         self.close()
 
     def close(self) -> None:
@@ -291,9 +303,7 @@ class Gallery:
         self.close()
         staging = self.staging()
         try:
-            wanted = read_manifest(self.path, generation)
-            update = {"generation": staging.manifest.generation + 1, "by": f"rollback to {generation}"}
-            self._read(write_manifest(self.path, wanted.model_copy(update=update)))
+            self.show(staging.roll_back(generation))
         finally:
             self.close()
         return self.generation
@@ -336,7 +346,7 @@ class Gallery:
 
     def generations(self) -> list[Manifest]:
         """Return every state that can be opened or rolled back to, the oldest first."""
-        return [read_manifest(self.path, number) for number in known_generations(self.path)]
+        return kept_manifests(self.path)
 
     def verify(self) -> None:
         """Read every file and compare it with what was written.
@@ -349,15 +359,9 @@ class Gallery:
 
     def damage(self) -> list[str]:
         """Return what :meth:`verify` finds, one line for each file; empty when the gallery is whole."""
-        wrong = []
-        if not is_current_whole(self.path):
-            wrong.append(f"{self.path / CURRENT} has changed since it was committed")
-        for segment in self.segments:
-            try:
-                wrong += segment.damaged()
-            except XcompatError as error:
-                wrong.append(str(error))
-        return wrong
+        from xcompat.retrieval.damage import find_damage
+
+        return find_damage(self)
 
     # ----------------------------------------------------------------------------------------------------- searching
 
@@ -389,4 +393,5 @@ class Gallery:
             XcompatError: a query is zero or not finite, or of another dimension, or ``top_k`` is less than 1.
         """
         search = Search(self.segments, self.manifest, self._samples)
-        return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters)
+        with self.reading():
+            return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -10,8 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcompat.checksums import FileRecord
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
+from xcompat.errors import GenerationGoneError, XcompatError
+from xcompat.files import atomic_path, sync_folder
 from xcompat.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -20,6 +22,7 @@ GENERATIONS = "generations"
 SEGMENTS = "segments"
 REMOVED = "removed"
 Metric = Literal["cosine", "ip", "l2"]
+_GENERATION = re.compile(r"\d{8}\.json")
 _NAME = r"^[0-9a-f]{16}$"  # names become paths: a changed manifest must not lead out of the gallery
 
 
@@ -130,10 +133,15 @@ def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
         XcompatError: there is no gallery, no such generation, or the file is damaged or of another format.
     """
     path = folder / CURRENT if generation is None else _generation_path(folder, generation)
-    if not path.is_file():
-        if generation is None:
-            raise XcompatError(f"{folder} is no gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
-        raise XcompatError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")
+    if generation is not None and generation > read_manifest(folder).generation:  # of a commit that was cut off
+        raise _missing(folder, generation)
+    try:
+        return _read(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise _missing(folder, generation) from None
+
+
+def _read(path: Path) -> Manifest:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("schema_version") != SCHEMA:
@@ -141,13 +149,7 @@ def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
         return Manifest(**found)
     except (AttributeError, TypeError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {folder / GENERATIONS} over it") from None
-
-
-def require_empty(folder: Path) -> None:
-    """Refuse a folder that holds something where a gallery is to be made."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise XcompatError(f"{folder} is not empty; choose another folder, or add to the gallery that is there")
+        raise XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it") from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
@@ -170,8 +172,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 def is_current_whole(folder: Path) -> bool:
     """Return whether the current state is, to the byte, what was written for its generation."""
-    kept = _generation_path(folder, read_manifest(folder).generation)
-    return kept.is_file() and kept.read_bytes() == (folder / CURRENT).read_bytes()
+    while True:
+        current = read_manifest(folder)
+        kept = _generation_path(folder, current.generation)
+        if kept.is_file() and _same(kept, folder / CURRENT):
+            return True
+        if read_manifest(folder) == current:  # else it was replaced between two looks
+            return False
 
 
 def known_generations(folder: Path) -> list[int]:
@@ -184,8 +191,57 @@ def known_generations(folder: Path) -> list[int]:
         Their numbers, none above the current one: a later file is of a commit that was cut off.
     """
     current = read_manifest(folder).generation
-    found = sorted(int(path.stem) for path in (folder / GENERATIONS).glob("*.json") if path.stem.isdecimal())
+    found = sorted(int(path.stem) for path in (folder / GENERATIONS).glob("*.json") if _GENERATION.fullmatch(path.name))
     return [number for number in found if number <= current]
+
+
+def kept_manifests(folder: Path) -> list[Manifest]:
+    """Return the states that can be opened or rolled back to, the oldest first, while others write."""
+    while True:
+        current = read_manifest(folder).generation
+        found = []
+        for number in known_generations(folder):
+            with suppress(FileNotFoundError):  # compacted away since they were listed
+                found.append(_read(_generation_path(folder, number)))
+        if current == read_manifest(folder).generation or current in [manifest.generation for manifest in found]:
+            return found
+
+
+def require_generation(folder: Path, generation: int) -> None:
+    """Refuse to go on with a state whose files a compaction has deleted.
+
+    Args:
+        folder: the gallery.
+        generation: the state.
+
+    Raises:
+        GenerationGoneError: it is not kept any more.
+    """
+    if not _generation_path(folder, generation).is_file() and read_manifest(folder).generation != generation:
+        raise GenerationGoneError(
+            f"generation {generation} of {folder} was compacted away since it was opened; open the gallery again"
+        )
+
+
+def forget_earlier(folder: Path, generation: int) -> None:
+    """Delete the states before one, for good, so that none is left when the files they name go."""
+    for number in known_generations(folder):
+        if number < generation:
+            _generation_path(folder, number).unlink()
+    sync_folder(folder / GENERATIONS)
+
+
+def _missing(folder: Path, generation: int | None) -> XcompatError:
+    if generation is None:
+        return XcompatError(f"{folder} is no gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
+    return GenerationGoneError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.read_bytes() == other.read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 def _generation_path(folder: Path, generation: int) -> Path:

@@ -80,9 +80,11 @@ class MilvusBackend:
         return True
 
     @_answered
-    def drop(self, record: SegmentRecord) -> None:
+    def drop(self, name: str) -> None:
         """See :meth:`xcompat.retrieval.backend.Backend.drop`."""
-        connect(self.uri).drop_collection(_collection(record.name))
+        client, collection = connect(self.uri), _collection(name)
+        if client.has_collection(collection):
+            client.drop_collection(collection)
 
     def damaged(self, record: SegmentRecord) -> list[str]:
         """See :meth:`xcompat.retrieval.backend.Backend.damaged`: vectors are counted, not compared."""

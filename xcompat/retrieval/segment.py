@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xcompat.checksums import difference, file_record
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, write_array
+from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import Backend, VectorIndex
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
 
@@ -76,6 +76,7 @@ def write_segment(folder: Path, items: Items, version: str, backend: Backend) ->
     """
     name = secrets.token_hex(8)
     dim = items.embeds[0].shape[1]
+    make_folder(folder / SEGMENTS / name)  # before its vectors are in a Milvus: unnamed, it says what has to be dropped there
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
@@ -243,6 +244,16 @@ class Segment:
             side = self.side_info(rows_n)
             sides = [side] if side is not None else []
             yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
+
+    def missing(self) -> list[str]:
+        """Return one line for each file that is not there, or not as long as it was, and for vectors that a Milvus has lost."""
+        files = [(self.folder / name, record) for name, record in self.record.files.items()]
+        if self.record.removed is not None and self.record.removed_file is not None:
+            files.append((self.gallery / REMOVED / self.record.removed, self.record.removed_file))
+        if self.record.adopted is not None and self.record.adopted_file is not None:
+            files.append((Path(self.record.adopted), self.record.adopted_file))
+        gone = [path for path, record in files if not path.is_file() or path.stat().st_size != record.size]
+        return self._backend.damaged(self.record) + [f"{path} is missing or cut short" for path in gone]
 
     def damaged(self) -> list[str]:
         """Compare every file with what it was when it was written; return one line for each that differs."""

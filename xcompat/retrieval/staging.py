@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.retrieval.backend import Backend
+from xcompat.retrieval.leftovers import clear
+from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord, VersionRecord, read_manifest, write_manifest
 from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, id_hashes, removed_rows, write_segment
 
 FLUSH_BYTES = 2**27
 """Embeddings that wait in memory before they are written to a segment."""
-LOCK = ".lock"
 _UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
 
 
@@ -34,12 +35,14 @@ class Staging:
 
     def __init__(self, folder: Path, backend: Backend) -> None:
         self.folder, self.backend = folder, backend
-        self._lock = FileLock(folder / LOCK, timeout=0)
+        self._lock = lock_writer(folder)
         try:
-            self._lock.acquire()
-        except Timeout:
-            raise XcompatError(f"another process is writing to {folder}; wait until it is done, and try again") from None
-        self.manifest = read_manifest(folder)  # of the last writer, who may have come after this gallery was opened
+            self.manifest = read_manifest(folder)  # of the last writer, who may have come after this gallery was opened
+            with suppress(XcompatError, OSError):  # what cannot be tidied up now is for the next writer
+                clear(folder, backend)
+        except BaseException:
+            self.release()
+            raise
         self._pending: dict[str, Items] = {}
         self._pending_ids: set[str] = set()
         self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
@@ -169,6 +172,28 @@ class Staging:
         self.manifest = write_manifest(self.folder, manifest)
         self._written, self._removed = [], {}
         return self.manifest
+
+    def roll_back(self, generation: int) -> Manifest:
+        """Publish an earlier state as the next generation.
+
+        Args:
+            generation: which.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            XcompatError: it is not kept, or something that it names is gone.
+        """
+        wanted = read_manifest(self.folder, generation)
+        missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]
+        if missing:
+            raise XcompatError(
+                f"generation {generation} of {self.folder} cannot be returned to: {'; '.join(missing)}; put that back, or choose "
+                f"another generation"
+            )
+        update = {"generation": self.manifest.generation + 1, "by": f"rollback to {generation}"}
+        return write_manifest(self.folder, wanted.model_copy(update=update))
 
 
 def check_items(

@@ -88,8 +88,9 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
         XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or what it cannot search beside it,
             or another process writes.
     """
+    _sources(gallery, model)  # refused before what waits is committed
+    staging = gallery.begin()
     segments = _sources(gallery, model)
-    staging = gallery.staging()
     version = upgraded_version(model)
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
     progress = _begun(gallery.path, journal, staging.manifest.generation)
