@@ -23,6 +23,7 @@ from xcompat.training import build as build_module
 from xcompat.training import run as run_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
+from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.trainer import training_arguments
@@ -153,6 +154,118 @@ def test_an_option_keeps_the_value_that_it_had_when_the_run_began(raw: dict[str,
     with pytest.raises(XcompatError, match="differs in options.noise_std; choose another output_dir"):
         run_recipe(recipe_of(raw))
     run_recipe(recipe_of(raw, options={"noise_std": 0.1}))
+
+
+def test_a_corrected_test_set_keeps_what_is_trained_and_is_judged_on(
+    raw: dict[str, Any], pairs_folder: str, tmp_path: Path
+) -> None:
+    raw["stages"][1]["data"] = {"test": {"path": pairs_folder, "limit": 20}}
+    run_recipe(recipe_of(raw))
+    run = tmp_path / "run"
+    trained = (run / "pair" / "done.json").read_bytes()
+    evaluated = json.loads((run / "evaluated.json").read_text())
+    del evaluated["data"]  # as a version wrote it that did not record them
+    (run / "evaluated.json").write_text(json.dumps(evaluated))
+    before = (run / "report.json").stat().st_mtime_ns
+    run_recipe(recipe_of(raw))
+    assert (run / "report.json").stat().st_mtime_ns == before, "the recipe that was begun with names the same test set"
+    raw["stages"][1]["data"] = {"test": {"path": pairs_folder, "limit": 10}}
+    run_recipe(recipe_of(raw))
+    assert (run / "pair" / "done.json").read_bytes() == trained
+    report = json.loads((run / "report.json").read_text())
+    assert {case["n_queries"] for case in report["cases"]} == {10}, "judged anew"
+    assert yaml.safe_load((run / "pair" / "recipe.yaml").read_text())["data"]["test"]["limit"] == 10
+    raw["data"]["test"]["limit"] = 10  # φ left the captions of its test set out of its corpus
+    with pytest.raises(XcompatError, match=r"phi was made by a recipe that differs in data\.test; choose another output_dir"):
+        run_recipe(recipe_of(raw))
+
+
+def test_a_finished_run_needs_its_data_no_more(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        shutil.copytree(pairs_folder, tmp_path / name)
+    data = {**raw["data"], "pairs": {"path": str(tmp_path / "train")}, "test": {"path": str(tmp_path / "test")}}
+    changes: dict[str, Any] = {"data": data, "stages": raw["stages"][:1]}
+    run_recipe(recipe_of(raw, **changes))
+    shutil.rmtree(tmp_path / "train")
+    run_recipe(recipe_of(raw, **changes, evaluation={"resamples": 200}))
+    shutil.rmtree(tmp_path / "test")
+    run_recipe(recipe_of(raw, **changes, evaluation={"resamples": 200}))
+    with pytest.raises(XcompatError, match=r"data\.test\.path: .*test does not exist"):
+        run_recipe(recipe_of(raw, **changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.texts", [{"path": "TMP/txets/*.txt.gz"}]),
+        ("data.texts", [{"path": "TMP/texts/{000..001}.txt.gz"}]),
+        ("data.pairs", {"path": "photos/trian"}),
+        ("data.images", {"path": "photos/trian"}),
+        ("data.images", {"path": "photos/train", "classes": "photos/clases.txt"}),
+        ("data.test", {"path": "photos/trian"}),
+        ("data.queries", {"path": "photos/trian"}),
+        ("data.gallery", {"path": "photos/trian"}),
+        ("data.test_subset", {"classes": "photos/clases.txt"}),
+        ("data.zero_shot", {"images": {"path": "photos/trian"}, "classes": "photos/classes.txt"}),
+        ("data.zero_shot", {"images": {"path": "photos/train"}, "classes": "photos/clases.txt"}),
+        ("old", "photos/trian"),
+        ("new", {"name": "photos/trian"}),
+        ("independent", "photos/trian"),
+        ("side_info", "~/no/such/model"),
+        ("new_side_info", "photos/train"),
+        ("old", "photos/rows_alone"),
+        ("projection", "photos/trian"),
+    ],
+)
+def test_every_path_is_looked_for_before_the_first_stage_is_trained(
+    key: str, value: Any, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "photos" / "train").mkdir(parents=True)
+    (tmp_path / "photos" / "classes.txt").write_text("cat\n")
+    (tmp_path / "photos" / "rows_alone").mkdir()
+    np.save(tmp_path / "photos" / "rows_alone" / "image_embeds.npy", np.ones((1, 8)))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "000.txt.gz").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "train_stage", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    value = json.loads(json.dumps(value).replace("TMP", str(tmp_path)))
+    last = raw["stages"][1]
+    if key.startswith("data."):
+        last["data"] = {key.removeprefix("data."): value}
+    else:
+        last[key] = value
+    before = set(tmp_path.rglob("*"))
+    for check in (run_recipe, dry_run_recipe, run_module.embed_recipe):
+        with pytest.raises(XcompatError, match=MISTYPED.get(str(value), "did you mean|there is no 001.txt.gz in")) as refusal:
+            check(recipe_of(raw))
+        assert f"pair: {key}" in str(refusal.value)
+    assert set(tmp_path.rglob("*")) == before
+
+
+MISTYPED = {
+    "~/no/such/model": "there is no no in ",
+    "photos/train": "photos/train holds no model: there is no config.json in it",
+    "photos/rows_alone": "image_embeds.npy has no image_ids.txt beside it",
+}
+
+
+def test_what_a_folder_remembers_edited_by_hand(raw: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(raw, stages=[{"name": "ridge", "method": "ridge"}])
+    run_recipe(recipe)
+    for name in ("done.json", "recipe.yaml", "evaluated.json"):
+        file = tmp_path / "run" / name
+        whole = file.read_bytes()
+        for content in ("[]", '{"model": 1}', '{"seconds": "x", "model": [], "inputs": {}, "seed": {}}', "{", "7", "\0"):
+            file.write_text(content)
+            if name == "evaluated.json":
+                assert not StageRun(recipe, recipe.stages[0]).is_finished, "it is judged anew"
+                continue
+            with pytest.raises(XcompatError, match="recipe|done.json") as refusal:
+                run_recipe(recipe)
+            assert "\n" not in str(refusal.value) and "delete" in str(refusal.value)
+        file.write_bytes(whole)
+    assert StageRun(recipe, recipe.stages[0]).is_finished
 
 
 def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:

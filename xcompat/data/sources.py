@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.data.glyphs import glyph_classes
 from xcompat.errors import XcompatError
+from xcompat.paths import is_local, nearest_path
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
@@ -110,7 +111,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
             matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) and not Path(text).exists() else [text]
             missing = [match for match in matches if not Path(match).exists()]
             if missing or not matches:
-                raise XcompatError(f"{text} does not exist (looked in {Path.cwd()}); check the path or glob")
+                raise XcompatError(f"{(missing or [text])[0]} does not exist; {nearest_path(text)}")
             found.extend(map(Path, matches))
     if not found:
         raise XcompatError("an empty list of paths was given; name at least one file or folder")
@@ -127,10 +128,10 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether a path is not there and has the form of a Hub data set's name."""
+    """Return whether a path is not there, not even in part, and has the form of a Hub data set's name."""
     known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
     return (
-        not Path(path).expanduser().exists()
+        not is_local(path)
         and not has_suffix(path, known)
         and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
 from xcompat.errors import XcompatError, nearest
+from xcompat.paths import is_local, nearest_path
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
@@ -38,6 +39,11 @@ class EncoderSource(BaseModel):
     model_type: str | None = None
     image_size: int | None = Field(None, ge=1)
 
+    @field_validator("name")
+    @classmethod
+    def _at_home(cls, value: str) -> str:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+
     @classmethod
     def described(cls, description: dict[str, Any]) -> EncoderSource:
         """Return where an encoder came from, read at the size it was read at.
@@ -63,11 +69,10 @@ class EncoderSource(BaseModel):
         """Refuse a name that can only be a folder and is not there; what has the form of a Hub name passes.
 
         Raises:
-            XcompatError: naming the folder.
+            XcompatError: naming the folder, and the one that is meant.
         """
-        looks_local = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1
-        if looks_local and not Path(self.name).exists():
-            raise XcompatError(f"the model folder {self.name} does not exist")
+        if is_local(self.name) and not Path(self.name).exists():
+            raise XcompatError(f"the model folder {self.name} does not exist; {nearest_path(self.name)}")
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:

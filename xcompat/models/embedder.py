@@ -114,6 +114,7 @@ def load_embedder(
         The frozen model in evaluation mode.
     """
     source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
+    source.check_folder()
     if is_checkpoint(source.name, source.revision):
         model = load_checkpoint(source)
         torch.nn.Module.to(model, device)

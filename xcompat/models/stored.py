@@ -107,9 +107,32 @@ def is_stored(name: str) -> bool:
     return any((Path(name) / file).exists() for file in (EMBEDS, PROTOTYPES))
 
 
-def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
+def check_stored(folder: Path) -> bool:
+    """Refuse a folder of embeddings or prototypes without the names of their rows, before anything is read.
+
+    Args:
+        folder: of an old model.
+
+    Returns:
+        Whether it holds embeddings or prototypes.
+
+    Raises:
+        XcompatError: it does, and the names are missing.
+    """
+    for rows, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
+        if (folder / rows).exists():
+            _require_names(folder / rows, folder / names)
+            return True
+    return False
+
+
+def _require_names(file: Path, lines: Path) -> None:
     if not lines.is_file():
         raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
+
+
+def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
+    _require_names(file, lines)
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

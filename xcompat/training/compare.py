@@ -8,13 +8,13 @@ from pathlib import Path
 from xcompat.distributed import barrier, is_main_process
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.files import read_json
 from xcompat.losses.classification import ClassificationHead
 from xcompat.models import CompatModel
 from xcompat.progress import console
 from xcompat.report import load_report
 from xcompat.report.comparison import Contender, compare, print_comparison, write_comparison
 from xcompat.training.recipe import Recipe, StageRecipe
+from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe
 from xcompat.training.stage import Stage
 
@@ -65,7 +65,7 @@ def _contender(part: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[i
         {seed: load_report(reports[part.name]) for seed, reports in folders.items()},
         outside_parameters(model),
         model.maps_galleries,
-        [read_json(stage.folder / "done.json")["seconds"] for stage in stages.values()],
+        [read_record(stage.folder / DONE, Done).seconds for stage in stages.values()],
     )
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from rich.table import Table
 
 from xcompat.data import CorpusSource
-from xcompat.data.sources import local_files
 from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import XcompatError
 from xcompat.progress import console, silence_libraries
+from xcompat.training.paths import check_paths
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings, EvaluationSettings
@@ -39,7 +39,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
     table = Table("stage", "method", "old", "new", "data", title=f"{recipe.name}: what would run")
     for part in recipe.stages:
-        table.add_row(part.name, part.method, _name(part.old), _name(part.new), _check_files(part))
+        table.add_row(part.name, part.method, _name(part.old), _name(part.new), "\n".join(check_paths(part)))
     console.print(table)
     silence_libraries()
     mapped = [part.new for part in recipe.stages if part.options.get("input") == "penultimate"]
@@ -64,28 +64,6 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
     if isinstance(source, EncoderSource):
         return source.name + (f"@{source.revision}" if source.revision else "")
     return "-" if source is None else "from scratch"
-
-
-def _check_files(part: StageRecipe) -> str:
-    """List the stage's data, refusing local files and model folders that are not there."""
-    for model in part.sources():
-        if not model.name.startswith(STAGE_PREFIX):
-            model.check_folder()
-    zero_shot = part.data.zero_shot
-    if zero_shot is not None and not Path(zero_shot.classes).is_file():
-        raise XcompatError(
-            f"{zero_shot.classes} does not exist; name a file with one class name a line under data.zero_shot.classes"
-        )
-    images = zero_shot.images if zero_shot is not None else None
-    data = part.data
-    sources = [data.pairs, *data.texts, data.test, images, data.images, data.queries, data.gallery]
-    described = []
-    for source in sources:
-        if source is None:
-            continue
-        files = local_files(source.path)  # raises for a missing local path; None for a Hub name
-        described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
-    return "\n".join(dict.fromkeys(described))
 
 
 def _stand_in_stages(part: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:

@@ -8,16 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import yaml
-from pydantic import ValidationError
 
 from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path, read_json, write_json
+from xcompat.files import atomic_path, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -26,8 +22,22 @@ from xcompat.progress import stage as stage_line
 from xcompat.report import load_report, print_report, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
+from xcompat.training.paths import check_paths
 from xcompat.training.provenance import provenance
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
+from xcompat.training.record import (
+    DONE,
+    EVALUATED,
+    RECIPE,
+    Done,
+    Evaluated,
+    begun_with,
+    differences,
+    judged_on,
+    read_record,
+    settings_of,
+    write_recipe,
+)
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
@@ -49,6 +59,9 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     silence_libraries()
     reports = {}
     runs = [StageRun(recipe, part) for part in recipe.stages]
+    for run in runs:
+        if not run.is_finished:
+            check_paths(run.part, run.is_done)
     for run in runs:
         run.require_old_queries()
         if not run.is_done:
@@ -72,6 +85,8 @@ def embed_recipe(recipe: Recipe) -> None:
     process_state()
     silence_libraries()
     for part in recipe.stages:
+        check_paths(part)
+    for part in recipe.stages:
         with stage_line(f"{recipe.name}: embeddings for {part.name}"):
             StageRun(recipe, part).fill_caches()
 
@@ -84,14 +99,20 @@ class StageRun(Stage):
     @property
     def is_done(self) -> bool:
         """Return whether the stage is trained."""
-        return (self.folder / "done.json").exists()
+        return (self.folder / DONE).exists()
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the stage is trained, and judged if it is to be: nothing more is read for it."""
+        made = (self.part.name, *(self.part.evaluation.compare_with if self.part.evaluation is not None else ()))
+        trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
+        return trained and (not self.is_judged or self._is_evaluated())
 
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
         self._check_folder()
-        done = self.folder / "done.json"
         if self.is_done:
-            self._require_same_inputs(read_json(done))
+            self._require_same_inputs()
             console.print(f"  [dim]{self.part.name} is done, reused from {self.folder}[/]")
             return
         started = time.perf_counter()
@@ -100,31 +121,29 @@ class StageRun(Stage):
             with atomic_path(self.model_dir) as temporary:
                 model.export(temporary)
             seconds = round(time.perf_counter() - started, 3)
-            write_json(done, {"seconds": seconds, "model": weights_digest(self.model_dir), "inputs": self.inputs()})
+            done = Done(seconds=seconds, model=weights_digest(self.model_dir), inputs=self.inputs())
+            write_json(self.folder / DONE, done.model_dump())
         barrier()
         del model
         gc.collect()
 
     def _check_folder(self) -> None:
         """Record the resolved stage, or refuse a folder that another recipe began."""
-        resolved = self.part.resolved() | {"seed": self.recipe.seed}
-        record = self.folder / "recipe.yaml"
-        if record.exists():
-            now, begun = _settings(resolved), _settings(_begun_with(record))
-            different = sorted(key for key in {*now, *begun} - {"evaluation"} if now.get(key) != begun.get(key))
-            if different:
+        settings = settings_of(self.part, self.recipe.seed)
+        if (self.folder / RECIPE).exists():
+            if different := differences(settings, begun_with(self.folder), self.learns_from_texts):
                 raise XcompatError(
                     f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
                     "choose another output_dir, or delete the folder to start again"
                 )
         elif is_main_process():
-            with atomic_path(record) as temporary:
-                temporary.write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            write_recipe(self.folder, settings)
             write_json(self.folder / "environment.json", provenance())
         barrier()
 
-    def _require_same_inputs(self, done: dict[str, Any]) -> None:
-        changed = [name for name, digest in self.inputs().items() if done["inputs"].get(name) != digest]
+    def _require_same_inputs(self) -> None:
+        done = read_record(self.folder / DONE, Done)
+        changed = [name for name, digest in self.inputs().items() if done.inputs.get(name) != digest]
         if changed:
             raise XcompatError(
                 f"{self.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
@@ -155,12 +174,7 @@ class StageRun(Stage):
 
         All processes embed and rank queries; the first one writes.
         """
-        settings = self.part.evaluation
-        assert settings is not None
-        judged = {name: self.made(name) for name in (self.part.name, *settings.compare_with)} | self.inputs()
-        wanted = {"settings": settings.model_dump(mode="json"), "models": judged}
-        marker = self.report_dir / "evaluated.json"
-        done = marker.exists() and read_json(marker) == wanted
+        wanted, done = self._wanted(), self._is_evaluated()
         barrier()
         if not done:
             test = load_test_set(self.part.data)
@@ -173,11 +187,29 @@ class StageRun(Stage):
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.report_dir / f"against-{name}", {})
             if is_main_process():
-                write_json(marker, wanted)
+                write_recipe(self.folder, settings_of(self.part, self.recipe.seed))  # which may name other test data now
+                write_json(self.report_dir / EVALUATED, wanted.model_dump())
         barrier()
         if is_main_process():
             print_report(load_report(self.report_dir), console)
         return self.report_dir
+
+    def _wanted(self) -> Evaluated:
+        """Return what the report is to be made of."""
+        settings = self.part.evaluation
+        assert settings is not None
+        return Evaluated(
+            settings=settings.model_dump(mode="json"),
+            models={name: self.made(name) for name in (self.part.name, *settings.compare_with)} | self.inputs(),
+            data=judged_on(settings_of(self.part, self.recipe.seed)),
+        )
+
+    def _is_evaluated(self) -> bool:
+        """Return whether the stage's report is made of what it is to be made of."""
+        with suppress(XcompatError):  # what cannot be read is no record of a report
+            made = read_record(self.report_dir / EVALUATED, Evaluated)
+            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}) == self._wanted()
+        return False
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
         assert self.part.evaluation is not None
@@ -217,22 +249,5 @@ class StageRun(Stage):
             yield version, test.embed(earlier, self.recipe.cache_dir)
 
     def _seconds(self) -> dict[str, float]:
-        finished = ((part.name, self.recipe.stage_dir(part.name) / "done.json") for part in self.recipe.stages)
-        return {name: read_json(path)["seconds"] for name, path in finished if path.exists()}
-
-
-def _begun_with(record: Path) -> dict[str, Any]:
-    """Return the stage that a folder was begun with; settings and options that there were not at the time have their defaults."""
-    written = yaml.safe_load(record.read_text(encoding="utf-8"))
-    seed = written.pop("seed")
-    with suppress(ValidationError):  # of a version whose fields had other names or values: they differ
-        written = StageRecipe.model_validate(written).resolved()
-    return {**written, "seed": seed}
-
-
-def _settings(resolved: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's settings with each option of its method on its own."""
-    options = resolved.get("options") or {}
-    return {key: value for key, value in resolved.items() if key != "options"} | {
-        f"options.{key}": options[key] for key in options
-    }
+        finished = ((part.name, self.recipe.stage_dir(part.name) / DONE) for part in self.recipe.stages)
+        return {name: read_record(path, Done).seconds for name, path in finished if path.exists()}

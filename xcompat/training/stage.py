@@ -14,14 +14,15 @@ from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.penultimate import IMAGES_ALONE
+from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
-from xcompat.files import read_json
 from xcompat.models import METHODS, CompatModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
+from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.test_sets import load_pair_test_set
 
 REMEMBERED = ("old", "side_info", "new_side_info")
@@ -50,6 +51,14 @@ class Stage:
         """Return whether the stage ends with a report."""
         return self.part.evaluation is not None and self.part.data.tests() and self.method.compares_with_old
 
+    @property
+    def learns_from_texts(self) -> bool:
+        """Return whether the stage learns from texts, which leave out the captions of the test set."""
+        data = self.part.data
+        if self.method.embeds_in_memory:
+            return data.images is None and data.embeddings_of == "texts"
+        return isinstance(self.part.new, ScratchSource) and not self.part.new.image_only
+
     def require_old_queries(self) -> None:
         """Refuse to mix new queries with old ones where there are none for the same things, or no old gallery that both search.
 
@@ -70,8 +79,7 @@ class Stage:
 
     def made(self, name: str) -> str:
         """Return the digest of an earlier stage's model."""
-        digest: str = read_json(self.recipe.stage_dir(name) / "done.json")["model"]
-        return digest
+        return read_record(self.recipe.stage_dir(name) / DONE, Done).model
 
     def inputs(self) -> dict[str, str]:
         """Return the digest of every earlier stage's model that this one is made from."""

@@ -1,0 +1,58 @@
+"""What a user's path means: a file or folder here, or a name on the Hub; and which one is meant where there is none."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+LISTED = 10_000
+"""Longest folder that is searched for what was meant."""
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name can only mean a folder here, there or not: it has a path's form, or its first folder is here.
+
+    Args:
+        name: of a model or a data set.
+
+    Example:
+        >>> is_local("./clip"), is_local("/data/clip"), is_local("~/clip"), is_local("openai/clip-vit-base-patch32")
+        (True, True, True, False)
+    """
+    folder, slash, rest = name.partition("/")
+    return name.startswith((".", "/", "~")) or "/" in rest or Path(name).exists() or bool(slash and Path(folder).is_dir())
+
+
+def nearest_path(path: str | Path) -> str:
+    """Say which path is meant by one that leads nowhere, for the end of an error message.
+
+    Args:
+        path: a file, a folder or a glob.
+
+    Returns:
+        ``"did you mean 'photos/train'?"``, or where the path ends when nothing there has a similar name.
+
+    Example:
+        >>> import tempfile
+        >>> here = Path(tempfile.mkdtemp())
+        >>> (here / "train").mkdir()
+        >>> nearest_path(here / "trian" / "*.tar").replace(str(here), "photos")
+        "did you mean 'photos/train/*.tar'?"
+    """
+    path = Path(path).expanduser()
+    last = next(parent for parent in path.parents if parent.exists())
+    wrong, *rest = path.parts[len(last.parts) :]
+    close = [] if glob.has_magic(wrong) else difflib.get_close_matches(wrong, _names(last), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {str(last.joinpath(close[0], *rest))!r}?"
+    return f"there is no {wrong} in {last.resolve()}"
+
+
+def _names(folder: Path) -> list[str]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, LISTED)]
+    return []  # a file, or a folder that may not be read

@@ -1,0 +1,93 @@
+"""Every path that a stage names, looked for before the first stage is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xcompat.data import CorpusSource
+from xcompat.data.sources import ImageSource, local_files
+from xcompat.encoders import EncoderSource
+from xcompat.errors import XcompatError
+from xcompat.models.stored import check_stored
+from xcompat.paths import nearest_path
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, StageRecipe
+from xcompat.training.settings import DataSettings
+
+Source = CorpusSource | ImageSource
+MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
+"""One of which is in every folder that holds a model, or a run that ended with one."""
+
+
+def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
+    """Refuse local files and folders of models that are not there.
+
+    Args:
+        part: the stage.
+        is_trained: whether it is, so that only what it is judged on is read any more.
+
+    Returns:
+        One line for each source of data: its path, and how many files it is here.
+
+    Raises:
+        XcompatError: naming the key of the recipe, the path, and the one that is meant.
+    """
+    if not is_trained:
+        for role in (*ROLES, "projection"):
+            named = getattr(part, role)
+            model = EncoderSource(name=named) if isinstance(named, str) else named
+            if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
+                with _said_of(f"{part.name}: {role}"):
+                    _check_model(model)
+    data = part.data.model_copy(update={"pairs": None, "texts": [], "images": None, "subset": None}) if is_trained else part.data
+    described = []
+    for key, source in _sources(data):
+        with _said_of(f"{part.name}: data.{key}.path"):
+            files = local_files(source.path)
+        described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
+    for key, file in _class_files(data):
+        if not Path(file).is_file():
+            raise XcompatError(
+                f"{part.name}: data.{key}: {file} does not exist; name a file with one class name a line ({nearest_path(file)})"
+            )
+    return list(dict.fromkeys(described))
+
+
+@contextmanager
+def _said_of(key: str) -> Iterator[None]:
+    try:
+        yield
+    except XcompatError as error:
+        raise XcompatError(f"{key}: {error}") from None
+
+
+def _check_model(model: EncoderSource) -> None:
+    model.check_folder()
+    folder = Path(model.name)
+    if folder.exists() and not check_stored(folder) and not any((folder / file).is_file() for file in MODEL_FILES):
+        raise XcompatError(f"{folder} holds no model: there is no config.json in it; name the folder of a model, or of a run")
+
+
+def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
+    for number, source in enumerate(data.texts):
+        yield f"texts.{number}", source
+    if data.zero_shot is not None:
+        yield "zero_shot.images", data.zero_shot.images
+    named: dict[str, Source | None] = {
+        "pairs": data.pairs,
+        "images": data.images,
+        "test": data.test,
+        "queries": data.queries,
+        "gallery": data.gallery,
+    }
+    yield from ((key, source) for key, source in named.items() if source is not None)
+
+
+def _class_files(data: DataSettings) -> Iterator[tuple[str, str]]:
+    if data.zero_shot is not None:
+        yield "zero_shot.classes", data.zero_shot.classes
+    for key in ("images", "queries", "gallery", "subset", "test_subset"):
+        classes = getattr(getattr(data, key), "classes", None)
+        if isinstance(classes, str):
+            yield f"{key}.classes", classes
