@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,51 @@ def test_save_load_keeps_embeddings_and_fingerprint(
     assert {p.name for p in tmp_path.iterdir()}.isdisjoint({"pytorch_model.bin"}), "safetensors only"
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("form", [*METHODS, "adapters", "open_clip", "resnet"])
+def test_what_was_loaded_and_saved_again_is_whole(
+    form: str,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    images: list[Image.Image],
+    tmp_path: Path,
+) -> None:
+    method = {"adapters": "xbt", "open_clip": "independent", "resnet": "bct"}.get(form, form)
+    model = build(method, folder_of | {"clip": (folder_of | image_folder_of).get(form, folder_of["clip"])})
+    shake(model)
+    if form == "adapters":
+        model.leave_out_base()
+    model.save_pretrained(tmp_path / "first")
+    AutoModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    written = [{path.name for path in (tmp_path / name).iterdir()} for name in ("first", "second")]
+    assert written[0] == written[1]
+    shutil.rmtree(tmp_path / "first")
+    again = AutoModel.from_pretrained(tmp_path / "second")
+    pixels = model.processor.images(images)
+    assert torch.equal(again.processor.images(images), pixels)
+    assert torch.equal(again.embed_images(pixels), model.embed_images(pixels)) and again.fingerprint() == model.fingerprint()
+    if again.embeds_texts:
+        tokens = {
+            name: torch.equal(value, again.processor.texts(TEXTS)[name]) for name, value in model.processor.texts(TEXTS).items()
+        }
+        assert all(tokens.values())
+
+
+@pytest.mark.parametrize("architecture", ["clip", "resnet"])
+def test_preprocessing_that_is_missing_is_named(
+    architecture: str, folder_of: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    build("bct", {"clip": (folder_of | image_folder_of)[architecture]}).export(tmp_path / "first")
+    for file in (tmp_path / "first").iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    model = AutoModel.from_pretrained(tmp_path / "first")
+    for wanted in (lambda: model.processor, lambda: model.save_pretrained(tmp_path / "second")):
+        with pytest.raises(XcompatError, match="first holds no preprocessing .*; bring back its files") as refusal:
+            wanted()
+        assert "\n" not in str(refusal.value)
+    assert (tmp_path / "second" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -181,8 +181,24 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
 
     Returns:
         The processor.
+
+    Raises:
+        XcompatError: its files are missing or damaged.
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
+    try:
+        return _load_processor(description, source)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers has many ways to say that a file is missing
+        if isinstance(error, XcompatError) or getattr(error, "errno", None) is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise XcompatError(
+            f"{source.name} holds no preprocessing that can be read ({reason}); bring back its files (preprocessor_config.json, "
+            "tokenizer.json, tokenizer_config.json) from where the model came from"
+        ) from error
+
+
+def _load_processor(description: dict[str, Any], source: EncoderSource) -> Processor:
     if description["library"] == "open_clip":
         from xcompat.encoders.open_clip_encoder import load_open_clip_processor, open_clip_folder
 

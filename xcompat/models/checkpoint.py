@@ -148,17 +148,23 @@ class CheckpointModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
 
+        A map's encoder is not inside: it, and its preprocessing, stay where the configuration names them.
+
         Args:
             save_directory: made if missing; ``from_pretrained`` reads it.
             args: as transformers takes them.
             kwargs: as transformers takes them.
+
+        Raises:
+            XcompatError: the preprocessing is no longer where the model came from; its weights are written.
         """
         hub = {key: kwargs.pop(key) for key in _OF_A_PUSH if key in kwargs} if kwargs.pop("push_to_hub", False) else None
         if self.config.weights == "adapters":
             kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
-        if self.encoder is not None and self._processor is not None and is_main_process():
-            self._processor.save_pretrained(Path(save_directory))
+        is_known = self._processor is not None or bool(self.name_or_path)  # not of a model that a configuration alone made
+        if self.encoder is not None and is_known and is_main_process():
+            self.processor.save_pretrained(Path(save_directory))
         if hub is not None and is_main_process():  # after the preprocessing, and with the card
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **hub)
 
