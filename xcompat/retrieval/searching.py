@@ -70,7 +70,7 @@ class Search:
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
             candidates = self._candidates(version, queries_Qd, top_k, where, parameters)
             if merge == "standardised" and len(views) > 1:
-                candidates = candidates._replace(sample_QS=queries_Qd @ self._sample(version.digest).T)
+                candidates = candidates._replace(sample_QS=self._scores(queries_Qd, self._sample(version.digest)))
             found.append(candidates)
         if not found:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
@@ -96,6 +96,13 @@ class Search:
             parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
         joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
         return Candidates(*merge_candidates([joined], top_k, "raw"))
+
+    def _scores(self, queries_Qd: NDArray[np.float32], stored_Sd: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the scores that an exact search gives: (Q, S)."""
+        products_QS = queries_Qd @ stored_Sd.T
+        if self.manifest.metric != "l2":
+            return products_QS
+        return 2 * products_QS - (queries_Qd**2).sum(axis=1, keepdims=True) - (stored_Sd**2).sum(axis=1)
 
     def _sample(self, version: str) -> NDArray[np.float32]:
         """Return embeddings of a version at equal distances, about ``SAMPLE`` of them."""
