@@ -133,6 +133,17 @@ def rollback(
 
 
 @app.command()
+def resync(
+    gallery: Folder,
+    ids: Annotated[Optional[Path], typer.Option(help="One id a line for all vectors of the index, old and new.")] = None,  # noqa: UP045
+) -> None:
+    """Take over vectors that were added to an adopted faiss index; what is known of it must be as it was."""
+    from xcompat.retrieval import commands
+
+    commands.resync(_open(gallery), ids)
+
+
+@app.command()
 def compact(gallery: Folder) -> None:
     """Join small segments and free what only earlier states need; they cannot be returned to any more."""
     from xcompat.retrieval import commands

@@ -1,28 +1,73 @@
-"""Adopt a faiss index that is in use already."""
+"""Adopt a faiss index that is in use already, and take over what is added to it later."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from xcompat.checksums import file_record
+from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
+from xcompat.progress import progress_bar, rate_of
+from xcompat.retrieval.adopted import look_at, stamp_of
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
 from xcompat.retrieval.leftovers import making, require_empty
-from xcompat.retrieval.manifest import SEGMENTS, Manifest, Metric, SegmentRecord, write_manifest
-from xcompat.retrieval.segment import Items, as_json, check_ids, write_rows
+from xcompat.retrieval.manifest import (
+    SEGMENTS,
+    AdoptedRecord,
+    Manifest,
+    Metric,
+    SegmentRecord,
+    VersionRecord,
+    write_manifest,
+)
+from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, removed_rows, write_rows
 from xcompat.retrieval.versions import stored_version
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.gallery import Gallery
     from xcompat.retrieval.versions import Model
 
-LOOKED_AT = 256
-"""Vectors whose length says whether inner products are cosines."""
+SIGNATURES_FILE = "signatures.npy"
+"""One number of each vector, by which it is known again: its projection on one direction."""
+LOOKED_AT_ONCE = 16384
+Known: TypeAlias = tuple[FileRecord, AdoptedRecord]
+_UNIT, _SHORTENED = 0.05, 0.5  # how far lengths are from 1 by rounding; how short quantisers make what was of length 1
+_SAME = 1e-5  # relative: what another processor's rounding makes of a signature
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at all vectors of an index found.
+
+    Args:
+        kind: what faiss calls the index.
+        dim: d.
+        metric: by which a gallery around it compares.
+        lengths: least, median and greatest length of vectors that are not zero.
+        unit: whether vectors were made of length 1, which quantisers shorten a little.
+        zeros: how many are zero.
+        signatures_N: float32.
+    """
+
+    kind: str
+    dim: int
+    metric: Metric
+    lengths: tuple[float, float, float]
+    unit: bool
+    zeros: int
+    signatures_N: NDArray[np.float32]
+
+    @property
+    def length(self) -> float:
+        """The length to which a model's embeddings are brought."""
+        return 1.0 if self.unit else self.lengths[1]
 
 
 def adopt_faiss(
@@ -31,12 +76,14 @@ def adopt_faiss(
     ids: Sequence[str],
     model_or_fingerprint: Model,
     metadata: Sequence[dict[str, Any] | None] | None,
-) -> Manifest:
+) -> tuple[Manifest, Look]:
     """Make a gallery around an index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
     require_empty(folder)
     if not index_file.is_file():
         raise XcompatError(f"the faiss index {index_file} does not exist; name its file")
-    index, metric = _open(index_file.resolve())
+    path = index_file.resolve()
+    known = look_at(path)
+    index = _open(path)
     ids = list(ids)
     if len(ids) != index.rows:
         raise XcompatError(f"{index_file} holds {index.rows} vectors, and there are {len(ids)} ids; give one for each, in order")
@@ -44,34 +91,194 @@ def adopt_faiss(
     version = stored_version(model_or_fingerprint, index.dim)
     if version.dim != index.dim:
         raise XcompatError(f"{version.fingerprint} makes embeddings of {version.dim} dimensions, {index_file} holds {index.dim}")
+    look = look_through(index, path, known, ids)
+    version = version.model_copy(update={"length": look.length})
+    items = Items(ids=ids, metadata=as_json(ids, metadata))
     with making(folder):
-        name = secrets.token_hex(8)
-        with atomic_path(folder / SEGMENTS / name) as temporary:
-            temporary.mkdir()
-            write_rows(temporary, Items(ids=ids, metadata=as_json(ids, metadata)))
-            files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
-        segment = SegmentRecord(
-            name=name,
-            version=version.digest,
-            rows=index.rows,
-            index=type(index.index).__name__,
-            files=files,
-            adopted=str(index_file.resolve()),
-            adopted_file=file_record(index_file),
-        )
-        return write_manifest(folder, Manifest(metric=metric, versions=(version,), segments=(segment,), by="adopt"))
+        segment = _write(folder, path, known, items, version, look)
+        return write_manifest(folder, Manifest(metric=look.metric, versions=(version,), segments=(segment,), by="adopt")), look
 
 
-def _open(path: Path) -> tuple[FaissIndex, Metric]:
-    """Open an index by its own metric; inner products of vectors of length 1 are cosines."""
+def resync_faiss(gallery: Gallery, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> Manifest:
+    """Take over what was added to an adopted index (see :meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
+    manifest = gallery.begin().manifest
+    segment = next((segment for segment in gallery.segments if segment.record.adopted is not None), None)
+    if segment is None:
+        raise XcompatError(f"{gallery.path} holds no adopted index; what is new in it is added with `xcompat gallery add`")
+    old, generation = segment.record, manifest.generation + 1
+    path, version = Path(str(old.adopted)), manifest.version(old.version)
+    known = look_at(path)
+    if known == (old.adopted_file, old.adopted_seen) and known[1].rows == old.rows:
+        return manifest
+    index = open_faiss(path, manifest.metric)
+    look = look_through(index, path, known, None)
+    _require_first(index, look, segment, version, path)
+    if index.rows == old.rows:
+        new = old.model_copy(update={"adopted_file": known[0], "adopted_seen": known[1]})
+    else:
+        items = _all_items(gallery, segment, ids, metadata, index.rows, path)
+        new = _write(gallery.path, path, known, items, version, look)
+        new = new.model_copy(update={"extends": _states(old)})
+        if segment.kept is not None:
+            extended, gone = Segment(gallery.path, new, gallery.backend), np.flatnonzero(~segment.kept)
+            new = removed_rows(gallery.path, extended, generation, gone)
+    segments = tuple(new if record is old else record for record in manifest.segments)
+    update = {"generation": generation, "segments": segments, "by": "resync"}
+    return write_manifest(gallery.path, manifest.model_copy(update=update))
+
+
+def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> Look:
+    """Read every vector of an index once: whether queries can be compared with it, and what it is known by later.
+
+    Args:
+        index: as it was opened.
+        path: its file.
+        known: what that was before it was opened.
+        ids: of its vectors, for messages.
+
+    Returns:
+        What was found.
+
+    Raises:
+        XcompatError: a vector is not finite, all are zero, the index gives none back, or is written to meanwhile.
+    """
+    direction_d = np.random.default_rng(0).choice([-1.0, 1.0], index.dim) / np.sqrt(index.dim)
+    lengths_N, signatures_N = np.empty(index.rows), np.empty(index.rows, np.float32)
+    with progress_bar() as bar:
+        task = bar.add_task(f"looking through {path.name}", total=index.rows, rate="")
+        for start in range(0, index.rows, LOOKED_AT_ONCE):
+            rows_n = np.arange(start, min(start + LOOKED_AT_ONCE, index.rows))
+            vectors_nd = _vectors(index, rows_n, path).astype(np.float64)
+            lengths_N[rows_n] = np.linalg.norm(vectors_nd, axis=1)
+            signatures_N[rows_n] = vectors_nd @ direction_d
+            rate_of(bar, task, len(rows_n), "vectors")
+    if stamp_of(path) != (known[0].size, known[1].mtime_ns):
+        raise XcompatError(f"{path} is being written; wait until it is whole, and try again")
+    bad = np.flatnonzero(~np.isfinite(lengths_N))
+    if bad.size:
+        which = f"vector {bad[0]}" + (f" ({ids[bad[0]]!r})" if ids is not None else "")
+        more = f", and {bad.size - 1} more are like it" if bad.size > 1 else ""
+        raise XcompatError(f"{which} of {path} is not finite{more}; remove it from the index, or embed it again")
+    some_N = lengths_N[lengths_N > 0]
+    if not some_N.size:
+        raise XcompatError(f"all {index.rows} vectors of {path} are zero; nothing can be found among them")
+    least, median, most = float(some_N.min()), float(np.median(some_N)), float(some_N.max())
+    unit = max(1 - least, most - 1) < _UNIT
+    if not unit and not _exact(index.index):  # a quantiser's centroids lie inside the sphere, most of them
+        unit = _SHORTENED < median < 1 + _UNIT
+    metric: Metric = "l2" if index.metric == "l2" else "cosine" if unit else "ip"
+    zeros = index.rows - some_N.size
+    return Look(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
+
+
+def _open(path: Path) -> FaissIndex:
+    """Open an index by its own metric."""
     try:
         index = open_faiss(path, "ip")
     except XcompatError as error:
         if "compares by L2" not in str(error):
             raise
-        return open_faiss(path, "l2"), "l2"
+        index = open_faiss(path, "l2")
     if not index.rows:
         raise XcompatError(f"{path} holds no vectors; there is nothing to adopt")
-    first = index.vectors(np.arange(min(LOOKED_AT, index.rows)))
-    unit = np.abs(np.linalg.norm(first, axis=1) - 1).max() < 0.05  # quantised ones are nearly so
-    return index, "cosine" if unit else "ip"
+    return index
+
+
+def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArray[np.float32]:
+    try:
+        return index.vectors(rows_n)
+    except RuntimeError as error:
+        reason = " ".join(str(error).rsplit(": ", 1)[-1].split())[:120]
+        raise XcompatError(
+            f"{path} does not give back each vector in its place ({reason}): some were not finite, or were added under ids of "
+            "their own; build the index anew, with `add`"
+        ) from None
+
+
+def _exact(index: Any) -> bool:  # noqa: ANN401 - faiss has no types
+    """Return whether an index keeps vectors as they were."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    kind = type(index).__name__
+    return kind.startswith("IndexFlat") or (kind.endswith("Flat") and "Refine" not in kind)
+
+
+def _write(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> SegmentRecord:
+    """Write ids, metadata and signatures of an index that stays where it is."""
+    name = secrets.token_hex(8)
+    with atomic_path(folder / SEGMENTS / name) as temporary:
+        temporary.mkdir()
+        write_rows(temporary, items)
+        np.save(temporary / SIGNATURES_FILE, look.signatures_N, allow_pickle=False)
+        files = {file.name: file_record(file) for file in sorted(temporary.iterdir())}
+    return SegmentRecord(
+        name=name,
+        version=version.digest,
+        rows=len(items),
+        index=look.kind,
+        files=files,
+        adopted=str(path),
+        adopted_file=known[0],
+        adopted_seen=known[1].model_copy(update={"rows": len(items)}),
+    )
+
+
+def _states(record: SegmentRecord) -> tuple[str, ...]:
+    """Return the checksums of an index in this state and in those before."""
+    assert record.adopted_file is not None
+    return record.adopted_file.xxh3, *record.extends
+
+
+def _require_first(index: FaissIndex, look: Look, segment: Segment, version: VersionRecord, path: Path) -> None:
+    """Refuse an index whose first vectors are not those that were adopted, in their order."""
+    back = "put the index back as it was, or adopt it anew in another folder"
+    if SIGNATURES_FILE not in segment.record.files:
+        raise XcompatError(
+            f"{segment.gallery} was made before what is needed to recognise the vectors of {path} was kept; adopt it anew"
+        )
+    if index.dim != version.dim or index.rows < segment.record.rows:
+        raise XcompatError(
+            f"{path} holds {index.rows} vectors of {index.dim} dimensions, the gallery knows {segment.record.rows} of "
+            f"{version.dim}; where some were removed, ids fit no longer: {back}"
+        )
+    old_N = np.load(segment.folder / SIGNATURES_FILE, allow_pickle=False)
+    same_N = np.isclose(look.signatures_N[: len(old_N)], old_N, rtol=_SAME, atol=_SAME * version.length)
+    if not same_N.all():
+        first = np.flatnonzero(~same_N)
+        name = segment.ids(first[:1])[0]
+        raise XcompatError(
+            f"{path} holds another vector than was adopted at {first.size} of its first {len(old_N)} places, the first that of "
+            f"{name!r}: vectors were removed, altered or put in another order; {back}"
+        )
+
+
+def _all_items(
+    gallery: Gallery,
+    segment: Segment,
+    ids: Sequence[str] | None,
+    metadata: Sequence[dict[str, Any] | None] | None,
+    rows: int,
+    path: Path,
+) -> Items:
+    """Return ids and metadata of an index that was added to; what is known keeps its own."""
+    old_ids, more = segment.ids(np.arange(segment.record.rows)), rows - segment.record.rows
+    names = list(ids or [])
+    if len(names) != rows:
+        raise XcompatError(
+            f"{more} vectors were added to {path}: give the ids of all {rows}, in order, with --ids, as when it was adopted; "
+            f"there are {len(names)}"
+        )
+    for row, (name, old) in enumerate(zip(names, old_ids, strict=False)):
+        if name != old:
+            raise XcompatError(
+                f"id {row + 1} is {name!r}, the gallery knows that vector as {old!r}; give the ids in the index's order"
+            )
+    added = names[len(old_ids) :]
+    check_ids(added)
+    present = [name for name, version in zip(added, gallery.find(added), strict=True) if version is not None]
+    if present:
+        raise XcompatError(f"{present[0]!r} was added to {path}, but is in the gallery already; remove it there first")
+    if metadata is not None:
+        return Items(ids=names, metadata=as_json(names, metadata))
+    return Items(ids=names, metadata=[*segment.metadata_text(np.arange(len(old_ids))), *[None] * more])

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError, nearest
+from xcompat.retrieval.adopted import open_adopted
 from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
@@ -79,7 +80,9 @@ class FaissBackend:
 
     def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
         """See :meth:`Backend.open`."""
-        return open_faiss(Path(record.adopted) if record.adopted is not None else folder / INDEX_FILE, self.metric)
+        if record.adopted is not None:
+            return open_adopted(record, self.metric, folder.parent.parent)
+        return open_faiss(folder / INDEX_FILE, self.metric)
 
     def keeps(self, index: str) -> bool:
         """See :meth:`Backend.keeps`."""

@@ -19,6 +19,7 @@ from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console
+from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
@@ -35,18 +36,52 @@ if TYPE_CHECKING:
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
     """Make a gallery around a faiss index; a model that cannot be loaded is known by its name alone."""
-    try:
-        names = ids.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise XcompatError(f"--ids {ids} cannot be read ({error}); name a text file with one id a line") from None
+    names = read_ids(ids)
     version: Model
     try:
         version = load_embedder(model)
     except XcompatError:
         version = Fingerprint.from_string(model)
         console.print(f"[yellow]![/] {escape(model)} cannot be loaded: only queries that claim this very name fit the gallery")
-    gallery = Gallery.from_faiss(folder, index, names, version)
-    console.print(f"[green]✓[/] {len(gallery):,} vectors of {gallery.versions[0]}, left where they are")
+    manifest, look = adopt_faiss(folder, index, names, version, None)
+    least, median, most = look.lengths
+    console.print(
+        f"{look.kind} of {look.dim} dimensions, compared by {look.metric}; lengths {least:.3g} to {most:.3g}, median {median:.3g}"
+    )
+    if not look.unit:
+        console.print(
+            f"[yellow]![/] these vectors are not of length 1: a model's queries, and what it adds, are brought to "
+            f"{look.length:.3g}; what is asked or added under a bare name stays as it is"
+        )
+    if look.zeros:
+        console.print(f"[yellow]![/] {look.zeros:,} vectors are zero: no embedding of anything")
+    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {manifest.versions[0].fingerprint}, left where they are")
+
+
+def read_ids(file: Path) -> list[str]:
+    """Read one id a line, as any editor writes them: with a byte order mark or carriage returns, and empty lines at the end.
+
+    Args:
+        file: a text file in UTF-8.
+
+    Returns:
+        The ids.
+
+    Raises:
+        XcompatError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise XcompatError(f"--ids {file} cannot be read ({error}); name a text file with one id a line") from None
+
+
+def resync(gallery: Gallery, ids: Path | None) -> None:
+    """Take over what was added to an adopted index."""
+    before, items = gallery.generation, len(gallery)
+    now = gallery.resync(read_ids(ids) if ids is not None else None)
+    done = "as it was" if now == before else f"taken over: {len(gallery) - items:,} more items, generation {now}"
+    console.print(f"[green]✓[/] the index of {gallery.path} is {done}; {len(gallery):,} items")
 
 
 def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:

@@ -12,14 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval.adopted import read_state
 from xcompat.retrieval.backend import check_place, open_backend
 from xcompat.retrieval.leftovers import making, require_empty
-from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, read_manifest, require_generation, write_manifest
+from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, require_generation, write_manifest
 from xcompat.retrieval.merging import Merge
 from xcompat.retrieval.searching import Hit, Search
 from xcompat.retrieval.segment import Segment, id_hashes
 from xcompat.retrieval.staging import Staging, check_items
-from xcompat.retrieval.versions import as_float32, stored_embeddings, stored_version
+from xcompat.retrieval.versions import stored_embeddings, stored_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -106,7 +107,7 @@ class Gallery:
 
         Args:
             path: folder of the gallery; it must not exist or be empty.
-            index: the index file. It must not change from now on; what is added goes into segments of the gallery.
+            index: the index file. Once it changes it is refused; what is only added to it is taken over by :meth:`resync`.
             ids: the id of each vector, in the order in which they were added to the index.
             model_or_fingerprint: the model that made the vectors.
             metadata: of each vector.
@@ -115,11 +116,30 @@ class Gallery:
             The gallery.
 
         Raises:
-            XcompatError: the index cannot be read, is of another dimension, or there is not an id for each vector.
+            XcompatError: the index cannot be read, is of another dimension, holds what is not finite, or a vector has no id.
         """
         from xcompat.retrieval.adoption import adopt_faiss
 
-        return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata))
+        return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
+
+    def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[dict[str, Any] | None] | None = None) -> int:
+        """Take over vectors that were added to the adopted index; what was removed here stays so.
+
+        Args:
+            ids: of all its vectors, in order; None where none was added, as after a copy of the file.
+            metadata: of all of them; None for what is known, and none of the new ones.
+
+        Returns:
+            The generation's number; the one before if nothing changed.
+
+        Raises:
+            XcompatError: vectors that are known were removed, altered or moved, ids do not fit, or another process writes.
+        """
+        from xcompat.retrieval.adoption import resync_faiss
+
+        with self:
+            self.show(resync_faiss(self, ids, metadata))
+        return self.generation
 
     @classmethod
     def open(cls, path: str | Path, generation: int | None = None) -> Self:
@@ -132,7 +152,7 @@ class Gallery:
         Returns:
             The gallery.
         """
-        return cls(path, read_manifest(Path(path), generation))
+        return cls(path, read_state(Path(path), generation))
 
     # ------------------------------------------------------------------------------------------------------- content
 
@@ -163,14 +183,7 @@ class Gallery:
         return totals
 
     def find(self, ids: Sequence[str]) -> list[Fingerprint | None]:
-        """Return which model embedded each item; None for ids that are not there.
-
-        Args:
-            ids: any strings.
-
-        Returns:
-            One for each id.
-        """
+        """Return which model embedded each of some items; None for ids that are not there."""
         found: list[Fingerprint | None] = [None] * len(ids)
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -226,13 +239,7 @@ class Gallery:
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.staging.check_items`; an id is there already; another process writes.
         """
-        if version is None:
-            record, stored_ND = self.manifest.versions[0], as_float32(embeds_ND)
-        else:
-            stored_ND = stored_embeddings(version, embeds_ND)
-            record = stored_version(version, stored_ND.shape[-1])
-        if stored_ND.ndim == 2 and stored_ND.shape[1] != record.dim:
-            raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, these embeddings have {stored_ND.shape[1]}")
+        record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
         if len(items):
             self._change(lambda staging: staging.add(record, items, replace))
@@ -301,11 +308,8 @@ class Gallery:
             XcompatError: it is not kept, or another process writes.
         """
         self.close()
-        staging = self.staging()
-        try:
-            self.show(staging.roll_back(generation))
-        finally:
-            self.close()
+        with self:
+            self.show(self.staging().roll_back(generation))
         return self.generation
 
     def upgrade(self, model: CompatModel, batch_size: int = 65536) -> int:
@@ -326,10 +330,8 @@ class Gallery:
         """
         from xcompat.retrieval.upgrading import upgrade_gallery
 
-        try:
+        with self:
             return upgrade_gallery(self, model, batch_size)
-        finally:
-            self.close()
 
     def compact(self) -> int:
         """Join small segments, drop removed rows, and forget every earlier generation.
@@ -339,10 +341,8 @@ class Gallery:
         """
         from xcompat.retrieval.compaction import compact_gallery
 
-        try:
+        with self:
             return compact_gallery(self)
-        finally:
-            self.close()
 
     def generations(self) -> list[Manifest]:
         """Return every state that can be opened or rolled back to, the oldest first."""

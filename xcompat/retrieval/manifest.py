@@ -38,17 +38,34 @@ class VersionRecord(_Record):
         name: what people call it.
         dim: of its stored embeddings.
         shares: digests of older models in whose space these embeddings are, so that their queries can search them.
+        length: of its stored embeddings, in the median, to which those of a model are brought, when asked with and when added;
+            other than 1 only of an adopted index whose vectors were never normalised.
     """
 
     digest: str
     name: str
     dim: int = Field(ge=1)
     shares: tuple[str, ...] = ()
+    length: float = Field(1.0, gt=0)
 
     @property
     def fingerprint(self) -> Fingerprint:
         """The version's identity."""
         return Fingerprint(self.digest, self.name)
+
+
+class AdoptedRecord(_Record):
+    """What shows without reading all of an adopted index that it is as it was.
+
+    Args:
+        mtime_ns: when it was last written.
+        sample: XXH3-128 of some of its bytes.
+        rows: how many vectors it holds, of which a segment may know the first alone.
+    """
+
+    mtime_ns: int
+    sample: str
+    rows: int
 
 
 class SegmentRecord(_Record):
@@ -62,6 +79,8 @@ class SegmentRecord(_Record):
         files: file name -> what it was when it was written.
         adopted: path of a faiss index that stays where it is; None when the index is one of ``files``.
         adopted_file: what that was when it was adopted.
+        adopted_seen: how it is recognised when it is opened; None in galleries of before that.
+        extends: XXH3-128 of earlier states of the same index, whose rows are the first of it.
         removed: name of the file that marks rows that are no longer there; None when all are.
         removed_file: what that was when it was written.
         n_removed: how many these are.
@@ -74,6 +93,8 @@ class SegmentRecord(_Record):
     files: dict[str, FileRecord]
     adopted: str | None = None
     adopted_file: FileRecord | None = None
+    adopted_seen: AdoptedRecord | None = None
+    extends: tuple[str, ...] = ()
     removed: str | None = Field(None, pattern=r"^[0-9a-f]{16}-\d{8}\.npy$")
     removed_file: FileRecord | None = None
     n_removed: int = 0

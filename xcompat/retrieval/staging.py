@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
+from xcompat.retrieval.adopted import read_state
 from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
@@ -185,7 +186,7 @@ class Staging:
         Raises:
             XcompatError: it is not kept, or something that it names is gone.
         """
-        wanted = read_manifest(self.folder, generation)
+        wanted = read_state(self.folder, generation)
         missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]
         if missing:
             raise XcompatError(

@@ -13,7 +13,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.manifest import Manifest, VersionRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -74,19 +74,30 @@ def identity(model: Model) -> Fingerprint:
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
 
 
-def stored_embeddings(model: Model, embeds_ND: ArrayLike) -> NDArray[np.float32]:
+def stored_embeddings(
+    model: Model | None, embeds_ND: ArrayLike, versions: Sequence[VersionRecord]
+) -> tuple[VersionRecord, NDArray[np.float32]]:
     """Bring a model's own embeddings into the form in which a gallery holds them.
 
     Args:
-        model: as in :func:`stored_version`.
+        model: as in :func:`stored_version`; None for the model that the gallery was made for, and embeddings as they are stored.
         embeds_ND: (N, D) what it makes of the items; what an embedder gives has that form already.
+        versions: those that the gallery knows.
 
     Returns:
-        (N, d) float32.
+        The version, and (N, d) float32.
+
+    Raises:
+        XcompatError: the embeddings are of another dimension.
     """
-    embeds = as_float32(embeds_ND)
-    compat = _compat(model)
-    return _through(compat.stored, embeds, compat) if compat is model and compat.stores_view else embeds
+    stored, compat = as_float32(embeds_ND), None if model is None else _compat(model)
+    if compat is not None and compat is model and compat.stores_view:
+        stored = _through(compat.stored, stored, compat)
+    record = versions[0] if model is None else stored_version(model, stored.shape[-1])
+    if stored.ndim == 2 and stored.shape[1] != record.dim:
+        raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, these embeddings have {stored.shape[1]}")
+    known = next((version for version in versions if version.digest == record.digest), record)
+    return record, stored if model is None else _of_length(model, stored, known)
 
 
 def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
@@ -154,8 +165,15 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
                 f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
                 f"{_advice(model)}"
             )
-        views.append((version, view))
+        views.append((version, _of_length(model, view, version)))
     return views
+
+
+def _of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
+    """Bring a model's embeddings to the length of stored ones that were never normalised; a fingerprint's are as they are."""
+    if version.length == 1 or isinstance(model, Fingerprint):
+        return embeds_ND
+    return embeds_ND * (version.length / np.maximum(np.linalg.norm(embeds_ND, axis=1, keepdims=True), 1e-12))
 
 
 def require_views(model: Model, manifest: Manifest) -> None:

@@ -1,0 +1,420 @@
+"""Adopted faiss indexes: what is looked at, what is noticed when they change, and what is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+import torch
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.models import ProcrustesConfig, ProcrustesModel
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery, adopted, adoption
+from xcompat.retrieval.commands import read_ids
+
+OLD = Fingerprint.from_string("old")
+D, d, N = 12, 8, 200
+FACTORIES = ("Flat", "IVF4,Flat", "HNSW8")
+
+
+def unit(count: int, dim: int, seed: int) -> np.ndarray:
+    rows = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def names(count: int) -> list[str]:
+    return [f"i{number}" for number in range(count)]
+
+
+def write_index(
+    path: Path, vectors: np.ndarray, factory: str = "Flat", wrapped: bool = False, metric: int = faiss.METRIC_INNER_PRODUCT
+) -> Any:
+    index = faiss.index_factory(vectors.shape[1], factory, metric)
+    index.train(unit(1000, vectors.shape[1], 99))
+    if wrapped:
+        index = faiss.IndexIDMap2(index)
+        index.add_with_ids(vectors, np.arange(1000, 1000 + len(vectors)))
+    else:
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+    return index
+
+
+def found(gallery: Gallery, queries: np.ndarray, asking: Any = OLD, top_k: int = 1) -> list[list[str]]:
+    return [[hit.id for hit in hits] for hits in gallery.search(queries, asking, top_k=top_k)]
+
+
+def later(path: Path) -> None:
+    """Move the time of a file's last write, which may be the same where a test is fast."""
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+
+
+def query_map() -> ProcrustesModel:
+    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
+    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
+
+
+# ------------------------------------------------------------------------------------------------------ what has changed
+
+
+def fewer(path: Path, factory: str, wrapped: bool) -> None:
+    write_index(path, unit(N, d, 0)[1:], factory, wrapped)
+
+
+def more(path: Path, factory: str, wrapped: bool) -> None:
+    write_index(path, np.concatenate([unit(N, d, 0), unit(3, d, 5)]), factory, wrapped)
+
+
+def exchanged(path: Path, factory: str, wrapped: bool) -> None:
+    write_index(path, unit(N, d, 0)[::-1].copy(), factory, wrapped)
+
+
+def flipped(path: Path, factory: str, wrapped: bool) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 0x40
+    path.write_bytes(damaged)
+    later(path)
+
+
+def flipped_in_silence(path: Path, factory: str, wrapped: bool) -> None:
+    before = path.stat()
+    flipped(path, factory, wrapped)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replaced(path: Path, factory: str, wrapped: bool) -> None:
+    path.write_text("I am no index, but long enough to be one")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (fewer, "holds 199 vectors, the gallery knows 200: some were removed"),
+        (more, "holds 203 vectors, 200 of which the gallery knows: .*`xcompat gallery resync .*/g --ids FILE`"),
+        (exchanged, "still holds 200 vectors, but its bytes have changed"),
+        (flipped, "still holds 200 vectors, but its bytes have changed"),
+        (flipped_in_silence, "still holds 200 vectors, but its bytes have changed"),
+        (replaced, "own.faiss "),
+        (lambda path, *_: path.unlink(), "own.faiss does not exist; put the faiss index back"),
+    ],
+)
+def test_an_adopted_index_that_changed_is_refused(
+    change: Callable[[Path, str, bool], None], message: str, factory: str, wrapped: bool, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(N, d, 0), factory, wrapped)
+    whole = own.read_bytes()
+    Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    later(own)  # what is written again a moment later has another time
+    change(own, factory, wrapped)
+    gallery = Gallery.open(tmp_path / "g")
+    assert len(gallery) == N and gallery.find(["i3", "x"]) == [OLD, None]
+    for use in (lambda: gallery.search(unit(1, d, 1), OLD), lambda: gallery.segments[0].vectors(np.arange(3))):
+        with pytest.raises(XcompatError, match=message) as refused:
+            use()
+        assert "\n" not in str(refused.value)
+    own.write_bytes(whole)
+    assert found(gallery, unit(N, d, 0)[[9]]) == [["i9"]]
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_byte_anywhere_is_found_where_the_time_moved(factory: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(4000, d, 0), factory)  # longer than what is sampled
+    Gallery.from_faiss(tmp_path / "g", own, names(4000), OLD)
+    whole = own.read_bytes()
+    for place in np.random.default_rng(0).integers(0, len(whole), 20).tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        own.write_bytes(damaged)
+        later(own)
+        with pytest.raises(XcompatError, match=r"own\.faiss"):
+            Gallery.open(tmp_path / "g").search(unit(1, d, 1), OLD)
+
+
+def test_a_copy_with_another_time_is_the_same_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(N, d, 0))
+    Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    later(own)
+    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
+    assert Gallery.open(tmp_path / "g").resync() == 1 and Gallery.open(tmp_path / "g").resync() == 1
+    monkeypatch.setattr(adopted, "_checksum", lambda *_: pytest.fail("all of the file is read"))
+    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
+    assert found(Gallery.open(tmp_path / "g", 0), unit(N, d, 0)[[9]]) == [["i9"]]
+
+
+def test_an_index_that_is_written_anew_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(N, d, 0))
+    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    assert found(gallery, unit(N, d, 0)[[9]]) == [["i9"]]
+    later(own)
+    for use in (lambda: gallery.search(unit(1, d, 1), OLD), lambda: gallery.segments[0].vectors(np.arange(3))):
+        with pytest.raises(XcompatError, match="changed while it was open; open the gallery again"):
+            use()
+
+
+def test_galleries_of_before_are_checked_by_all_of_the_file(tmp_path: Path) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(N, d, 0))
+    Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    for path in (tmp_path / "g" / "gallery.json", tmp_path / "g" / "generations" / "00000000.json"):
+        told = json.loads(path.read_text())
+        del told["versions"][0]["length"], told["segments"][0]["adopted_seen"], told["segments"][0]["extends"]
+        del told["segments"][0]["files"]["signatures.npy"]
+        path.write_text(json.dumps(told))
+    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
+    more(own, "Flat", False)
+    with pytest.raises(XcompatError, match="200 of which the gallery knows"):
+        Gallery.open(tmp_path / "g").search(unit(1, d, 1), OLD)
+    with pytest.raises(XcompatError, match="was made before .*adopt it anew"):
+        Gallery.open(tmp_path / "g").resync(names(N + 3))
+
+
+# -------------------------------------------------------------------------------------------------------------- resync
+
+
+def grown(tmp_path: Path, factory: str = "Flat", wrapped: bool = False) -> tuple[Path, np.ndarray]:
+    """Adopt an index, remove an item from the gallery, add one, and let the index grow by three."""
+    own, vectors = tmp_path / "own.faiss", np.concatenate([unit(N, d, 0), unit(3, d, 5)])
+    index = write_index(own, vectors[:N], factory, wrapped)
+    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD, [{"n": number} for number in range(N)])
+    gallery.remove(["i9"])
+    gallery.add(unit(1, d, 7), ["of the gallery"])
+    gallery.commit()
+    if wrapped:
+        index.add_with_ids(vectors[N:], np.arange(3))
+    else:
+        index.add(vectors[N:])
+    faiss.write_index(index, str(own))
+    return own, vectors
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("factory", [*FACTORIES, "SQ8", "IVF4,PQ4x4"])
+def test_what_was_added_to_an_index_is_taken_over(factory: str, wrapped: bool, tmp_path: Path) -> None:
+    _, vectors = grown(tmp_path, factory, wrapped)
+    gallery = Gallery.open(tmp_path / "g")
+    assert gallery.resync(names(N + 3)) == 2 and len(gallery) == N + 3
+    assert gallery.resync(names(N + 3)) == 2, "the same again changes nothing"
+    assert gallery.find(["i9", "i10", "i201", "of the gallery"]) == [None, OLD, OLD, OLD]
+    known = gallery.segments[0]
+    assert known.metadata(np.array([3, N])) == [{"n": 3}, None] and known.record.n_removed == 1
+    hits = gallery.search(vectors[[9, 10, 201]], OLD, top_k=N + 3)
+    assert all("i9" not in [hit.id for hit in each] for each in hits)
+    if "PQ" not in factory:
+        assert [each[0].id for each in hits[1:]] == ["i10", "i201"]
+    assert gallery.damage() == []
+    assert gallery.generations()[-1].by == "resync"
+
+
+@pytest.mark.parametrize("factory", [*FACTORIES, "PQ4x4"])
+def test_earlier_states_find_their_own_rows_in_a_longer_index(factory: str, tmp_path: Path) -> None:
+    own, vectors = grown(tmp_path, factory)
+    before = own.read_bytes()
+    gallery = Gallery.open(tmp_path / "g")
+    gallery.resync(names(N + 3))
+    for generation, items in ((0, N), (1, N), (2, N + 3)):
+        earlier = Gallery.open(tmp_path / "g", generation)
+        every = [hit.id for hit in earlier.search(vectors[[201]], OLD, top_k=2 * N)[0]]
+        assert len(every) == len(set(every)) and ("i201" in every) == (generation == 2) and len(earlier) == items
+        assert earlier.damage() == []
+    gallery.rollback(0)
+    assert "i201" not in found(gallery, vectors[[201]], top_k=2 * N)[0]
+    gallery.compact()  # forgets the generation that took the new rows over
+    gallery = Gallery.open(tmp_path / "g")
+    assert "i201" not in found(gallery, vectors[[201]], top_k=2 * N)[0] and gallery.damage() == []
+    assert len(Gallery.open(tmp_path / "g")) == N and own.read_bytes() == before
+    assert gallery.resync(names(N + 3)) == gallery.generation and len(gallery) == N + 3
+    if "PQ" not in factory:
+        assert found(gallery, vectors[[201]]) == [["i201"]]
+
+
+def test_an_index_that_was_put_back_is_searched_by_the_states_that_know_it(tmp_path: Path) -> None:
+    own, vectors = tmp_path / "own.faiss", unit(N, d, 0)
+    write_index(own, vectors)
+    whole = own.read_bytes()
+    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    more(own, "Flat", False)
+    gallery.resync(names(N + 3))
+    own.write_bytes(whole)
+    later(own)
+    with pytest.raises(XcompatError, match="holds 200 vectors, the gallery knows 203: some were removed"):
+        Gallery.open(tmp_path / "g").search(vectors[:1], OLD)
+    assert found(Gallery.open(tmp_path / "g", 0), vectors[[9]]) == [["i9"]]
+    gallery.rollback(0)
+    assert found(gallery, vectors[[9]]) == [["i9"]]
+    more(own, "Flat", False)
+    assert gallery.resync(names(N + 3)) == 3
+    gallery.rollback(2)
+    own.write_bytes(whole)
+    with pytest.raises(XcompatError, match="or take it as it is with `xcompat gallery resync"):
+        Gallery.open(tmp_path / "g").search(vectors[:1], OLD)
+    assert gallery.resync() == 5 and found(gallery, vectors[[9]]) == [["i9"]]
+
+
+def test_a_resync_that_is_cut_off_is_done_by_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, vectors = grown(tmp_path)
+    for name in ("write_rows", "removed_rows", "write_manifest"):
+        gallery = Gallery.open(tmp_path / "g")
+        with monkeypatch.context() as patched:
+            patched.setattr(adoption, name, lambda *_: (_ for _ in ()).throw(OSError("cut off")))
+            with pytest.raises(OSError, match="cut off"):
+                gallery.resync(names(N + 3))
+        assert Gallery.open(tmp_path / "g").generation == 1
+    gallery = Gallery.open(tmp_path / "g")
+    assert gallery.resync(names(N + 3)) == 2 and found(gallery, vectors[[201]]) == [["i201"]]
+    gallery.compact()
+    assert gallery.damage() == [] and found(gallery, vectors[[201]]) == [["i201"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "ids", "message"),
+    [
+        (fewer, names(N - 1), "holds 199 vectors of 8 dimensions, the gallery knows 200 of 8; where some were removed"),
+        (exchanged, names(N), "at 200 of its first 200 places, the first that of 'i0': vectors were removed, altered or put in"),
+        (more, None, "3 vectors were added to .*: give the ids of all 203, in order, with --ids"),
+        (more, names(3), "give the ids of all 203.*there are 3"),
+        (more, [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', the gallery knows that vector as 'i199'"),
+        (more, [*names(N), "a", "b", "a"], "'a' is given twice"),
+        (more, [*names(N), "a", "b", "i5"], "'i5' was added to .* but is in the gallery already"),
+        (more, [*names(N), "a", "b", "mine"], "'mine' was added to .* but is in the gallery already"),
+        (replaced, names(N), "is no readable faiss index"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused(change: Any, ids: list[str] | None, message: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.faiss"
+    write_index(own, unit(N, d, 0))
+    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    gallery.add(unit(1, d, 7), ["mine"])
+    gallery.commit()
+    change(own, "Flat", False)
+    with pytest.raises(XcompatError, match=message) as refused:
+        gallery.resync(ids)
+    assert "\n" not in str(refused.value) and Gallery.open(tmp_path / "g").generation == 1
+
+
+def test_a_vector_that_was_exchanged_among_many_is_named(tmp_path: Path) -> None:
+    own, vectors = tmp_path / "own.faiss", unit(N + 3, d, 0)
+    write_index(own, vectors[:N])
+    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
+    vectors[[7, 11]] = vectors[[11, 7]]
+    write_index(own, vectors)
+    with pytest.raises(XcompatError, match="at 2 of its first 200 places, the first that of 'i7'"):
+        gallery.resync(names(N + 3))
+
+
+def test_what_was_removed_may_come_back_under_its_id(tmp_path: Path) -> None:
+    _, vectors = grown(tmp_path)
+    gallery = Gallery.open(tmp_path / "g")
+    gallery.resync([*names(N), "i9", "a", "b"])
+    assert gallery.find(["i9"]) == [OLD] and found(gallery, vectors[[N]]) == [["i9"]] and len(gallery) == N + 3
+
+
+def test_only_galleries_around_an_index_are_brought_up_to_it(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="holds no adopted index"):
+        Gallery.create(tmp_path / "g", OLD, dim=d).resync()
+
+
+# ------------------------------------------------------------------------------------------------ what adoption looks at
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_what_is_not_finite_is_not_adopted(factory: str, tmp_path: Path) -> None:
+    for value in (np.nan, np.inf):
+        vectors = unit(N, d, 0)
+        vectors[[150, 160], 3] = value
+        write_index(tmp_path / "own.faiss", vectors, factory)
+        said = r"vector 150 \('i150'\) of .*own.faiss is not finite, and 1 more are like it"
+        with pytest.raises(XcompatError, match=f"{said}|does not give back each vector in its place .*: some were not finite"):
+            Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), OLD)
+    write_index(tmp_path / "own.faiss", np.zeros((N, d), np.float32), factory)
+    with pytest.raises(XcompatError, match="all 200 vectors of .* are zero"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), OLD)
+    assert not (tmp_path / "g").exists()
+
+
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+def test_ids_of_its_own_inside_an_ivf_are_refused(metric: int, tmp_path: Path) -> None:
+    index = faiss.index_factory(d, "IVF4,Flat", metric)
+    index.train(unit(N, d, 0))
+    index.add_with_ids(unit(N, d, 0), np.arange(5000, 5000 + N))
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    with pytest.raises(XcompatError, match="does not give back each vector in its place .* or were added under ids of their own"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), OLD)
+
+
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+@pytest.mark.parametrize("factory", ["SQ8", "PQ4x4", "IVF4,PQ4x4"])
+def test_what_a_quantiser_shortens_counts_as_of_length_1(factory: str, metric: int, tmp_path: Path) -> None:
+    write_index(tmp_path / "own.faiss", unit(1000, d, 0), factory, metric=metric)
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(1000), OLD)
+    assert gallery.manifest.versions[0].length == 1 and gallery.metric == ("l2" if metric == faiss.METRIC_L2 else "cosine")
+
+
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_queries_are_brought_to_vectors_that_were_never_normalised(metric: int, spread: float, tmp_path: Path) -> None:
+    """Classes of items: the share of queries whose nearest item is of their class is that of the user's own search."""
+    generator, model = np.random.default_rng(0), query_map()
+    centres = unit(40, D, 3)
+    items = np.repeat(centres, 10, axis=0) + 0.2 * generator.normal(size=(400, D)).astype(np.float32)
+    queries = np.repeat(centres, 5, axis=0) + 0.2 * generator.normal(size=(200, D)).astype(np.float32)
+    views = [
+        model.view(torch.nn.functional.normalize(torch.from_numpy(each), dim=-1)).detach().numpy() for each in (items, queries)
+    ]
+    lengths = [30 * np.exp(spread * generator.normal(size=(len(each), 1))).astype(np.float32) for each in views]
+    raw_items, raw_queries = (each * length for each, length in zip(views, lengths, strict=True))
+    index = write_index(tmp_path / "own.faiss", raw_items, metric=metric)
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(400), OLD)
+    own_rows = index.search(raw_queries, 1)[1][:, 0]
+    assert found(gallery, raw_queries) == [[f"i{row}"] for row in own_rows], "a bare name's vectors are compared as they are"
+    asked = [int(hits[0][1:]) for hits in found(gallery, queries, model)]
+    expected = np.mean(own_rows // 10 == np.arange(200) // 5)
+    assert expected > 0.5
+    assert np.mean(np.array(asked) // 10 == np.arange(200) // 5) == pytest.approx(expected, abs=0.0 if spread == 0 else 0.03)
+
+
+def test_what_a_model_adds_is_brought_to_the_length_of_what_is_there(old_folder: str, tmp_path: Path) -> None:
+    embedder = load_embedder(old_folder)
+    write_index(tmp_path / "own.faiss", 30 * unit(N, d, 0), metric=faiss.METRIC_L2)
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), embedder)
+    added = unit(3, d, 5)
+    gallery.add(added, ["a", "b", "c"], version=embedder)
+    gallery.commit()
+    stored = gallery.segments[1].vectors(np.arange(3))
+    np.testing.assert_allclose(stored, 30 * added, rtol=1e-5)
+    assert found(gallery, added, embedder) == [["a"], ["b"], ["c"]]
+    assert found(gallery, unit(N, d, 0)[[4]], embedder) == [["i4"]]
+
+
+def test_scores_of_two_versions_are_standardised_by_the_metric_that_makes_them(tmp_path: Path) -> None:
+    """By distances and by products, unit vectors have one ranking; so have two versions of them."""
+    rankings = []
+    for metric in ("ip", "l2"):
+        gallery = Gallery.create(tmp_path / metric, OLD, dim=d, metric=metric)
+        gallery.add(unit(50, d, 0), names(50))
+        gallery.add(unit(50, D, 4), [f"new{number}" for number in range(50)], version=query_map())
+        gallery.commit()
+        rankings.append(found(gallery, unit(20, D, 6), query_map(), top_k=100))
+    assert len(gallery.versions) == 2 and rankings[0] == rankings[1]
+
+
+def test_ids_are_read_as_editors_write_them(tmp_path: Path) -> None:
+    for written in (b"a\nb\nc\n", b"a\nb\nc", b"\xef\xbb\xbfa\nb\nc\n", b"\xef\xbb\xbfa\r\nb\r\nc\r\n\r\n", b"a\nb\nc\n\n\n"):
+        (tmp_path / "ids.txt").write_bytes(written)
+        assert read_ids(tmp_path / "ids.txt") == ["a", "b", "c"]
+    (tmp_path / "ids.txt").write_text("a\u2028b\n\nc\n", encoding="utf-8")
+    assert read_ids(tmp_path / "ids.txt") == ["a\u2028b", "", "c"]

@@ -1,0 +1,223 @@
+"""An adopted faiss index when it is opened: one that is no longer what was adopted is refused, never searched."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.checksums import FileRecord, file_record
+from xcompat.errors import XcompatError
+from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
+from xcompat.retrieval.manifest import (
+    AdoptedRecord,
+    Manifest,
+    Metric,
+    SegmentRecord,
+    kept_manifests,
+    read_manifest,
+)
+
+SAMPLED, BLOCK_BYTES = 64, 4096
+"""How many blocks of a file are looked at whenever it is opened, head and tail among them."""
+_HEAD = struct.Struct("<4siq")  # every index begins so: its kind, the dimension, the number of vectors
+
+Stamp = tuple[int, int]
+"""Size and time of the last write (ns)."""
+
+
+class AdoptedIndex(FaissIndex):
+    """An index outside the gallery, of which a segment may know the first rows alone; it is watched while it is open.
+
+    Args:
+        index: as faiss read it.
+        metric: of the gallery.
+        record: the segment.
+        stamp: of the file when it was read.
+    """
+
+    def __init__(self, index: Any, metric: Metric, record: SegmentRecord, stamp: Stamp) -> None:  # noqa: ANN401 - faiss has no types
+        super().__init__(index, metric)
+        assert record.adopted is not None
+        self.path, self.stamp, self._known = Path(record.adopted), stamp, record.rows
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors that the segment knows."""
+        return self._known
+
+    def search(
+        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """See :meth:`FaissIndex.search`; rows that were added behind the known ones are not found."""
+        more = int(self.index.ntotal) - self._known
+        if more:
+            kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
+        with self._watched():
+            return super().search(queries_Qd, k, kept_N)
+
+    def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See :meth:`FaissIndex.vectors`."""
+        with self._watched():
+            return super().vectors(rows_n)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Refuse what a file says that is written anew meanwhile: it is mapped, and its new bytes show at once."""
+        self._require_same()
+        yield
+        self._require_same()
+
+    def _require_same(self) -> None:
+        if stamp_of(self.path) != self.stamp:
+            raise XcompatError(f"{self.path} has changed while it was open; open the gallery again")
+
+
+def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> AdoptedIndex:
+    """Open the adopted index of a segment, if it is what it was.
+
+    Args:
+        record: the segment.
+        metric: of the gallery.
+        gallery: its folder, for messages.
+
+    Returns:
+        The index.
+
+    Raises:
+        XcompatError: it is missing, or vectors were added, removed or altered: which, and how to mend it.
+    """
+    assert record.adopted is not None
+    path = Path(record.adopted)
+    stamp = stamp_of(path)
+    if not _is_same(path, record, stamp):
+        raise XcompatError(_change(path, record, gallery))
+    index = AdoptedIndex(map_faiss(path), metric, record, stamp)
+    if index.index.ntotal != _rows_adopted(record):
+        raise XcompatError(_change(path, record, gallery))
+    return index
+
+
+def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:
+    """Describe an index file, so that it is known again.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Size and checksum, and what is compared whenever it is opened.
+
+    Raises:
+        XcompatError: it is no index, or is written to while it is read.
+    """
+    stamp = stamp_of(path)
+    seen = AdoptedRecord(mtime_ns=stamp[1], sample=sampled_checksum(path), rows=_rows_in(path) or 0)
+    whole = _checksum(path, stamp)
+    if stamp_of(path) != stamp:
+        raise XcompatError(f"{path} is being written; wait until it is whole, and try again")
+    return whole, seen
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return size and time of the last write of an adopted index; refuse one that is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        raise XcompatError(f"{path} does not exist; put the faiss index back where the gallery found it, or roll back") from None
+    return stat.st_size, stat.st_mtime_ns
+
+
+def sampled_checksum(path: Path) -> str:
+    """Return XXH3-128 of blocks at equal distances, the first and the last bytes among them."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    last = max(path.stat().st_size - BLOCK_BYTES, 0)
+    with path.open("rb") as file:
+        for place in sorted({last * number // (SAMPLED - 1) for number in range(SAMPLED)}):
+            file.seek(place)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def read_state(folder: Path, generation: int | None) -> Manifest:
+    """Read a state of a gallery, an earlier one with what is known since of the index that it adopted.
+
+    Rows that were added to an index, and taken over, change none of those before: an earlier state finds its own in the longer
+    file.
+
+    Args:
+        folder: the gallery.
+        generation: which; None for the current one.
+
+    Returns:
+        The manifest.
+    """
+    manifest = read_manifest(folder, generation)
+    if generation is None or not any(record.adopted for record in manifest.segments):
+        return manifest
+    known = [record for state in kept_manifests(folder) for record in state.segments]
+    return manifest.model_copy(update={"segments": tuple(_newest(record, known) for record in manifest.segments)})
+
+
+def _newest(record: SegmentRecord, known: list[SegmentRecord]) -> SegmentRecord:
+    if record.adopted is None or record.adopted_file is None or not Path(record.adopted).is_file():
+        return record
+    size = Path(record.adopted).stat().st_size
+    for later in reversed(known):
+        knows = later.name == record.name or record.adopted_file.xxh3 in later.extends
+        if knows and later.adopted_file is not None and later.adopted_file.size == size:
+            return record.model_copy(update={"adopted_file": later.adopted_file, "adopted_seen": later.adopted_seen})
+    return record
+
+
+def _is_same(path: Path, record: SegmentRecord, stamp: Stamp) -> bool:
+    """Return whether a file is what was adopted; all of it is read where its time is another, as a copy's is."""
+    seen, known = record.adopted_seen, record.adopted_file
+    if known is None or known.size != stamp[0]:
+        return False
+    if seen is not None and seen.mtime_ns == stamp[1]:
+        return seen.sample == sampled_checksum(path)
+    return _checksum(path, stamp) == known
+
+
+@lru_cache(maxsize=64)
+def _checksum(path: Path, stamp: Stamp) -> FileRecord:
+    """Return size and checksum of all of a file, read once in a process until it changes."""
+    return file_record(path)
+
+
+def _change(path: Path, record: SegmentRecord, gallery: Path) -> str:
+    """Say what became of an adopted index, and how to mend it."""
+    rows, adopted = _rows_in(path), _rows_adopted(record)
+    back = "put the index back as it was"
+    if rows is None:
+        return f"{path} is no faiss index any more; {back}"
+    if rows > adopted:
+        taking = f"take over what was added with `xcompat gallery resync {gallery} --ids FILE`"
+        return f"{path} holds {rows} vectors, {adopted} of which the gallery knows: {taking}, or {back}"
+    if rows < adopted:
+        anew = f"or take it as it is with `xcompat gallery resync {gallery}`" if rows >= record.rows else "or adopt it anew"
+        return (
+            f"{path} holds {rows} vectors, the gallery knows {adopted}: some were removed, and ids fit no longer; {back}, {anew}"
+        )
+    return f"{path} still holds {rows} vectors, but its bytes have changed since the gallery adopted it; {back}, or adopt it anew"
+
+
+def _rows_adopted(record: SegmentRecord) -> int:
+    return record.rows if record.adopted_seen is None else record.adopted_seen.rows
+
+
+def _rows_in(path: Path) -> int | None:
+    """Return how many vectors the head of an index file names; faiss itself may crash on a damaged one."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size or not head.startswith(b"I"):
+        return None
+    return int(_HEAD.unpack(head)[2])
