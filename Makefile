@@ -7,7 +7,7 @@ OVERRIDES ?=
 STAMP := $(VENV)/installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-quickstart lint bench
+.PHONY: help venv quickstart test test-quickstart lint bench faults
 
 help: ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
 
 bench: $(STAMP) ## Measure speed and memory beside other software, and write it into benchmarks/RESULTS.md.
 	$(VENV)/bin/python benchmarks/run.py
+
+faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/run.py
 
 venv: $(STAMP) ## Make the virtual environment and install into it.
 

@@ -1,0 +1,139 @@
+"""What is tried in the short form, which the normal suite runs, and in the long one, of which ``docs/faults.md`` tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from command_lines import command_scenes, make_world
+from full_disks import cannot_mount, full
+from histories import histories
+from injections import injected
+from kills import Stage, killed
+from power_cuts import power_cut
+from scenes import Scene, gallery_scenes, picture_scenes
+
+INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
+GROUPS = ("kills", "power cuts", "injected errors", "full disks", "histories")
+Trials = Iterator[str | None]
+
+
+@dataclass
+class Row:
+    """What came of the trials of one kind on one operation.
+
+    Args:
+        group: the kind.
+        name: the operation.
+        trials: how many.
+        failures: what went wrong in those in which something did.
+        seconds: how long they took.
+    """
+
+    group: str
+    name: str
+    trials: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def take(self, problem: str | None) -> None:
+        """Count a trial."""
+        self.trials += 1
+        if problem:
+            self.failures.append(problem)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Trials of one kind on one operation, not begun yet.
+
+    Args:
+        group: the kind.
+        name: the operation.
+        trials: begins them in an empty folder.
+    """
+
+    group: str
+    name: str
+    trials: Callable[[Path], Trials]
+
+    def run(self, folder: Path, tell: Callable[[], object] = lambda: None) -> Row:
+        """Make all trials.
+
+        Args:
+            folder: an empty folder.
+            tell: called after each.
+        """
+        row, started = Row(self.group, self.name), time.monotonic()
+        for problem in self.trials(folder):
+            row.take(problem)
+            tell()
+        row.seconds = time.monotonic() - started
+        return row
+
+
+@cache
+def scenes(shared: Path) -> tuple[dict[str, Scene], dict[str, Scene]]:
+    """Return the operations on galleries and caches, and the commands, by their names."""
+    operations = [scene for index in INDEXES for scene in gallery_scenes(index)]
+    operations += [*picture_scenes(shared), *gallery_scenes("Flat", milvus=True)]
+    commands = command_scenes(make_world(shared))
+    return {scene.name: scene for scene in operations}, {scene.name: scene for scene in commands}
+
+
+def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
+    """Return all campaigns.
+
+    Args:
+        shared: where models and pictures are kept that they share.
+        long: whether as much is tried as ``docs/faults.md`` tells of.
+    """
+    operations, commands = scenes(shared)
+    slow = [name for name, scene in commands.items() if scene.slow]
+    kills = _kills(operations, long) | (dict.fromkeys(slow, (20, 5)) if long else {})
+    for name, (most, at_random) in kills.items():
+        scene = operations.get(name) or commands[name]
+        yield Campaign("kills", name, lambda folder, s=scene, m=most, r=at_random: killed(Stage(s, folder), m, r))
+    for name, most in _power_cuts(operations, long).items():
+        scene = operations.get(name) or commands[name]
+        yield Campaign("power cuts", name, lambda folder, s=scene, m=most: power_cut(Stage(s, folder), m))
+    for name, scene in commands.items():
+        if most := _injections(scene, long):
+            yield Campaign("injected errors", name, lambda folder, s=scene, m=most: injected(Stage(s, folder), long, m))
+    if not (reason := cannot_mount(shared)):
+        for name in ("xcompat gallery build photos", "xcompat gallery add gallery more", "xcompat gallery compact gallery"):
+            if long or "add" in name:
+                yield Campaign("full disks", name, lambda folder, s=commands[name]: full(Stage(s, folder), 1 if long else 4))
+    else:
+        yield Campaign("full disks", f"left out: {reason}", lambda folder: iter(()))
+    yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 12))
+
+
+def _kills(operations: dict[str, Scene], long: bool) -> dict[str, tuple[int | None, int]]:
+    """Return at how many calls, and how often at random, each operation is killed."""
+    if long:
+        return {name: (25, 5) if scene.apart else (None, 30) for name, scene in operations.items()}
+    short = {"Flat": (14, 4), "IVF2,Flat": (3, 1), "HNSW8": (3, 1), "Milvus": (1, 0)}
+    return {
+        name: short.get(name.partition(":")[0], (6, 2))
+        for name in operations
+        if not name.startswith("Milvus") or name.endswith("replace")
+    }
+
+
+def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | None]:
+    """Return how many of the states on disk of each operation are gone on from."""
+    alone = [name for name, scene in operations.items() if not scene.apart]
+    if long:
+        return dict.fromkeys([*alone, "xcompat export faiss old.faiss"], 60)
+    return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 6)
+
+
+def _injections(scene: Scene, long: bool) -> int | None:
+    """Return how many errors a command meets; None for all that there are, 0 for no campaign."""
+    if scene.slow:
+        return 40 if long else 0
+    return 100_000 if long else 9

@@ -1,0 +1,87 @@
+"""Kill, cut the power, fill disks and damage files, many times, and write ``docs/faults.md``.
+
+python tests/faults/run.py          # the long form, which takes half an hour; started again, it goes on where it was
+python tests/faults/run.py --short  # what the normal suite runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before libraries start threads that a fork would lose
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import typer
+from campaigns import Campaign, Row, campaigns
+from document import write_report
+from syscalls import why_not
+
+from xcompat.progress import console, progress_bar, rate_of, silence_libraries
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "runs" / "faults"
+
+
+def main(
+    only: Annotated[list[str], typer.Option(help="Only kinds or operations in whose name this is.")] = [],  # noqa: B006
+    short: Annotated[bool, typer.Option("--short", help="The form that the normal suite runs; nothing is written.")] = False,
+) -> None:
+    """Try everything, and write docs/faults.md; exit with code 1 if something failed."""
+    if reason := why_not():
+        console.print(f"left out: {reason}")
+        raise typer.Exit(3)
+    silence_libraries()
+    rows = run(only, long=not short)
+    for row in rows:
+        mark = "[red]✗[/]" if row.failures else "[green]✓[/]"
+        console.print(
+            f"{mark} {row.group}: {row.name}: {row.trials:,} trials, {len(row.failures)} failures ({row.seconds:.0f} s)"
+        )
+        for failure in row.failures:
+            console.print(f"    {failure}", markup=False, soft_wrap=True)
+    if not short:
+        write_report(ROOT / "docs" / "faults.md", [_read(path) for path in sorted(KEPT.glob("*.json"))])
+    if any(row.failures for row in rows):
+        raise typer.Exit(1)
+
+
+def run(only: list[str], long: bool) -> list[Row]:
+    """Run campaigns; rows of the long form are kept, and not made again."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        wanted = [each for each in campaigns(folder / "shared", long) if _is_wanted(each, only)]
+        with progress_bar() as bar:
+            for each in wanted:
+                kept = KEPT / f"{each.group} {each.name}.json".replace("/", "-")
+                if long and kept.exists():
+                    rows.append(_read(kept))
+                    continue
+                task = bar.add_task(f"{each.group}: {each.name}", total=None, rate="")
+                row = each.run(folder / "trials", lambda task=task: rate_of(bar, task, 1, "trials"))
+                bar.remove_task(task)
+                shutil.rmtree(folder / "trials", ignore_errors=True)
+                rows.append(row)
+                if long:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps(asdict(row), indent=1))
+    return rows
+
+
+def _is_wanted(campaign: Campaign, only: list[str]) -> bool:
+    return not only or any(word in f"{campaign.group}: {campaign.name}" for word in only)
+
+
+def _read(path: Path) -> Row:
+    return Row(**json.loads(path.read_text()))
+
+
+if __name__ == "__main__":
+    typer.run(main)

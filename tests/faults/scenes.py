@@ -1,0 +1,339 @@
+"""Operations that are disturbed, the state each starts from, and the states that it may leave behind."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from syscalls import run_watched
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.encoders.standins import save_stand_in
+from xcompat.models import CompatModel, FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery, commands
+
+State = dict[str, NDArray[np.float32]] | None
+"""id -> embedding; None where nothing is there yet."""
+OLD = Fingerprint.from_string("old")
+D, d = 12, 8
+ITEMS, MORE = 100, 20
+TEXTS = [f"{'word ' * (number % 9)}number {number}" for number in range(23)]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An operation that may be cut off anywhere.
+
+    Args:
+        name: of what and of which operation.
+        prepare: makes the folder in which it starts.
+        run: the operation; done again it continues or starts anew.
+        read: opens what is there, verifies it, and returns its content.
+        states: contents that may be found, the last after the operation; empty for those that a run that nobody disturbs shows.
+        between: further contents between the first and the last, where these are left out.
+        reads: whether it only reads.
+        apart: whether what it leaves has to be read in a process of its own.
+        slow: whether it takes seconds, so that it is tried less often.
+    """
+
+    name: str
+    prepare: Callable[[Path], object]
+    run: Callable[[Path], object]
+    read: Callable[[Path], State]
+    states: tuple[State, ...] = ()
+    between: tuple[State, ...] = ()
+    reads: bool = False
+    apart: bool = False
+    slow: bool = False
+
+
+def unit(count: int, dim: int, seed: int) -> NDArray[np.float32]:
+    """Return rows of length 1."""
+    rows_ND = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+    return rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)
+
+
+def same(one: State, other: State) -> bool:
+    """Return whether two contents are equal."""
+    if one is None or other is None:
+        return one is other
+    if one.keys() != other.keys():
+        return False
+    return all(one[name].shape == other[name].shape and np.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+# ------------------------------------------------------------------------------------------------------------ galleries
+
+
+def gallery_content(folder: Path) -> State:
+    """Open a gallery, verify every file, and read each item by all that leads to it."""
+    if not (folder / "gallery.json").exists():
+        return None
+    gallery = Gallery.open(folder)
+    gallery.verify()
+    found: dict[str, NDArray[np.float32]] = {}
+    for segment in gallery.segments:
+        rows_n = segment.present()
+        names = segment.ids(rows_n)
+        assert not found.keys() & set(names), "an item is there twice"
+        found |= dict(zip(names, segment.vectors(rows_n), strict=True))
+    assert len(found) == len(gallery), f"{len(found)} items are read, {len(gallery)} are counted"
+    assert None not in gallery.find(list(found)), "an item is not found by its id"
+    if found and len(gallery.versions) == 1 and gallery.manifest.index == "Flat" and gallery.manifest.milvus is None:
+        name = min(found)
+        best = gallery.search(found[name][None], gallery.versions[0], top_k=1)[0][0]
+        assert best.id == name, f"{name} is found as {best.id}"
+    for manifest in gallery.generations():
+        Gallery.open(folder, manifest.generation).verify()
+    return found
+
+
+def in_gallery(folder: Path) -> State:
+    """Read the gallery of a folder."""
+    return gallery_content(folder / "gallery")
+
+
+def items(count: int, seed: int, prefix: str = "item", dim: int = d) -> dict[str, NDArray[np.float32]]:
+    """Return named embeddings."""
+    return {f"{prefix} {row}": embed for row, embed in enumerate(unit(count, dim, seed))}
+
+
+def put(gallery: Gallery, content: dict[str, NDArray[np.float32]]) -> None:
+    """Add items to a gallery, in the place of those that are there, and commit them."""
+    metadata = [{"name": name} for name in content]
+    with gallery:
+        gallery.add(np.stack(list(content.values())), list(content), metadata, replace=True)
+        gallery.commit()
+
+
+FIRST = items(ITEMS, 0)
+ADDED = items(MORE, 1, "more") | {"item 3": unit(1, d, 9)[0]}
+KEPT = {name: embed for name, embed in FIRST.items() if int(name.split()[1]) % 7}
+BOTH = FIRST | ADDED
+TIDIED = {name: BOTH[name] for name in BOTH if name in KEPT or name not in FIRST}
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations on the gallery of a folder; done again, each goes on or changes nothing.
+
+    Args:
+        index: what faiss is to make of each segment.
+        milvus: whether a Milvus holds the vectors instead.
+    """
+
+    index: str
+    milvus: bool
+
+    def create(self, folder: Path) -> None:
+        """Make an empty gallery."""
+        folder.mkdir(exist_ok=True)
+        if not (folder / "gallery" / "gallery.json").exists():
+            place = str(folder / "milvus.db") if self.milvus else None
+            Gallery.create(folder / "gallery", OLD, dim=d, index=self.index, milvus=place)
+
+    def begin(self, folder: Path) -> None:
+        """Make a gallery with items."""
+        self.create(folder)
+        put(Gallery.open(folder / "gallery"), FIRST)
+
+    def add(self, folder: Path) -> None:
+        """Add more, one of them in the place of another."""
+        put(Gallery.open(folder / "gallery"), ADDED)
+
+    def remove(self, folder: Path) -> None:
+        """Remove some of the first."""
+        with Gallery.open(folder / "gallery") as gallery:
+            if gone := [name for name in FIRST if name not in KEPT and gallery.find([name]) != [None]]:
+                gallery.remove(gone)
+                gallery.commit("remove")
+
+    def twice(self, folder: Path) -> None:
+        """Make a gallery of two commits."""
+        self.begin(folder)
+        self.add(folder)
+
+    def untidy(self, folder: Path) -> None:
+        """Make a gallery that a compaction finds something in to do."""
+        self.twice(folder)
+        self.remove(folder)
+
+    def compact(self, folder: Path) -> None:
+        """Tidy up."""
+        Gallery.open(folder / "gallery").compact()
+
+    def roll_back(self, folder: Path) -> None:
+        """Return to before the last commit of :meth:`twice`."""
+        Gallery.open(folder / "gallery").rollback(1)
+
+
+def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
+    """Return every operation on a gallery that needs no pictures.
+
+    Args:
+        index: what faiss is to make of each segment.
+        milvus: whether a Milvus holds the vectors instead; it runs in the process that asks it, so that all is read in a child.
+    """
+    do = Operations(index, milvus)
+    operations: list[tuple[str, Callable[[Path], object], Callable[[Path], object], tuple[State, ...]]] = [
+        ("create", nothing, do.create, (None, {})),
+        ("first items", do.create, do.begin, ({}, FIRST)),
+        ("add and replace", do.begin, do.add, (FIRST, BOTH)),
+        ("remove", do.begin, do.remove, (FIRST, KEPT)),
+        ("compact", do.untidy, do.compact, (TIDIED,)),
+        ("roll back", do.twice, do.roll_back, (BOTH, FIRST)),
+    ]
+    kind = "Milvus" if milvus else index
+    scenes = [
+        Scene(f"{kind}: {name}", prepare, run, in_gallery, states, apart=milvus) for name, prepare, run, states in operations
+    ]
+    return scenes if milvus else [*scenes, upgrade_scene(index, do.begin)]
+
+
+def nothing(folder: Path) -> None:
+    """Begin with no folder."""
+
+
+@cache
+def gallery_map() -> FctModel:
+    """Return a map of old galleries into a new space."""
+    torch.manual_seed(0)
+    return FctModel(FctConfig(old=describe_old(OLD, d), embedding_dim=D)).eval()
+
+
+def upgrade_scene(index: str, begin: Callable[[Path], object]) -> Scene:
+    """Return an upgrade in many flushes, so that there is a journal to go on from."""
+    model = gallery_map()
+    with torch.inference_mode():
+        mapped = dict(zip(FIRST, model.upgrade(torch.from_numpy(np.stack(list(FIRST.values())))).numpy(), strict=True))
+
+    def upgrade(folder: Path) -> None:
+        from xcompat.retrieval import staging
+
+        staging.FLUSH_BYTES = 30 * D * 4
+        gallery = Gallery.open(folder / "gallery")
+        if gallery.versions == [OLD]:
+            gallery.upgrade(model, batch_size=30)
+
+    return Scene(f"{index}: upgrade", begin, upgrade, in_gallery, (FIRST, mapped))
+
+
+# ---------------------------------------------------------------------------------------------- pictures, caches, exports
+
+
+@cache
+def encoder(folder: Path, seed: int = 1) -> Embedder:
+    """Return a tiny encoder."""
+    return load_embedder(save_stand_in(folder / f"encoder {seed}", "clip", 8, seed=seed))
+
+
+def pictures(folder: Path, count: int = 6) -> Path:
+    """Write small pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+def picture_scenes(shared: Path) -> list[Scene]:
+    """Return what embeds pictures: ``gallery build`` and ``gallery upgrade --backfill``, and embedding caches."""
+    photos, old, new = pictures(shared / "photos"), encoder(shared, 1), encoder(shared, 2)
+
+    def build(folder: Path) -> None:
+        commands.build(folder, photos, old, "Flat", None)
+
+    def backfill(folder: Path) -> None:
+        commands.backfill(Gallery.open(folder), photos, compatible(shared), None, False)
+
+    def texts(folder: Path) -> None:
+        embed_texts(new, TEXTS, folder, "texts", shard_rows=5)
+
+    def images(folder: Path) -> None:
+        embed_images(new, commands.load_pictures(photos), folder, "images", shard_rows=2)
+
+    return [
+        Scene("pictures: build", nothing, build, gallery_content, between=({},)),
+        Scene("pictures: backfill", build, backfill, gallery_content),
+        Scene("cache of texts", nothing, texts, cache_content),
+        Scene("cache of images", nothing, images, cache_content),
+    ]
+
+
+@cache
+def compatible(shared: Path) -> Embedder:
+    """Return a model whose queries search what ``encoder(shared, 1)`` made."""
+    from xcompat import XbtModel
+
+    torch.manual_seed(0)
+    model = XbtModel.from_encoder(str(shared / "encoder 2"), old=encoder(shared, 1).describe_old())
+    model.export(shared / "xbt")
+    return load_embedder(str(shared / "xbt"))
+
+
+def cache_content(folder: Path) -> State:
+    """Read a finished embedding cache; None while it is not finished."""
+    if not (folder / "cache.json").exists():
+        return None
+    return {str(row): embed for row, embed in enumerate(EmbeddingCache(folder)[:])}
+
+
+def query_map() -> CompatModel:
+    """Return a map of new queries into the old space."""
+    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
+    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
+
+
+# ------------------------------------------------------------------------------------------------------------- leftovers
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Return temporary files and journals that nobody needs any more."""
+    hidden = [path for path in folder.rglob(".*") if path.name != ".lock" and "milvus.db" not in path.parts]
+    return sorted(str(path.relative_to(folder)) for path in [*hidden, *folder.rglob("upgrade-*.json")])
+
+
+def copied(source: Path, target: Path) -> None:
+    """Put a prepared folder in the place of what a trial has left."""
+    shutil.rmtree(target.parent, ignore_errors=True)
+    target.parent.mkdir()
+    if source.exists():
+        shutil.copytree(source, target, symlinks=True)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of every file, to see whether anything has changed."""
+    found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.name != ".lock"}
+    return {name: (about.st_size, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else (0, 0) for name, about in found.items()}
+
+
+def contents(scene: Scene, work: Path) -> State | str:
+    """Read what a trial has left; what cannot be opened says why."""
+    try:
+        return _read_apart(scene, work) if scene.apart else scene.read(work)
+    except (XcompatError, OSError, AssertionError, RuntimeError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _read_apart(scene: Scene, work: Path) -> State:
+    file = work.parent.parent / "content.npz"
+    file.unlink(missing_ok=True)
+
+    def read() -> None:
+        if (found := scene.read(work)) is not None:
+            np.savez(file, **found)
+
+    outcome = run_watched(read, work, None, kill_after=60.0)
+    assert outcome.code == 0, outcome.errors
+    return dict(np.load(file)) if file.exists() else None

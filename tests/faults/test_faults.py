@@ -1,0 +1,83 @@
+"""The short form of every campaign, and that the harness sees what it is there to see."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disks import Disk, Recorder, listing_of
+from injections import Fault, failing
+from kills import killed_before
+from syscalls import Call, run_watched, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+RUN = Path(__file__).with_name("run.py")
+
+
+@pytest.mark.parametrize("groups", [["full disks", "histories"]])
+def test_nothing_is_lost(groups: list[str]) -> None:
+    only = [argument for group in groups for argument in ("--only", group)]
+    done = subprocess.run([sys.executable, RUN, "--short", *only], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def written(folder: Path) -> None:
+    """Write a file as it should be done, in five calls that change something."""
+    descriptor = os.open(folder / "new", os.O_WRONLY | os.O_CREAT)
+    os.write(descriptor, b"content")
+    os.fsync(descriptor)
+    os.close(descriptor)
+    (folder / "new").replace(folder / "name")
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("number", "left"), [(1, {}), (2, {"new": b""}), (3, {"new": b"content"}), (5, {"name": b"content"})])
+def test_a_kill_comes_before_the_call(number: int, left: dict[str, bytes], tmp_path: Path) -> None:
+    outcome = run_watched(lambda: written(tmp_path), tmp_path, killed_before(number))
+    assert outcome.code == -9 and not outcome.reported and listing_of(tmp_path) == left
+
+
+def test_a_call_fails_as_it_is_told(tmp_path: Path) -> None:
+    seen: list[Call] = []
+    outcome = run_watched(lambda: written(tmp_path), tmp_path, failing(Fault(2, errno.EDQUOT), seen))
+    assert outcome.code == 70 and "Errno 122" in outcome.errors and not outcome.reported
+    assert [(call.name, call.paths) for call in seen] == [("write", ("new",))]
+    assert run_watched(lambda: written(tmp_path), tmp_path, lambda _: None).reported
+
+
+def test_calls_of_libraries_in_c_are_seen(tmp_path: Path) -> None:
+    import faiss
+    import pyarrow as pa
+
+    def both() -> None:
+        faiss.write_index(faiss.IndexFlatL2(2), str(tmp_path / "index"))
+        pa.OSFile(str(tmp_path / "arrow"), "wb").write(b"content")
+
+    for name in ("index", "arrow"):
+        outcome = run_watched(
+            both, tmp_path, lambda call, name=name: errno.ENOSPC if call.name == "write" and call.paths == (name,) else None
+        )
+        assert outcome.code == 70 or name == "index"  # faiss overlooks what fails when it closes a file
+        assert (tmp_path / name).read_bytes() == b""
+
+
+def test_only_what_was_synced_outlives_a_power_cut(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    assert run_watched(lambda: written(tmp_path), tmp_path, recorder.answer).code == 0
+    disk, lost = Disk({}), []
+    for event in recorder.events:
+        disk.apply(event)
+        lost.append(dict(disk.crashes())["all of it is lost"])
+    assert lost == [{}, {}, {}, {}, {"name": b"content"}]
+    unsynced = Disk({})
+    for event in recorder.events:
+        if event.name != "fsync":
+            unsynced.apply(event)
+    states = [state for _, state in unsynced.crashes()]
+    assert states[0] == listing_of(tmp_path) and {} in states and {"name": b""} in states and {"name": bytes(7)} in states
