@@ -29,11 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parent))  # where this is run as a script, or imported from elsewhere
-
 from mutation_damage import damage_file
-from mutation_subjects import Subject, all_subjects
+from mutation_specimens import all_subjects
+from mutation_subjects import Subject
 
 SECONDS = 10.0
 """Of a trial's own work; a machine that does other things may take longer."""
@@ -225,7 +223,7 @@ def _ask_whole(subject: Subject) -> tuple[Outcome, Any]:
             answer = subject.ask(folder)
         except BaseException:
             return Outcome.TRACEBACK, traceback.format_exc()
-    return (Outcome.WRONG, answer) if answer.said else (Outcome.RIGHT, answer.value)
+    return Outcome.RIGHT, answer
 
 
 def _try(subject: Subject, seed: int, number: int, whole: Any) -> tuple[Outcome, tuple[str, str]]:
@@ -243,10 +241,10 @@ def _try(subject: Subject, seed: int, number: int, whole: Any) -> tuple[Outcome,
             place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
             outcome, detail = Outcome.TRACEBACK, f"{type(error).__name__} at {place}: {' '.join(str(error).split())[:200]}"
         else:
-            detail = "" if value == whole else _difference(whole, value)
-            if value == whole:
+            detail = "" if value == whole.value else _difference(whole.value, value)
+            if value == whole.value:
                 outcome = Outcome.RIGHT
-            elif said:
+            elif said != whole.said:
                 outcome = Outcome.REFUSED
             else:
                 outcome = Outcome.WRONG if subject.has_checksum else Outcome.CONTENT

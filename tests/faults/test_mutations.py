@@ -32,7 +32,7 @@ def asked(folder: Path) -> Answer:
         raise XcompatError("the file is damaged; bring it back")
     if kind == 4:
         raise XcompatError("two\nlines")
-    return Answer("another", said=kind == 5)
+    return Answer("another", ("one is damaged",) * (kind == 5))
 
 
 def test_the_harness_sees_each_outcome_and_sees_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import re
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.checksums import FileRecord
 from xcompat.errors import GenerationGoneError, XcompatError
@@ -113,6 +113,7 @@ class Manifest(_Record):
         made: when, in UTC.
         by: what made this generation, such as ``add``.
         schema_version: of this format.
+        checksum: of all that stands here; empty where an older version wrote it, or nothing has yet.
     """
 
     generation: int = 0
@@ -124,6 +125,7 @@ class Manifest(_Record):
     made: str = ""
     by: str = "create"
     schema_version: int = SCHEMA
+    checksum: str = ""
 
     def version(self, digest: str) -> VersionRecord:
         """Return the version with a digest."""
@@ -164,13 +166,36 @@ def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
 
 def _read(path: Path) -> Manifest:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("schema_version") != SCHEMA:
-            raise XcompatError(f"{path} has format {found.get('schema_version')}, this version of xcompat reads {SCHEMA}")
-        return Manifest(**found)
-    except (AttributeError, TypeError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it") from None
+        text = path.read_bytes()
+        found = json.loads(text.decode("utf-8"))
+        schema = found.get("schema_version")
+        manifest = Manifest(**found) if schema == SCHEMA else None
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:200]) from None
+    if manifest is None:
+        raise XcompatError(f"{path} has format {schema}, this version of xcompat reads {SCHEMA}")
+    if manifest.checksum:
+        if manifest.checksum != _checksum(found):
+            raise _damaged(path, "it has changed since it was committed")
+    elif path.name == CURRENT:  # written before manifests had checksums: its copy says what it was
+        copy = _generation_path(path.parent, manifest.generation)
+        if not _same(copy, path) and copy.is_file() and path.read_bytes() == text:
+            raise _damaged(path, f"it is not what {copy} is, as which it was committed")
+    if path.name not in (CURRENT, _generation_path(path.parent, manifest.generation).name):
+        raise _damaged(path, f"it is generation {manifest.generation}")
+    return manifest
+
+
+def _damaged(path: Path, reason: str) -> XcompatError:
+    return XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it")
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    """Return the checksum of a manifest's JSON, whatever its layout and the order of its keys."""
+    import xxhash
+
+    rest = {key: value for key, value in fields.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
@@ -184,6 +209,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         The manifest with the time it was made.
     """
     stamped = manifest.model_copy(update={"made": datetime.now(UTC).isoformat(timespec="seconds")})
+    stamped = stamped.model_copy(update={"checksum": _checksum(stamped.model_dump(mode="json"))})
     text = stamped.model_dump_json(indent=1) + "\n"
     for path in (_generation_path(folder, manifest.generation), folder / CURRENT):
         with atomic_path(path) as temporary:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from xcompat.checksums import difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
-from xcompat.retrieval.backend import Backend, VectorIndex
+from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
+from xcompat.retrieval.wholeness import MENDING, require_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +32,6 @@ ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
     "id_order.npy",
 )
 BLOCK = 65536
-MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
 FILTERS_KEPT = 8
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is in no UTF-8
 
@@ -139,24 +139,31 @@ class Segment:
     @cached_property
     def index(self) -> VectorIndex:
         """What the vectors are searched by."""
+        if INDEX_FILE in self.record.files:
+            self._file(INDEX_FILE)
         return self._backend.open(self.record, self.folder)
+
+    def _file(self, name: str) -> Path:
+        """Return the path of a file that is as it was written."""
+        if name not in self.record.files:
+            raise XcompatError(f"{self.folder} was written without {name}; {MENDING}")
+        return require_whole(self.gallery, self.folder / name, self.record.files[name])
 
     @cached_property
     def _rows(self) -> pa.Table:
         import pyarrow as pa
 
-        try:
-            return pa.ipc.open_file(pa.memory_map(str(self.folder / ROWS_FILE))).read_all()
-        except (OSError, pa.ArrowInvalid) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise XcompatError(f"{self.folder / ROWS_FILE} cannot be read ({reason}); {MENDING}") from None
+        return pa.ipc.open_file(pa.memory_map(str(self._file(ROWS_FILE)))).read_all()
 
     @cached_property
     def kept(self) -> NDArray[np.bool_] | None:
         """Which rows are there; None when all are."""
         if self.record.removed is None:
             return None
-        packed = _mapped(self.gallery / REMOVED / self.record.removed)
+        file = self.gallery / REMOVED / self.record.removed
+        packed = _mapped(
+            file if self.record.removed_file is None else require_whole(self.gallery, file, self.record.removed_file)
+        )
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
 
     def present(self) -> NDArray[np.int64]:
@@ -208,7 +215,7 @@ class Segment:
         Returns:
             Positions in ``ids``, and the row of each.
         """
-        sorted_H, order_H = _mapped(self.folder / HASHES_FILE), _mapped(self.folder / ORDER_FILE)
+        sorted_H, order_H = _mapped(self._file(HASHES_FILE)), _mapped(self._file(ORDER_FILE))
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
         positions, rows = [], []
         for position in np.flatnonzero(first_N < last_N).tolist():
@@ -221,12 +228,13 @@ class Segment:
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
-        kept = self.folder / VECTORS_FILE
-        return _mapped(kept)[rows_n] if kept.name in self.record.files else self.index.vectors(rows_n)
+        if VECTORS_FILE in self.record.files:
+            return _mapped(self._file(VECTORS_FILE))[rows_n]
+        return self.index.vectors(rows_n)
 
     def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return stored side-information (n, S); None when there is none."""
-        return _mapped(self.folder / SIDE_FILE)[rows_n] if SIDE_FILE in self.record.files else None
+        return _mapped(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
         """Yield what is there, block by block.
