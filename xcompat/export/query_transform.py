@@ -15,6 +15,8 @@ from xcompat.ownership import owned_path, require_replaceable
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
 from xcompat.retrieval.manifest import SEGMENTS, read_manifest
+from xcompat.retrieval.probing import require_readable
+from xcompat.retrieval.wholeness import require_whole
 
 MADE_BY = "export faiss"
 
@@ -78,6 +80,8 @@ def index_of(source: Path, model: CompatModel) -> Path:
         XcompatError: the gallery holds another model's embeddings, or is not one index.
     """
     if not source.is_dir():
+        if source.is_file():  # else whoever opens it says so
+            require_readable(source, vectors=False)
         return source
     manifest = read_manifest(source)
     for version in manifest.present():
@@ -85,7 +89,9 @@ def index_of(source: Path, model: CompatModel) -> Path:
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
         raise XcompatError(f"{source} is not one faiss index; make it one with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
-    return Path(record.adopted) if record.adopted is not None else source / SEGMENTS / record.name / INDEX_FILE
+    if record.adopted is not None:
+        return index_of(Path(record.adopted), model)
+    return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE])
 
 
 def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:

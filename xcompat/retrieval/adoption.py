@@ -27,6 +27,7 @@ from xcompat.retrieval.manifest import (
     VersionRecord,
     write_manifest,
 )
+from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, removed_rows, write_rows
 from xcompat.retrieval.versions import stored_version
 
@@ -82,6 +83,7 @@ def adopt_faiss(
     if not index_file.is_file():
         raise XcompatError(f"the faiss index {index_file} does not exist; name its file")
     path = index_file.resolve()
+    require_readable(path)
     known = look_at(path)
     index = _open(path)
     ids = list(ids)
@@ -110,6 +112,7 @@ def resync_faiss(gallery: Gallery, ids: Sequence[str] | None, metadata: Sequence
     known = look_at(path)
     if known == (old.adopted_file, old.adopted_seen) and known[1].rows == old.rows:
         return manifest
+    require_readable(path)
     index = open_faiss(path, manifest.metric)
     look = look_through(index, path, known, None)
     _require_first(index, look, segment, version, path)

@@ -1,0 +1,170 @@
+"""Read a faiss index and look whether it can be used; run by its path, so that a process imports nothing but faiss."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+SAMPLED, QUERIES = 10_000, 4
+FOUND = 3
+"""How the script ends where something is wrong with an index."""
+
+
+def look(path: str, vectors: bool) -> str:
+    """Read an index, and try what is done with one.
+
+    Args:
+        path: the file.
+        vectors: whether to take vectors out of it too.
+
+    Returns:
+        What is wrong with it; empty when nothing is.
+    """
+    import faiss
+    import numpy as np
+
+    try:
+        index = faiss.read_index(path, faiss.IO_FLAG_MMAP_IFC)
+    except (RuntimeError, MemoryError) as error:
+        return _said(error)
+    wrong = _contradiction(index)
+    if wrong or not index.ntotal:
+        return wrong
+    inner = _inner(index)
+    if not inner.is_trained:
+        return "it says that it was not trained"
+    queries_Qd = np.random.default_rng(0).normal(size=(QUERIES, index.d)).astype(np.float32)
+    try:
+        if (ivf := faiss.try_extract_index_ivf(inner)) is not None:
+            ivf.nprobe = ivf.nlist
+        inner.search(queries_Qd, min(10, inner.ntotal))
+    except (RuntimeError, MemoryError) as error:
+        return _said(error)
+    return _take_out(inner) if vectors else ""
+
+
+def _take_out(index: Any) -> str:  # noqa: ANN401
+    """Take some vectors out of an index."""
+    import faiss
+    import numpy as np
+
+    if isinstance(index, faiss.IndexIVFFastScan):
+        return "faiss gives no vectors back from a fast scan (it breaks down); build the index without `fs`"
+    rows_n = np.unique(np.linspace(0, index.ntotal - 1, SAMPLED).astype(np.int64))
+    with suppress(RuntimeError):  # some give no vectors back, and whoever needs them says so
+        if (ivf := faiss.try_extract_index_ivf(index)) is not None:
+            ivf.make_direct_map()
+        index.reconstruct_batch(rows_n)
+    return ""
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split(": ", 1)[-1].split())[:200]
+
+
+def _inner(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+    import faiss
+
+    index = faiss.downcast_index(index)
+    return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2) else index
+
+
+def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
+    """Return which parts of an index do not fit each other, those inside it included; empty when all do."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if index.metric_type not in (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2):
+        return f"it compares by faiss's metric {index.metric_type}, and only inner products and L2 are known here"
+    if index.d < 1 or index.ntotal < 0:
+        return f"it says that it holds {index.ntotal} vectors of {index.d} dimensions"
+    for kind, look_into in _PARTS.items():
+        if isinstance(index, getattr(faiss, kind)) and (wrong := look_into(index)):
+            return wrong
+    return ""
+
+
+def _inside(index: Any) -> str:  # noqa: ANN401
+    """Look into an index around another one."""
+    inner = index.index
+    if inner.ntotal != index.ntotal:
+        return f"it says {index.ntotal} vectors, the index inside it {inner.ntotal}"
+    return _contradiction(inner)
+
+
+def _ids(index: Any) -> str:  # noqa: ANN401
+    return f"{index.id_map.size()} ids of {index.ntotal} vectors" if index.id_map.size() != index.ntotal else _inside(index)
+
+
+def _transforms(index: Any) -> str:  # noqa: ANN401
+    dim = index.d
+    for place in range(index.chain.size()):
+        step = index.chain.at(place)
+        if step.d_in != dim:
+            return f"transform {place} takes {step.d_in} dimensions, and is given {dim}"
+        dim = step.d_out
+    if dim != index.index.d:
+        return f"its transforms lead to {dim} dimensions, the index inside has {index.index.d}"
+    return _inside(index)
+
+
+def _graph(index: Any) -> str:  # noqa: ANN401
+    """Look at an HNSW graph and the vectors that it leads to."""
+    if index.storage is None or index.storage.ntotal != index.ntotal or not _is_graph(index.hnsw, index.ntotal):
+        return "the graph's links do not fit its vectors"
+    return _contradiction(index.storage)
+
+
+def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
+    """Return whether levels, offsets and links fit each other, and every link leads to a vector."""
+    import faiss
+    import numpy as np
+
+    levels_N, offsets = faiss.vector_to_array(hnsw.levels), faiss.vector_to_array(hnsw.offsets).astype(np.int64)
+    links, steps = faiss.vector_to_array(hnsw.neighbors), faiss.vector_to_array(hnsw.cum_nneighbor_per_level)
+    if not rows:
+        return not len(levels_N)
+    if len(levels_N) != rows or len(offsets) != rows + 1 or not -1 < hnsw.entry_point < rows:
+        return False
+    if levels_N.min() < 1 or levels_N.max() >= len(steps) or hnsw.max_level != levels_N[hnsw.entry_point] - 1:
+        return False
+    fits = offsets[0] == 0 and offsets[-1] == len(links) and np.array_equal(np.diff(offsets), steps[levels_N])
+    return bool(fits and links.min(initial=-1) >= -1 and links.max(initial=-1) < rows)
+
+
+def _lists(index: Any) -> str:  # noqa: ANN401
+    """Look at the lists of an inverted file."""
+    import faiss
+
+    lists, rows = index.invlists, index.ntotal
+    if index.quantizer is None or index.quantizer.ntotal != index.nlist or lists is None or lists.nlist != index.nlist:
+        return "its lists and their centroids are not equally many"
+    packed = isinstance(index, faiss.IndexIVFFastScan)
+    if index.quantizer.d != index.d or (lists.code_size != index.code_size and not packed):
+        return "its lists are not of its dimensions"
+    sizes = [lists.list_size(number) for number in range(lists.nlist)]
+    if sum(sizes) != rows:
+        return f"its lists hold {sum(sizes)} of {rows} vectors"
+    return _contradiction(index.quantizer)
+
+
+def _codes(index: Any) -> str:  # noqa: ANN401
+    wanted = index.ntotal * index.code_size
+    held = index.codes.size()
+    return f"it holds {held} bytes of the {wanted} that {index.ntotal} vectors take" if held != wanted else ""
+
+
+_PARTS = {
+    "IndexIDMap": _ids,
+    "IndexIDMap2": _ids,
+    "IndexPreTransform": _transforms,
+    "IndexHNSW": _graph,
+    "IndexIVF": _lists,
+    "IndexFlatCodes": _codes,
+}
+
+if __name__ == "__main__":
+    if found := look(sys.argv[1], vectors=len(sys.argv) > 2):
+        sys.stderr.write(f"{found}\n")
+        sys.exit(FOUND)
