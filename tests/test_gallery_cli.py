@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -74,6 +75,24 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     index.write_bytes(index.read_bytes()[:-1])
     code, out, _ = run("verify", gallery)
     assert code == 1 and "index.faiss has" in out
+
+
+@pytest.mark.parametrize(("dies_in", "milvus"), [("gallery.write_manifest", False), ("segment.file_record", True)])
+def test_a_build_that_was_killed_goes_on(
+    dies_in: str, milvus: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = tmp_path / "gallery"
+    command = ("build", photos, "--model", old_folder, "--out", gallery)
+    command += ("--milvus", tmp_path / "vectors.db") if milvus else ()
+    killing = f"import os, xcompat.retrieval.gallery; xcompat.retrieval.{dies_in} = lambda *_: os._exit(9)\n"
+    killing += "from xcompat.cli import main; main()"
+    killed = subprocess.run([sys.executable, "-c", killing, "gallery", *map(str, command)], check=False, capture_output=True)
+    assert killed.returncode == 9, killed.stderr
+    assert (gallery / "gallery.json").exists() == milvus
+    code, out, err = run(*command)
+    assert (code, err) == (0, "") and "120 pictures added" in out
+    assert len(Gallery.open(gallery)) == 120 and Gallery.open(gallery).damage() == []
+    assert len(list((gallery / "segments").iterdir())) == 1
 
 
 @pytest.fixture

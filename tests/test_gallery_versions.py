@@ -17,6 +17,7 @@ from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.merging import Candidates, merge_candidates
 from xcompat.retrieval.upgrading import plan_upgrade
+from xcompat.retrieval.versions import upgraded_version
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
@@ -169,6 +170,8 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
         gallery.upgrade(model, batch_size=50)
     assert mapped == [50] * 5 and Gallery.open(gallery.path).versions == [OLD]
     mapped.clear()
+    with Gallery.open(gallery.path) as idle:
+        idle.staging()  # a writer who changes nothing tidies up, and leaves it
     monkeypatch.setattr(
         FctModel, "upgrade", lambda self, embeds, side=None: mapped.append(len(embeds)) or original(self, embeds, side)
     )
@@ -179,6 +182,15 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
     stored = np.concatenate([segment.vectors(np.arange(0, len(segment))) for segment in again.segments])
     np.testing.assert_allclose(stored, expected, atol=1e-6)
     assert not list(again.path.glob("upgrade-*.json"))
+
+
+@pytest.mark.parametrize("said", ["", "[1]", '{"generation": 1}', '{"generation": 1, "records": 5}', '{"generation": "x"}'])
+def test_a_journal_that_cannot_be_read_is_begun_anew(said: str, tmp_path: Path) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
+    digest = upgraded_version(model).digest
+    (gallery.path / f"upgrade-{digest[:16]}.json").write_text(said)
+    assert gallery.upgrade(model) == N == len(gallery) and gallery.damage() == []
+    assert not list(gallery.path.glob("upgrade-*.json"))
 
 
 def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

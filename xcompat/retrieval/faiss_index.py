@@ -213,7 +213,7 @@ def open_faiss(path: Path, metric: Metric) -> FaissIndex:
         XcompatError: it is missing or damaged.
     """
     if not path.is_file():
-        raise XcompatError(f"{path} does not exist; put the faiss index back where the gallery found it, or roll back")
+        raise XcompatError(f"{path} does not exist; put the faiss index back, or roll back")
     return FaissIndex(map_faiss(path), metric)
 
 

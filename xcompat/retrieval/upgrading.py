@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
@@ -66,7 +66,8 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     """
     segments = _sources(gallery, model)
     items = sum(map(len, segments))
-    _, first = next(segments[0].blocks(TRIED))
+    with gallery.reading():
+        _, first = next(segments[0].blocks(TRIED))
     started = time.perf_counter()
     _mapped(model, first, gallery.metric)
     per_item = (time.perf_counter() - started) / len(first)
@@ -168,6 +169,9 @@ def _begun(folder: Path, journal: Path, generation: int) -> _Progress:
     fresh = _Progress(generation=generation)
     if not journal.exists():
         return fresh
-    found = _Progress(**read_json(journal))
+    try:
+        found = _Progress.model_validate(read_json(journal))
+    except (XcompatError, ValidationError):  # what it says is only a help
+        return fresh
     whole = all((folder / SEGMENTS / record.name).is_dir() for record in found.records)
     return found if whole and found.generation == generation else fresh
