@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from xcompat import Fingerprint, ProjectionConfig, ProjectionModel
-from xcompat.embedding import CacheInfo, EmbeddingCache
+from xcompat.embedding_cache import CacheInfo, EmbeddingCache
 from xcompat.files import write_json
 from xcompat.models import describe_old
 from xcompat.progress import console as progress

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,15 +17,24 @@ from PIL.Image import Image
 from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
+from xcompat.data.notices import notice
 from xcompat.data.schema import ID, PIXEL_VALUES
-from xcompat.distributed import barrier, is_main_process, rank, world_size
+from xcompat.distributed import barrier, gather_objects, is_main_process, rank, world_size
+from xcompat.embedding_cache import (
+    CacheInfo,
+    DamagedShardError,
+    EmbeddingCache,
+    MissingShardError,
+    open_shard,
+    read_info,
+    write_shard,
+)
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.packed import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json, write_array, write_json
-from xcompat.fingerprint import Fingerprint
+from xcompat.files import read_json, write_json
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
@@ -35,112 +44,13 @@ from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cor
 if TYPE_CHECKING:
     import datasets
 
-SCHEMA = 1
 TOKENS_PER_BATCH = 512  # activations of short captions stay in the caches of a CPU; a GPU is fed by MANY_TOKENS
 MANY_TOKENS = 65536
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
+__all__ = ["EmbeddingCache", "decoding", "embed_images", "embed_rows", "embed_texts", "images_per_batch"]
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""
-
-
-@dataclass(frozen=True)
-class CacheInfo:
-    """``cache.json``, written last: a cache without it is not complete.
-
-    Args:
-        fingerprint: digest of the model that made the embeddings.
-        name: what people call that model.
-        data: digest of what was embedded, in order.
-        kind: ``texts`` or ``images``.
-        rows: number of embeddings.
-        dim: their dimension.
-        shard_rows: rows in every shard but the last.
-        dtype: NumPy name of the stored type.
-        schema: version of this format.
-    """
-
-    fingerprint: str
-    name: str
-    data: str
-    kind: str
-    rows: int
-    dim: int
-    shard_rows: int
-    dtype: str = "float16"
-    schema: int = SCHEMA
-
-
-class EmbeddingCache:
-    """Embeddings on disk that are fetched by row number without being loaded.
-
-    Args:
-        path: the cache's folder.
-
-    Raises:
-        XcompatError: when it is missing, unfinished or of another format.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if not (self.path / "cache.json").exists():
-            raise XcompatError(
-                f"{self.path} is no finished embedding cache; run `xcompat embed` again, it continues where it was"
-            )
-        fields = read_json(self.path / "cache.json")
-        if fields.get("schema") != SCHEMA:
-            raise XcompatError(
-                f"{self.path} has cache format {fields.get('schema')}, this version reads {SCHEMA}; delete it and embed again"
-            )
-        self.info = CacheInfo(**fields)
-        count = -(-self.info.rows // self.info.shard_rows)
-        self._shards = [np.load(_shard_path(self.path, shard), mmap_mode="r", allow_pickle=False) for shard in range(count)]
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return which model made the embeddings."""
-        return Fingerprint(self.info.fingerprint, self.info.name)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return (rows, dim)."""
-        return self.info.rows, self.info.dim
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return self.info.rows
-
-    def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """Fetch rows, in the order asked for.
-
-        Args:
-            rows: row numbers, or a slice.
-
-        Returns:
-            (len(rows), dim) float32; a row of NaN is an image that could not be read.
-        """
-        if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(self.info.rows))
-        rows = np.asarray(rows)
-        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
-        shard_of_row = rows // self.info.shard_rows
-        for shard in np.unique(shard_of_row):
-            here = shard_of_row == shard
-            fetched[here] = self._shards[shard][rows[here] - shard * self.info.shard_rows]
-        return fetched
-
-    def readable(self) -> NDArray[np.bool_]:
-        """Return which rows are embeddings and not the NaN of an image that could not be read: (rows,)."""
-        return np.concatenate([np.isfinite(shard[:, 0]) for shard in self._shards])
-
-    def iterate(self, batch_size: int = 8192) -> Iterator[Tensor]:
-        """Yield all rows in order, as float32 tensors."""
-        for start in range(0, len(self), batch_size):
-            yield torch.from_numpy(self[start : start + batch_size])
-
-
-def _shard_path(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:05d}.npy"
 
 
 def embed_texts(
@@ -157,7 +67,7 @@ def embed_texts(
     Args:
         embedder: the frozen model.
         texts: any sequence that yields lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
-        path: folder of the cache; a finished one is opened, an unfinished one continued.
+        path: folder of the cache; a finished one is opened, an unfinished one continued, and what is damaged made anew.
         data_digest: identifies the texts and their order.
         shard_rows: texts per shard, the unit of resuming.
         tokens_per_batch: size of a batch in tokens, padding counted; beginnings that are shared count once.
@@ -207,7 +117,7 @@ def embed_images(
     Args:
         embedder: the frozen model; one that is gone gives what it embedded once.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
-        path: folder of the cache; a finished one is opened, an unfinished one continued.
+        path: folder of the cache; a finished one is opened, an unfinished one continued, and what is damaged made anew.
         data_digest: identifies the images and their order.
         shard_rows: images per shard, the unit of resuming; best a multiple of 64, as every batch is a part of one shard.
         max_bad_share: stop when more than this share of the images cannot be read.
@@ -319,34 +229,70 @@ def _embed(
     if not rows:
         raise XcompatError(f"there are no {kind} to embed; check the data section")
     _check_plan(path, info)
-    starts = list(range(0, rows, shard_rows))
-    if not (path / "cache.json").exists():
-        mine = [shard for shard in range(len(starts)) if shard % world_size() == rank() and not _shard_path(path, shard).exists()]
-        slices = [slice(starts[shard], min(starts[shard] + shard_rows, rows)) for shard in mine]
-        total = sum(part.stop - part.start for part in slices)
-        with progress_bar() as bar, _as_fast_as_it_goes(embedder), ThreadPoolExecutor(1) as writer:
-            task = bar.add_task(f"embedding {kind} with {embedder.name}", total=total, rate="")
-            waiting = Waiting()
-            writing: Future[None] | None = None
-            for shard, part, batches in zip(mine, slices, embed_shards(slices, waiting), strict=True):
-                places, parts = [], []
-                for places_B, embeds_BD in batches:
-                    places.append(places_B)
-                    parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
-                    rate_of(bar, task, len(places_B), kind, waiting)
-                if writing is not None:
-                    writing.result()  # the model goes on while one shard is written, and only one
-                writing = writer.submit(_write_shard, _shard_path(path, shard), info, part.stop - part.start, places, parts)
-            if writing is not None:
-                writing.result()
-        bad.share()  # waits until all have written
-        if is_main_process():
-            write_json(path / "cache.json", asdict(info))
-        barrier()
+    mine = _to_embed(path, info)
+    if mine:
+        _embed_shards(embedder, path, info, mine, embed_shards)
+    bad.share()  # waits until all have written
+    if is_main_process() and not _is_finished(path, info):
+        write_json(path / "cache.json", asdict(info))
+    barrier()
     return EmbeddingCache(path)
 
 
-def _write_shard(path: Path, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]) -> None:
+def _to_embed(path: Path, info: CacheInfo) -> list[int]:
+    """List this process's shards that are missing or damaged; what is damaged on any process is said."""
+    begun = not (path / "cache.json").exists()  # then shards may be missing
+    missing, damaged = [], []
+    for shard in range(rank(), info.shards, world_size()):
+        try:
+            open_shard(path, shard, info)
+        except DamagedShardError as error:
+            missing.append(shard)
+            if not (begun and isinstance(error, MissingShardError)):
+                damaged.append(str(error))
+    for reasons in gather_objects(damaged, shared=True):
+        for reason in reasons:
+            notice(f"{reason}; this part is embedded again")
+    return missing
+
+
+def _embed_shards(
+    embedder: Embedder | StoredModel,
+    path: Path,
+    info: CacheInfo,
+    shards: list[int],
+    embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
+) -> None:
+    slices = [slice(shard * info.shard_rows, min((shard + 1) * info.shard_rows, info.rows)) for shard in shards]
+    total = sum(part.stop - part.start for part in slices)
+    with progress_bar() as bar, _as_fast_as_it_goes(embedder), ThreadPoolExecutor(1) as writer:
+        task = bar.add_task(f"embedding {info.kind} with {embedder.name}", total=total, rate="")
+        waiting = Waiting()
+        writing: Future[None] | None = None
+        for shard, part, batches in zip(shards, slices, embed_shards(slices, waiting), strict=True):
+            places, parts = [], []
+            for places_B, embeds_BD in batches:
+                places.append(places_B)
+                parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
+                rate_of(bar, task, len(places_B), info.kind, waiting)
+            if writing is not None:
+                writing.result()  # the model goes on while one shard is written, and only one
+            writing = writer.submit(_write_shard, path, shard, info, part.stop - part.start, places, parts)
+        if writing is not None:
+            writing.result()
+
+
+def _is_finished(path: Path, info: CacheInfo) -> bool:
+    """Return whether ``cache.json`` is there, and says what the cache holds."""
+    try:
+        return replace(read_info(path), name=info.name) == info
+    except XcompatError:
+        return False
+
+
+def _write_shard(
+    path: Path, shard: int, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]
+) -> None:
     """Write one shard; rows without a place are NaN."""
     embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
     if parts:
@@ -356,8 +302,7 @@ def _write_shard(path: Path, info: CacheInfo, rows: int, places: list[NDArray[np
             f"{info.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of length 1 "
             "(options.input: embedding)"
         )
-    with atomic_path(path) as temporary:
-        write_array(temporary, embeds_ND.astype(info.dtype))
+    write_shard(path, shard, info, embeds_ND)
 
 
 def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextManager[None]:
@@ -377,10 +322,12 @@ def _sharing(embedder: Embedder) -> Encoder | None:
 
 def _check_plan(path: Path, info: CacheInfo) -> None:
     """Refuse to continue a folder that was begun with another model or other data."""
-    plan = path / "plan.json"
-    if plan.exists():
-        begun: dict[str, Any] = read_json(plan)
+    written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
+    if written:
+        begun: Any = read_json(written[0])
         wanted = asdict(info)
+        if not isinstance(begun, dict):
+            raise XcompatError(f"{written[0]} does not say what {path} holds; delete {path} and embed again")
         different = [key for key in wanted if key != "name" and begun.get(key) != wanted[key]]
         if different:
             key = different[0]
@@ -388,6 +335,8 @@ def _check_plan(path: Path, info: CacheInfo) -> None:
                 f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
                 "choose another folder or delete it"
             )
+    elif any(path.glob("shard-*.npy")):
+        raise XcompatError(f"{path} holds embeddings, and nothing that says of what; choose another folder or delete it")
     elif is_main_process():
-        write_json(plan, asdict(info))
+        write_json(path / "plan.json", asdict(info))
     barrier()

@@ -1,0 +1,179 @@
+"""Embedding caches that are damaged: the shard is named, and embedded again where the source is at hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xcompat import embedding_cache, files
+from xcompat.data import load_pairs
+from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.errors import XcompatError
+from xcompat.models.embedder import Embedder, load_embedder
+
+TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
+
+
+@pytest.fixture(scope="module")
+def embedder(folder_of: dict[str, str]) -> Embedder:
+    return load_embedder(folder_of["clip"])
+
+
+@pytest.fixture
+def cache(embedder: Embedder, tmp_path: Path) -> Path:
+    embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
+    return tmp_path / "c"
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 64
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def swap(file: Path) -> None:
+    other, aside = file.with_name("shard-00001.npy"), file.with_name("aside")
+    file.rename(aside)
+    other.rename(file)
+    aside.rename(other)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (flip, "has changed since it was written"),
+    "cut": (cut, "bytes, it was written with"),
+    "emptied": (lambda file: file.write_bytes(b""), "has 0 bytes"),
+    "missing": (Path.unlink, "is missing"),
+    "swapped": (swap, "has changed since it was written"),
+    "record": (lambda file: file.with_suffix(".json").write_text("{}"), "the checksum of a shard, is damaged"),
+    "no array": (lambda file: file.write_text("x" * file.stat().st_size), "has changed"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_damaged_is_named_and_embedded_again(
+    name: str, embedder: Embedder, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, reason = DAMAGE[name]
+    whole = EmbeddingCache(cache)[:]
+    damage(cache / "shard-00002.npy")
+    opened = EmbeddingCache(cache)
+    assert np.array_equal(opened[np.array([0, 22])], whole[[0, 22]]), "other shards are read"
+    with pytest.raises(XcompatError, match=f"shard-0000[12].*{reason}.*run again what made the cache") as caught:
+        opened[:]
+    assert "\n" not in str(caught.value)
+    asked, tokenize = [], type(embedder.processor).tokenize
+    monkeypatch.setattr(type(embedder.processor), "tokenize", lambda self, texts: asked.append(texts[0]) or tokenize(self, texts))
+    capsys.readouterr()
+    assert np.array_equal(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)[:], whole)
+    assert asked == ([TEXTS[5], TEXTS[10]] if name == "swapped" else [TEXTS[10]])
+    said = [line for line in capsys.readouterr().out.splitlines() if "shard-" in line]
+    assert len(said) == len(asked) and all(line.endswith("; this part is embedded again") for line in said)
+    assert np.array_equal(EmbeddingCache(cache)[:], whole)
+
+
+def test_images_are_embedded_again(embedder: Embedder, pairs_folder: str, tmp_path: Path) -> None:
+    pairs = load_pairs(pairs_folder)
+    whole = embed_images(embedder, pairs, tmp_path / "c", "digest", shard_rows=8)[:]
+    flip(tmp_path / "c" / "shard-00001.npy")
+    assert np.array_equal(embed_images(embedder, pairs, tmp_path / "c", "digest", shard_rows=8)[:], whole)
+
+
+def test_a_shard_is_compared_once_and_only_when_it_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding_cache._differences.cache_clear()
+    compared, difference = [], embedding_cache.difference
+    monkeypatch.setattr(
+        embedding_cache, "difference", lambda path, record: compared.append(path.stem) or difference(path, record)
+    )
+    opened = EmbeddingCache(cache)
+    assert not compared
+    opened[np.array([7, 9])], opened[np.array([8])]
+    assert compared == ["shard-00001"]
+    opened.readable(), EmbeddingCache(cache)[:]
+    assert sorted(compared) == [f"shard-{shard:05d}" for shard in range(5)]
+
+
+def test_caches_of_before_there_were_checksums(embedder: Embedder, cache: Path) -> None:
+    whole = EmbeddingCache(cache)[:]
+    for record in cache.glob("shard-*.json"):
+        record.unlink()
+    assert np.array_equal(EmbeddingCache(cache)[:], whole)
+    cut(cache / "shard-00002.npy")
+    with pytest.raises(XcompatError, match="shard-00002.npy is cut short or no array"):
+        EmbeddingCache(cache)[:]
+    np.save(cache / "shard-00003.npy", np.zeros((5, 3), np.float16))
+    with pytest.raises(XcompatError, match=r"shard-00003.npy holds \(5, 3\) float16, not \(5, 16\) float16"):
+        EmbeddingCache(cache)[np.array([15])]
+    assert np.array_equal(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)[:], whole)
+    assert sorted(path.name for path in cache.glob("shard-*.json")) == ["shard-00002.json", "shard-00003.json"]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_kill_between_checksum_and_shard(
+    damaged: bool, embedder: Embedder, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = EmbeddingCache(cache)[:]
+    target, place = cache if damaged else tmp_path / "new", files._put_in_place
+    if damaged:
+        flip(cache / "shard-00002.npy")
+
+    def killed(temporary: Path, path: Path) -> None:
+        if path.name == "shard-00002.npy":
+            raise KeyboardInterrupt
+        place(temporary, path)
+
+    monkeypatch.setattr(files, "_put_in_place", killed)
+    with pytest.raises(KeyboardInterrupt):
+        embed_texts(embedder, TEXTS, target, "digest", shard_rows=5)
+    monkeypatch.setattr(files, "_put_in_place", place)
+    assert (target / "shard-00002.json").exists()
+    with pytest.raises(XcompatError, match="shard-00002.npy has changed" if damaged else "no finished embedding cache"):
+        EmbeddingCache(target)[:]
+    assert np.array_equal(embed_texts(embedder, TEXTS, target, "digest", shard_rows=5)[:], whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cache.json", "{", "not valid JSON"),
+        ("cache.json", "[]", "cache format None"),
+        ("cache.json", {"rows": 0}, "rows: Input should be greater than or equal to 1"),
+        ("cache.json", {"dim": "many"}, "dim: Input should be a valid integer"),
+        ("cache.json", {"fingerprint": "other"}, "cache.json and plan.json, which it was copied from, differ"),
+        ("plan.json", {"fingerprint": "other"}, "cache.json and plan.json, which it was copied from, differ"),
+    ],
+)
+def test_a_damaged_description_is_one_line(
+    name: str, content: str | dict[str, object], message: str, embedder: Embedder, cache: Path
+) -> None:
+    file = cache / name
+    text = content if isinstance(content, str) else json.dumps(json.loads(file.read_text()) | content)
+    file.write_text(text)
+    with pytest.raises(XcompatError, match=message) as caught:
+        EmbeddingCache(cache)
+    assert "\n" not in str(caught.value)
+    if name == "cache.json":
+        assert len(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)) == 23, "it is written anew"
+    else:
+        with pytest.raises(XcompatError, match="embeddings of another fingerprint"):
+            embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)
+
+
+def test_shards_of_nobody_knows_what_are_not_taken_over(embedder: Embedder, cache: Path) -> None:
+    (cache / "plan.json").unlink()
+    with pytest.raises(XcompatError, match="embeddings of another data"):
+        embed_texts(embedder, TEXTS, cache, "other", shard_rows=5)
+    shutil.copy(cache / "cache.json", cache / "kept")
+    (cache / "cache.json").unlink()
+    with pytest.raises(XcompatError, match="nothing that says of what"):
+        embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)
+    (cache / "kept").rename(cache / "cache.json")
+    assert len(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)) == 23

@@ -1,0 +1,232 @@
+"""Embeddings on disk: sharded, memory-mapped, and compared with what was written before they are used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from xcompat.checksums import FileRecord, difference, file_record
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path, read_json, write_array, write_json
+from xcompat.fingerprint import Fingerprint
+
+SCHEMA = 1
+
+
+class DamagedShardError(XcompatError):
+    """A part of a cache that is missing, or not what was written."""
+
+
+class MissingShardError(DamagedShardError):
+    """A part of a cache that is missing."""
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """``cache.json``, written last: a cache without it is not complete.
+
+    Args:
+        fingerprint: digest of the model that made the embeddings.
+        name: what people call that model.
+        data: digest of what was embedded, in order.
+        kind: ``texts`` or ``images``.
+        rows: number of embeddings.
+        dim: their dimension.
+        shard_rows: rows in every shard but the last.
+        dtype: NumPy name of the stored type.
+        schema: version of this format.
+    """
+
+    fingerprint: str
+    name: str
+    data: str
+    kind: str
+    rows: Annotated[int, Field(ge=1)]
+    dim: Annotated[int, Field(ge=1)]
+    shard_rows: Annotated[int, Field(ge=1)]
+    dtype: str = "float16"
+    schema: int = SCHEMA
+
+    @property
+    def shards(self) -> int:
+        """Return the number of shards."""
+        return -(-self.rows // self.shard_rows)
+
+
+class EmbeddingCache:
+    """Embeddings on disk that are fetched by row number without being loaded.
+
+    A shard is compared with its checksum when it is first read in this process; one that was written before there were checksums
+    only has to have its size.
+
+    Args:
+        path: the cache's folder.
+
+    Raises:
+        XcompatError: when it is missing, unfinished, damaged or of another format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.info = read_info(self.path)
+        self._shards: dict[int, NDArray[Any]] = {}
+
+    def _shard(self, shard: int) -> NDArray[Any]:
+        if shard not in self._shards:
+            try:
+                self._shards[shard] = open_shard(self.path, shard, self.info)
+            except DamagedShardError as error:
+                raise XcompatError(f"{error}; run again what made the cache: it embeds this part anew, and no other") from None
+        return self._shards[shard]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Return which model made the embeddings."""
+        return Fingerprint(self.info.fingerprint, self.info.name)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (rows, dim)."""
+        return self.info.rows, self.info.dim
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.info.rows
+
+    def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
+        """Fetch rows, in the order asked for.
+
+        Args:
+            rows: row numbers, or a slice.
+
+        Returns:
+            (len(rows), dim) float32; a row of NaN is an image that could not be read.
+        """
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(self.info.rows))
+        rows = np.asarray(rows)
+        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
+        shard_of_row = rows // self.info.shard_rows
+        for shard in np.unique(shard_of_row).tolist():
+            here = shard_of_row == shard
+            fetched[here] = self._shard(shard)[rows[here] - shard * self.info.shard_rows]
+        return fetched
+
+    def readable(self) -> NDArray[np.bool_]:
+        """Return which rows are embeddings and not the NaN of an image that could not be read: (rows,)."""
+        return np.concatenate([np.isfinite(self._shard(shard)[:, 0]) for shard in range(self.info.shards)])
+
+    def iterate(self, batch_size: int = 8192) -> Iterator[Tensor]:
+        """Yield all rows in order, as float32 tensors."""
+        for start in range(0, len(self), batch_size):
+            yield torch.from_numpy(self[start : start + batch_size])
+
+
+def read_info(folder: Path) -> CacheInfo:
+    """Read what a finished cache holds.
+
+    Args:
+        folder: of the cache.
+
+    Returns:
+        Its description.
+
+    Raises:
+        XcompatError: it is missing, unfinished, damaged or of another format.
+    """
+    file, plan = folder / "cache.json", folder / "plan.json"
+    if not file.exists():
+        raise XcompatError(f"{folder} is no finished embedding cache; run `xcompat embed` again, it continues where it was")
+    fields = read_json(file)
+    schema = fields.get("schema") if isinstance(fields, dict) else None
+    if schema != SCHEMA:
+        raise XcompatError(f"{folder} has cache format {schema}, this version reads {SCHEMA}; delete it and embed again")
+    try:
+        info: CacheInfo = TypeAdapter(CacheInfo).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise XcompatError(
+            f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and embed again"
+        ) from None
+    if plan.exists() and _nameless(read_json(plan)) != _nameless(asdict(info)):
+        raise XcompatError(f"{file} and plan.json, which it was copied from, differ; run again what made the cache")
+    return info
+
+
+def _nameless(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Leave out what people call the model: a cache may be continued with one that is called otherwise."""
+    return {key: value for key, value in fields.items() if key != "name"} if isinstance(fields, dict) else None
+
+
+def _shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"shard-{shard:05d}.npy"
+
+
+def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np.float32]) -> None:
+    """Write a shard, and before it takes its place the checksum that it is compared with ever after.
+
+    Args:
+        folder: of the cache.
+        shard: its number.
+        info: what the cache holds.
+        embeds_ND: the shard's rows; NaN for what could not be read.
+    """
+    path = _shard_path(folder, shard)
+    with atomic_path(path) as temporary:
+        write_array(temporary, embeds_ND.astype(info.dtype))
+        write_json(path.with_suffix(".json"), file_record(temporary).model_dump())
+
+
+def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
+    """Map a shard into memory, once it was compared with its checksum.
+
+    Args:
+        folder: of the cache.
+        shard: its number.
+        info: what the cache holds.
+
+    Returns:
+        Its rows, read-only.
+
+    Raises:
+        DamagedShardError: it is missing, or not what was written.
+    """
+    path = _shard_path(folder, shard)
+    if not path.is_file():
+        raise MissingShardError(f"{path} is missing")
+    stat = path.stat()
+    if found := _differences(path, stat.st_size, stat.st_mtime_ns, _recorded(path.with_suffix(".json"))):
+        raise DamagedShardError(found[0])
+    rows = min(info.shard_rows, info.rows - shard * info.shard_rows)
+    try:
+        embeds_ND: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        if (embeds_ND.shape, str(embeds_ND.dtype)) == ((rows, info.dim), info.dtype):
+            return embeds_ND
+    except Exception as error:  # NumPy raises many kinds on the header of a file that has no checksum
+        raise DamagedShardError(f"{path} is cut short or no array") from error
+    raise DamagedShardError(f"{path} holds {embeds_ND.shape} {embeds_ND.dtype}, not {(rows, info.dim)} {info.dtype}")
+
+
+def _recorded(file: Path) -> FileRecord | None:
+    """Read what a shard was when it was written; None for one of before there were checksums."""
+    if not file.exists():
+        return None
+    try:
+        return FileRecord(**read_json(file))
+    except (XcompatError, TypeError, ValidationError):
+        raise DamagedShardError(f"{file}, the checksum of a shard, is damaged") from None
+
+
+@functools.cache
+def _differences(path: Path, size: int, changed: int, record: FileRecord | None) -> list[str]:
+    """Compare a file with its checksum, once in a process unless it changes; ``size`` and ``changed`` say whether it did."""
+    return [] if record is None else difference(path, record)
