@@ -110,6 +110,48 @@ def test_what_is_no_recipe_is_refused_and_nothing_is_executed(tmp_path: Path, te
         load(tmp_path, text)
 
 
+def laughs(levels: int, item: str) -> str:
+    """Return a recipe whose aliases stand for 10^levels values."""
+    lines = ["a0: &a0 {x: y}", *(f"a{n}: &a{n} {item.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, levels))]
+    return "\n".join([*lines, f"options: *a{levels - 1}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (laughs(9, "[{}]"), "more than 100,000 values"),
+        (laughs(9, "{{<<: [{}]}}"), "more than 100,000 values"),
+        ("\n".join(["a0: &a0 {x: y}", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 1000))]), "64 levels"),
+        ("options: " + "[" * 1000 + "]" * 1000, "64 levels"),
+        ("\n".join(" " * n + f"k{n}:" for n in range(1000)) + " 1", "64 levels"),
+        ("options: &a [*a]", "holds itself"),
+        ("seed: " + "1" * 5000, "an integer that cannot be read"),
+        ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
+        ("name: " + "1" * 100_000 + "x\nmethod: [", "not valid YAML"),
+        ("name: 2026-13-01", "month must be in 1..12"),
+        ("# " + "x" * 2**20, "more than settings have"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_recipe_beyond_limits_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match=message) as raised:
+        load(tmp_path, text)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 1000, "&a [*a]"])
+def test_an_override_beyond_limits_is_one_line(value: str, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="the value is not valid YAML") as raised:
+        load(tmp_path, GOOD, f"training.learning_rate={value}")
+    assert "\n" not in str(raised.value)
+
+
+def test_anchors_of_ordinary_recipes_are_followed(tmp_path: Path) -> None:
+    anchored = GOOD.replace("training: {learning_rate: 1e-4", "training: &usual {learning_rate: 1e-4")
+    anchored = anchored.replace("training: {learning_rate: 2e-3}", "training: {<<: *usual, learning_rate: 2e-3}")
+    assert load(tmp_path, anchored) == load(tmp_path, GOOD)
+
+
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="nowhere.yaml does not exist"):
         load_recipe(tmp_path / "nowhere.yaml")

@@ -24,6 +24,7 @@ from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console
 from xcompat.report import load_report, render_markdown
 from xcompat.training.recipe import ROLES, STAGE_PREFIX
+from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
 _PARTS = ("images", "pairs", "texts", "queries", "gallery", "test", "zero_shot")
@@ -171,7 +172,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
 
 def _recipes(stage: Path) -> list[dict[str, Any]]:
     """Return the resolved recipe of a stage, after those of the stages that it is made from."""
-    recipe = yaml.safe_load((stage / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = read_yaml(stage / "recipe.yaml")
     sources = [recipe.get("projection"), *((recipe.get(role) or {}).get("name") for role in ROLES)]
     named = dict.fromkeys(name.removeprefix(STAGE_PREFIX) for name in sources if name and name.startswith(STAGE_PREFIX))
     earlier = [each for name in named for each in _recipes(stage.parent / name)]

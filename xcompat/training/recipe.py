@@ -16,6 +16,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
 from xcompat.training.settings import DataSettings, EvaluationSettings, Section
+from xcompat.training.yaml_files import LimitedLoader, parse_yaml, read_yaml
 
 STAGE_PREFIX = "stage:"
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
@@ -247,10 +248,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     if not path.is_file():
         raise XcompatError(f"the recipe {path} does not exist")
-    try:
-        raw = _read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise XcompatError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    raw = read_yaml(path, _Loader)
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
     for override in overrides:
@@ -334,19 +332,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LimitedLoader):
     """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
+    re.compile(r"^[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
     list("-+0123456789."),
 )
-
-
-def _read_yaml(text: str) -> Any:  # noqa: ANN401 - whatever the YAML holds
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
 
 
 def _refuse_shadowed(raw: dict[str, Any], key: str) -> None:
@@ -375,7 +369,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     place: Any = raw
     try:
-        parsed = _read_yaml(value)
+        parsed = parse_yaml(value, _Loader)
     except yaml.YAMLError:
         raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
     for parent in parents:

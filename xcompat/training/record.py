@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json
 from xcompat.training.recipe import StageRecipe, explain
+from xcompat.training.yaml_files import parse_yaml
 
 RECIPE, DONE, EVALUATED = "recipe.yaml", "done.json", "evaluated.json"
 JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset")
@@ -106,7 +107,7 @@ def begun_with(folder: Path) -> dict[str, Any]:
     """
     file = folder / RECIPE
     try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+        written = parse_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise XcompatError(f"{file} is not valid YAML: {' '.join(str(error).split())}; delete {folder} to begin again") from None
     if not isinstance(written, dict):
