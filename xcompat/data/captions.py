@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.sources import PairSource, has_suffix
+from xcompat.data.text_files import UNREADABLE, json_lines, require_table
 from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
     label = pick_column(source.label_column, LABEL_COLUMNS, columns, "label_column", where) if source.with_labels else None
     sample_id = pick_column(source.id_column, (), columns, "id_column", where) if source.id_column else None
+    lists = [value for value in table[image] if not isinstance(value, str | int)]
+    if lists:
+        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id) if name}
     names = [str(name) for name in table[image].drop_duplicates()]
     _require_images(file, names)
@@ -92,14 +97,17 @@ def _read_table(file: Path) -> pd.DataFrame:
     """Read a table with every value as it is written: ids keep their leading zeros."""
     import pandas as pd
 
+    require_table(file)
     try:
         if has_suffix(file, (".jsonl", ".jsonl.gz")):
-            table = pd.read_json(file, lines=True, dtype=False)
+            table = pd.DataFrame([row for _, row in json_lines(file)])
         else:
             separator = "\t" if has_suffix(file, (".tsv", ".tsv.gz")) else ","
             table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    except (ValueError, EOFError, OSError) as error:  # pandas' parser errors are ValueErrors
-        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); mend that row") from error
+    except XcompatError:
+        raise
+    except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); mend that row") from error
     if not isinstance(table.index, pd.RangeIndex):  # pandas takes surplus fields for an index
         raise XcompatError(f"{file} has rows with more fields than its header; quote captions that hold the separator")
     if table.empty:
@@ -108,9 +116,9 @@ def _read_table(file: Path) -> pd.DataFrame:
 
 
 def _require_images(file: Path, names: list[str]) -> None:
-    missing = [name for name in names if not (file.parent / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(file.parent / name)]  # noqa: PTH113 - of any length, with any character
     if missing:
         raise XcompatError(
-            f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0]!r}; "
+            f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0][:200]!r}; "
             f"paths are relative to {file.parent}"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.data.captions import pick_column
+from xcompat.data.text_files import require_table
 from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise XcompatError(f"{path} does not exist; name a file with one class name a line, or a .tsv with a header")
+    require_table(path)
     if path.suffix.lower() not in (".tsv", ".csv"):
         names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         while names and not names[-1]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -29,6 +27,7 @@ from xcompat.data.sources import (
     is_saved_dataset,
     local_files,
 )
+from xcompat.data.text_files import json_lines, text_lines
 from xcompat.errors import XcompatError
 from xcompat.progress import console
 
@@ -228,34 +227,14 @@ def _format(file: Path, source: CorpusSource) -> str:
     return "text"
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    number = 0
-    opener = gzip.open if file.suffix.lower() == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8-sig") as handle:
-            for number, line in enumerate(handle, 1):
-                if text := line.strip():
-                    yield number, text
-    except UnicodeDecodeError:
-        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert it, or leave it out") from None
-    except (OSError, EOFError) as error:
-        raise XcompatError(f"{file} cannot be read after line {number} ({error}); fetch it again") from error
-
-
 def _line_texts(file: Path, column: str | None) -> Iterator[str]:
     if column is not None:
         raise XcompatError(f"{file} is plain text and has no column {column!r}; leave text_column out")
-    return (text for _, text in _lines(file))
+    return (text for _, text in text_lines(file))
 
 
 def _json_texts(file: Path, column: str | None) -> Iterator[str]:
-    for number, line in _lines(file):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line") from None
-        if not isinstance(row, dict):
-            raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
+    for number, row in json_lines(file):
         name = pick_column(column, TEXT_COLUMNS, list(row), "text_column", f"{file} line {number}")
         yield from captions_of(row[name])
 
@@ -269,7 +248,7 @@ def _parquet_texts(file: Path, column: str | None) -> Iterator[str]:
         name = pick_column(column, TEXT_COLUMNS, table.schema_arrow.names, "text_column", str(file))
         for batch in table.iter_batches(batch_size=BATCH, columns=[name]):
             yield from (text for value in batch.column(0).to_pylist() for text in captions_of(value))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch or write it again") from error
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import gzip
-import json
+import re
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
+from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
 CLASS_MEMBER = "cls"
+LARGEST_SAMPLE = 2**29
+"""Bytes of the files of one sample, which are held in memory."""
+LARGEST_HEADER = 2**16
+MOST_PADDING = 64  # blocks of 1 MiB of zeros behind a shard's end; tar writes 10 kB
 NAMED = 3  # problems named in full, the rest counted
 MIN_SAMPLES = 100  # a share of fewer samples says little while a shard is still being read
 
@@ -176,7 +183,7 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
             for sample in read_shard(shard):
                 try:
                     row = columns.row(sample)
-                except _SampleError as error:
+                except (_SampleError, RecursionError) as error:
                     problems.bad_sample(sample, str(error))
                     problems.check_samples(final=False)
                     continue
@@ -206,21 +213,52 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     Raises:
         ShardError: the file ends early, is damaged or is no tar file.
     """
-    from webdataset.tariterators import group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys
 
     path = Path(path)
     try:
         with _open(path) as stream:
-            yield from group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}]))
-            # tarfile takes a damaged header for the end of the archive; what follows a true end is zeros
-            while block := stream.read(1 << 20):
-                if block.strip(b"\0"):
+            yield from group_by_keys(_members(stream, str(path)))
+            # tarfile takes a damaged header for the end of the archive; what follows a true end is zeros, and not many
+            for blocks in count():
+                if not (block := stream.read(1 << 20)):
+                    break
+                if block.strip(b"\0") or blocks == MOST_PADDING:
                     raise ShardError(f"{path}: damaged, members follow a broken header")
     except XcompatError:
         raise
     except Exception as error:  # tarfile, gzip, zlib and webdataset each raise their own kinds
-        reason = str(error.args[0] if error.args else error).split(" @ ")[0]  # webdataset appends the stream's repr
+        reason = str(error.args[0] if error.args else error)
         raise ShardError(f"{path}: {reason} ({type(error).__name__})") from error
+
+
+def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
+    """Read the files of a shard as `group_by_keys` takes them, each refused by the size that it claims before it is read."""
+    from webdataset.tariterators import base_plus_ext
+
+    archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115 - the stream is closed by who opened it
+    held, key = 0, None
+    for member in archive:
+        archive.members = []  # type: ignore[attr-defined]  # a list that only grows, as webdataset empties it
+        stem, _ = base_plus_ext(member.name)
+        held = member.size + (held if stem == key else 0)
+        key = stem
+        if member.size < 0 or held > LARGEST_SAMPLE:
+            raise ShardError(f"{path}: {member.name[:200]} claims {member.size:,} bytes, of a sample {LARGEST_SAMPLE:,} are read")
+        if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name):  # which webdataset keeps for itself
+            file = archive.extractfile(member)
+            assert file is not None
+            yield {"fname": member.name, "data": file.read(), "__url__": path}
+    yield {}  # the last sample is whole
+
+
+class _Header(tarfile.TarInfo):
+    """A header that says more about the next file, such as its long name; tarfile reads as many bytes as it claims."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if not self.isreg() and not 0 <= self.size <= LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header claims {self.size:,} bytes, and {LARGEST_HEADER:,} are read")
+        return super()._proc_member(archive)  # type: ignore[misc]  # where tarfile lets subclasses in
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -252,7 +290,9 @@ def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any J
         name, *keys = column.split(".")
         if name not in sample or not keys:
             raise _SampleError(f"no {column}")
-        value = json.loads(sample[name])
+        value = parse_json(sample[name])
+        if value is None:
+            raise _SampleError(f"{name} is not valid JSON")
         for key in keys:
             if not isinstance(value, dict) or key not in value:
                 known = [f"{name}.{k}" for k in value] if isinstance(value, dict) else []
@@ -260,6 +300,4 @@ def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any J
             value = value[key]
     except UnicodeDecodeError:
         raise _SampleError(f"{column} is not UTF-8 text") from None
-    except json.JSONDecodeError:
-        raise _SampleError(f"{column.split('.', 1)[0]} is not valid JSON") from None
     return value

@@ -1,0 +1,124 @@
+"""Lines of text files, plain or gzip, within limits: a file of some kB can unpack to gigabytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from xcompat.errors import XcompatError
+
+LONGEST_LINE = 2**24
+"""Characters. Files of texts are read line by line, and may be of any length."""
+LARGEST_TABLE = 2**31
+"""Bytes, unpacked, of a file that is held in memory as a whole."""
+MOST_TIMES = 256
+"""No table of text is packed to so small a part of it."""
+BLOCK = 2**20
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What a file that is damaged or cut short raises."""
+
+
+def text_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Read the lines of a text file.
+
+    Args:
+        file: UTF-8 text, gzip if it is called ``.gz``.
+
+    Yields:
+        The number of each line that is not blank, counted from 1, and its text.
+
+    Raises:
+        XcompatError: it is damaged or no UTF-8, or a line is longer than `LONGEST_LINE`.
+    """
+    number = 0
+    opener = gzip.open if _is_packed(file) else open
+    try:
+        with opener(file, "rt", encoding="utf-8-sig") as handle:
+            while line := handle.readline(LONGEST_LINE):
+                number += 1
+                if len(line) == LONGEST_LINE:
+                    raise XcompatError(_too_long(f"{file} line {number}"))
+                if text := line.strip():
+                    yield number, text
+    except UnicodeDecodeError:
+        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert it, or leave it out") from None
+    except UNREADABLE as error:
+        raise XcompatError(f"{file} cannot be read after line {number} ({error}); fetch it again") from error
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the objects of a file of JSON lines.
+
+    Args:
+        file: one object a line, gzip if it is called ``.gz``.
+
+    Yields:
+        The number of each line that is not blank, counted from 1, and its object.
+
+    Raises:
+        XcompatError: a line is no JSON object, or beyond what :func:`text_lines` reads.
+    """
+    for number, line in text_lines(file):
+        row = parse_json(line)
+        if row is None:
+            raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line")
+        if not isinstance(row, dict):
+            raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
+        yield number, row
+
+
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
+    """Read JSON; None for what is none, is nested too deeply, or holds numbers of thousands of digits.
+
+    Example:
+        >>> parse_json('{"a": 1}'), parse_json("["), parse_json("[" * 100_000), parse_json("1" * 5000)
+        ({'a': 1}, None, None, None)
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def require_table(file: Path) -> None:
+    """Refuse a table that does not fit into memory, before it is read.
+
+    Args:
+        file: text, gzip if it is called ``.gz``.
+
+    Raises:
+        XcompatError: it has more than `LARGEST_TABLE` bytes, `MOST_TIMES` as many as it is packed to, or too long a line.
+    """
+    size, line, packed = 0, 0, file.stat().st_size
+    most = min(LARGEST_TABLE, max(MOST_TIMES * packed, 64 * BLOCK)) if _is_packed(file) else LARGEST_TABLE
+    try:
+        with _open(file) as handle:
+            while block := handle.read(BLOCK):
+                size += len(block)
+                if size > most:
+                    raise XcompatError(
+                        f"{file} ({packed:,} bytes) holds more than {most:,} bytes, too many for a table; divide it into several"
+                    )
+                end = block.find(b"\n")
+                line += len(block) if end < 0 else end
+                if line > LONGEST_LINE:
+                    raise XcompatError(_too_long(str(file)))
+                line = line if end < 0 else len(block) - block.rfind(b"\n") - 1
+    except UNREADABLE as error:
+        raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
+
+
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file, "rb") if _is_packed(file) else file.open("rb")  # type: ignore[return-value]
+
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix.lower() == ".gz"
+
+
+def _too_long(where: str) -> str:
+    return f"{where} has a line of more than {LONGEST_LINE:,} characters, which is no text; divide or delete it"
