@@ -119,6 +119,22 @@ def verify(gallery: Folder) -> None:
 
 
 @app.command()
+def doctor(
+    gallery: Folder,
+    model: ModelName = "",
+    images: Annotated[Optional[Path], typer.Option(help="The pictures that it was built from.")] = None,  # noqa: UP045
+    sample: Annotated[int, typer.Option(min=1, help="How many of each version are embedded anew.")] = 400,
+) -> None:
+    """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
+    from xcompat.retrieval import commands
+
+    if images is None:
+        raise XcompatError("name the pictures that the gallery was built from with --images: a sample of them is embedded anew")
+    if not commands.doctor(_open(gallery), _load(model), images, sample):
+        raise typer.Exit(1)
+
+
+@app.command()
 def rollback(
     gallery: Folder,
     generation: Annotated[

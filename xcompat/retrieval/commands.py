@@ -21,6 +21,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backfilling import Backfill
+from xcompat.retrieval.doctor import examine
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.retrieval.versions import Model
+
+
+NAMED = 10
 
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
@@ -231,6 +235,26 @@ def verify(gallery: Gallery) -> bool:
     if not wrong:
         console.print(f"[green]✓[/] {gallery.path} is whole: {len(gallery):,} items in {len(gallery.segments)} segments")
     return not wrong
+
+
+def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) -> bool:
+    """Print which embeddings a model made; return whether none is of another origin than its name says."""
+    findings = examine(gallery, pictures, embedder, sample)
+    table = Table("version", "items", "looked at", "made by this model", "cosine", "length", "of another origin", "95 %", "")
+    for finding in findings:
+        made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
+        cells = [made or "none", *(f"{value:.4f}" for value in (finding.cosine, finding.length)), f"{finding.share:.1%}"]
+        low, high = finding.interval
+        cells = [*cells, f"{low:.1%} to {high:.1%}"] if finding.looked_at else [""] * 5
+        table.add_row(
+            escape(short(finding.version)), f"{finding.items:,}", f"{finding.looked_at:,}", *cells, escape(finding.note)
+        )
+    console.print(table)
+    foreign = [name for finding in findings for name in finding.foreign]
+    if foreign:
+        more = f" and {len(foreign) - NAMED:,} more" if len(foreign) > NAMED else ""
+        console.print(f"[red]✗[/] of another origin: {escape(', '.join(foreign[:NAMED]))}{more}")
+    return not foreign
 
 
 def rollback(gallery: Gallery, generation: int | None) -> None:

@@ -132,9 +132,21 @@ class FaissIndex:
         import faiss
 
         ivf = faiss.try_extract_index_ivf(self.index)
+        if isinstance(ivf, faiss.IndexIVFFastScan):
+            raise RuntimeError("of a fast-scan IVF faiss gives none back")  # the process would end
         if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
             ivf.make_direct_map()  # else each call looks through every list
         return self.index.reconstruct_batch(rows_n)
+
+    def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return what the index would give back of vectors (n, d): quantised where it quantises."""
+        import faiss
+
+        index = faiss.downcast_index(self.index.storage) if isinstance(self.index, faiss.IndexHNSW) else self.index
+        try:
+            return index.sa_decode(index.sa_encode(np.ascontiguousarray(vectors_nd)))
+        except RuntimeError:  # one that is no codec, such as those that refine
+            return vectors_nd
 
     def write(self, path: Path) -> None:
         """Write the index to a file."""

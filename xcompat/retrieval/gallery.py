@@ -229,7 +229,8 @@ class Gallery:
         """Add items; they are there after :meth:`commit`.
 
         Args:
-            embeds_ND: (N, D) what the model makes of them; with a fingerprint, embeddings as they shall be stored.
+            embeds_ND: (N, D) what the model makes of them; with a fingerprint, embeddings as they shall be stored. Vectors do not
+                show which model made them: of another's of as many dimensions only `xcompat gallery doctor` knows.
             ids: N strings, none of which is in the gallery.
             metadata: N JSON objects, for filters and for whoever reads the hits.
             version: the model that made the embeddings; the one the gallery was made for unless given.

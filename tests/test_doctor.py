@@ -1,0 +1,186 @@
+"""The doctor: which model made what a gallery holds, with foreign vectors planted, other preparations, and quantised indexes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.stats import binomtest
+
+from xcompat import Fingerprint, cli
+from xcompat.encoders.standins import save_stand_in
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery, doctor
+from xcompat.retrieval.doctor import Finding, examine, wilson
+from xcompat.retrieval.filling import load_pictures
+from xcompat.retrieval.variants import FACTORS, Preparation, own_preparation
+
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write smooth pictures, wider than high, that a model tells apart."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(COUNT):
+        rough = np.random.default_rng(number).integers(0, 255, (6, 9, 3), dtype=np.uint8)
+        Image.fromarray(rough).resize((72, 48)).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TRIED", 6)
+
+
+@pytest.fixture(scope="module")
+def model(old_folder: str) -> Embedder:
+    return load_embedder(old_folder)
+
+
+def embedded(photos: Path, model: Embedder, prepare: Preparation | None = None) -> tuple[list[str], np.ndarray]:
+    dataset = load_pictures(photos)
+    names = list(dataset["id"])
+    pictures = [Image.open(photos / name) for name in names]
+    return names, model.embed({"pixel_values": (prepare or model.processor.images)(pictures)}).numpy()
+
+
+def filled(folder: Path, model: Embedder, names: list[str], vectors: np.ndarray) -> Gallery:
+    gallery = Gallery.create(folder, model)
+    gallery.add(vectors, names)
+    gallery.commit()
+    return gallery
+
+
+def foreign(photos: Path, tmp_path: Path) -> np.ndarray:
+    return embedded(photos, load_embedder(save_stand_in(tmp_path / "foreign", "clip", 8, seed=5)))[1]
+
+
+@pytest.mark.parametrize("planted", [0, 1, 10, 50])
+def test_planted_vectors_of_another_model_are_found_and_no_others(
+    planted: int, photos: Path, model: Embedder, tmp_path: Path
+) -> None:
+    names, vectors = embedded(photos, model)
+    rows = np.random.default_rng(planted).choice(COUNT, planted, replace=False)
+    vectors[rows] = foreign(photos, tmp_path)[rows]
+    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), photos, model)
+    assert set(finding.foreign) == {names[row] for row in rows}
+    assert finding.claimed and finding.made == {"": COUNT - planted} and finding.cosine > 0.9999
+    assert finding.interval[0] <= planted / COUNT <= finding.interval[1]
+
+
+def test_a_gallery_of_another_model_altogether_is_all_foreign(photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, _ = embedded(photos, model)
+    (finding,) = examine(filled(tmp_path / "g", model, names, foreign(photos, tmp_path)), photos, model)
+    assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"filter": "nearest"}, "nearest, not b"),
+        ({"shape": "cropped"}, "cropped, not squashed"),
+        ({"normalised": 3}, "pixels from 0 to 1, not"),
+    ],
+)
+def test_another_preparation_of_the_pictures_is_named(
+    changed: dict[str, object], said: str, photos: Path, model: Embedder, tmp_path: Path
+) -> None:
+    pictures = [Image.open(photos / f"{number}.png") for number in range(9)]
+    own = own_preparation(model.processor, pictures)
+    np.testing.assert_allclose(own(pictures).numpy(), model.processor.images(pictures).numpy(), atol=0.05)
+    way = FACTORS[0](own)[changed["normalised"]] if "normalised" in changed else replace(own, **changed)  # type: ignore[call-overload]
+    names, vectors = embedded(photos, model, way)
+    vectors[:10] = foreign(photos, tmp_path)[:10]
+    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), photos, model)
+    assert set(finding.foreign) == set(names[:10])
+    assert any(said in how for how in finding.made), finding.made
+
+
+@pytest.mark.parametrize(
+    ("factory", "length"), [("SQ8", 1.0), ("SQfp16", 30.0), ("IVF4,SQ8", 30.0), ("HNSW8,SQ8", 1.0), ("IVF4,PQ4x4", 30.0)]
+)
+def test_what_an_index_keeps_roughly_is_no_false_alarm(
+    factory: str, length: float, photos: Path, model: Embedder, tmp_path: Path
+) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:5] = foreign(photos, tmp_path)[:5]
+    index = faiss.index_factory(8, factory, faiss.METRIC_L2)
+    index.train(length * vectors)
+    index.add(length * vectors)
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, model)
+    (finding,) = examine(gallery, photos, model)
+    alarms = set(finding.foreign) - set(names[:5])
+    assert not alarms and (len(finding.foreign) == 5 or "PQ" in factory)
+    assert finding.length == pytest.approx(length, rel=0.2 if "PQ" in factory else 0.01)
+
+
+def test_vectors_under_a_bare_name_are_recognised(photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    gallery = Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8)
+    gallery.add(vectors, names)
+    gallery.commit()
+    (finding,) = examine(gallery, photos, model)
+    assert not finding.claimed and not finding.foreign and finding.note.endswith("under another name")
+    other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
+    (finding,) = examine(gallery, photos, other)
+    assert not finding.foreign and finding.note.startswith("not made by")
+
+
+def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    names, vectors = embedded(photos, model)
+    gallery = Gallery.create(tmp_path / "g", model)
+    gallery.add(vectors[:60], names[:60])
+    gallery.add(np.eye(16)[:2], ["a", "b"], version=Fingerprint.from_string("wide"))
+    gallery.add(np.eye(8)[:2], ["c", "d"], version=Fingerprint.from_string("elsewhere"))
+    gallery.commit()
+    gallery.remove(names[:10])
+    gallery.commit()
+    first, wide, elsewhere = examine(gallery, photos, model, sample=30)
+    assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
+    assert "of 16 dimensions" in wide.note and "none of the pictures" in elsewhere.note
+    assert wide.interval == (0.0, 1.0) and wide.share == 0
+
+
+def test_the_command_says_what_it_found(
+    photos: Path,
+    model: Embedder,
+    old_folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", "doctor", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    monkeypatch.setenv("COLUMNS", "300")
+    names, vectors = embedded(photos, model)
+    filled(tmp_path / "good", model, names, vectors)
+    vectors[:20] = foreign(photos, tmp_path)[:20]
+    filled(tmp_path / "bad", model, names, vectors)
+    code, out, _ = run(tmp_path / "good", "--model", old_folder, "--images", photos)
+    assert code == 0 and "0.0%" in out and "0.0% to 3.7%" in out
+    code, out, _ = run(tmp_path / "bad", "--model", old_folder, "--images", photos)
+    assert code == 1 and "20.0%" in out and "of another origin: 0.png" in out and "and 10 more" in out
+    code, _, err = run(tmp_path / "bad", "--model", old_folder)
+    assert code == 2 and "--images" in err and err.count("\n") == 1
+    (tmp_path / "others").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "others" / "x.png")
+    code, _, err = run(tmp_path / "bad", "--model", old_folder, "--images", tmp_path / "others")
+    assert code == 2 and "none of the 1 pictures is in" in err and err.count("\n") == 1
+
+
+def test_the_interval_is_wilsons() -> None:
+    for count, total in ((0, 10), (1, 400), (37, 100), (50, 50)):
+        expected = binomtest(count, total).proportion_ci(method="wilson")
+        assert wilson(count, total) == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert Finding(Fingerprint.from_string("m"), 3).interval == (0.0, 1.0)

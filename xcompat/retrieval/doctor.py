@@ -1,0 +1,267 @@
+"""Which model made what a gallery holds: a sample of it is embedded anew and compared with what is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import datasets as hf
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+
+from xcompat.data import BadSamples, iterate_images
+from xcompat.data.schema import ID, PIXEL_VALUES
+from xcompat.embedding import decoding, images_per_batch
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.embedder import Embedder
+from xcompat.retrieval.faiss_index import FaissIndex
+from xcompat.retrieval.filling import load_pictures
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.segment import Segment, id_hashes
+from xcompat.retrieval.variants import Preparation, nearest_preparation, own_preparation
+
+SAMPLE = 400
+"""Pictures of each version that are embedded anew: 1 % of another origin among them is missed once in 55 times."""
+TRIED, WAYS = 16, 3
+"""Pictures on which other ways of preparing them are tried, and most ways that are told apart."""
+SAME, EXACT = 0.995, 0.9999
+"""Cosines that half precision stays above but for a few pictures, and above which nothing is left to explain."""
+OTHER = 0.98
+"""Cosine below which an embedding is another's, where the model is known to make the rest of them exactly."""
+_95 = 1.959964
+Prepare: TypeAlias = Callable[[list[Image]], Tensor]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a look at one stored version.
+
+    Args:
+        version: under which model's name the embeddings are stored.
+        items: how many there are.
+        looked_at: how many were embedded anew.
+        claimed: whether that name is the model's that was asked about.
+        made: how many that model made, by the way in which their pictures were prepared: empty for its own.
+        cosine: between stored and new ones that it made, in the median; NaN where it made none.
+        limit: the cosine that divides them.
+        foreign: ids of those that are of another origin than the rest, or than the name says.
+        length: of the stored ones, in the median.
+        note: what else one must know.
+    """
+
+    version: Fingerprint
+    items: int
+    looked_at: int = 0
+    claimed: bool = False
+    made: dict[str, int] = field(default_factory=dict)
+    cosine: float = math.nan
+    limit: float = math.nan
+    foreign: tuple[str, ...] = ()
+    length: float = math.nan
+    note: str = ""
+
+    @property
+    def share(self) -> float:
+        """Share of another origin in the sample."""
+        return len(self.foreign) / self.looked_at if self.looked_at else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of that share in all of the version."""
+        return wilson(len(self.foreign), self.looked_at)
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson 1927, eq. 4), which holds for shares near 0 too.
+
+    Args:
+        count: how many have it.
+        total: of how many that were drawn.
+
+    Returns:
+        Its ends.
+
+    Example:
+        >>> [round(end, 3) for end in wilson(0, 100)], [round(end, 3) for end in wilson(50, 100)]
+        ([0.0, 0.037], [0.404, 0.596])
+    """
+    if not total:
+        return 0.0, 1.0
+    share, z2 = count / total, _95**2 / total
+    middle = (share + z2 / 2) / (1 + z2)
+    half = _95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total)) / (1 + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
+    """Embed a sample of each stored version anew, and say what of it the model made.
+
+    Args:
+        gallery: the gallery.
+        pictures: where its pictures are; ids are paths below the folder, as when it was built.
+        embedder: the model.
+        sample: how many pictures of each version.
+
+    Returns:
+        One finding for each version.
+
+    Raises:
+        XcompatError: none of the pictures is there.
+    """
+    dataset = pictures if isinstance(pictures, hf.Dataset) else load_pictures(pictures)
+    ids = dataset[ID][:]
+    origins = gallery.find(ids)
+    if all(origin is None for origin in origins):
+        raise XcompatError(
+            f"none of the {len(ids)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
+            f"built from, and the first one here is {ids[0]!r}"
+        )
+    findings = []
+    for version, items in gallery.counts().items():
+        plain = Finding(version, items, claimed=version == embedder.fingerprint)
+        dim, rows = gallery.manifest.version(version.digest).dim, np.flatnonzero([origin == version for origin in origins])
+        if dim != embedder.dim:
+            findings.append(replace(plain, note=f"of {dim} dimensions, and {embedder.name} makes {embedder.dim}"))
+        elif not len(rows):
+            findings.append(replace(plain, note="none of the pictures is one of these"))
+        else:
+            drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
+            findings.append(_judged(plain, Stored(gallery, version, dataset, drawn), embedder))
+    return findings
+
+
+class Stored:
+    """Stored embeddings of some pictures, to be compared with new ones.
+
+    Args:
+        gallery: the gallery.
+        version: whose.
+        dataset: the pictures.
+        rows: of the data set.
+    """
+
+    def __init__(self, gallery: Gallery, version: Fingerprint, dataset: hf.Dataset, rows: NDArray[np.int64]) -> None:
+        self.dataset, self.rows, self.length = dataset, rows, gallery.manifest.version(version.digest).length
+        self.ids: list[str] = dataset.select_columns([ID])[rows][ID]
+        self.vectors_nd = np.empty((len(rows), gallery.manifest.version(version.digest).dim), np.float32)
+        self.adopted: list[tuple[Segment, NDArray[np.int64]]] = []
+        hashes_n = id_hashes(self.ids)
+        for segment in gallery.segments:
+            if segment.record.version == version.digest:
+                places, found = segment.rows_of(self.ids, hashes_n)
+                self.vectors_nd[places] = segment.vectors(found) if len(found) else 0
+                if segment.record.adopted is not None:  # all others keep vectors as they were
+                    self.adopted.append((segment, places))
+
+    def fresh(self, embedder: Embedder, prepare: Prepare, places: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Embed pictures anew.
+
+        Args:
+            embedder: the model.
+            prepare: makes pixels of pictures.
+            places: which pictures, by their place among all.
+
+        Returns:
+            (n, d) as the gallery would store them; NaN of pictures that cannot be read.
+        """
+        fresh_nd = np.full_like(self.vectors_nd, np.nan)
+        rows = self.rows[places].tolist()
+        place_of = dict(zip(rows, places.tolist(), strict=True))
+        size, bad = images_per_batch(embedder.processor, embedder.device), BadSamples(1.0, len(rows))
+        for kept, pixels in iterate_images(self.dataset, size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device)):
+            fresh_nd[[place_of[row] for row in kept.tolist()]] = embedder.embed({PIXEL_VALUES: pixels}).numpy(force=True)
+        for segment, inside in self.adopted:  # what a quantiser makes of both is compared
+            readable = inside[np.isfinite(fresh_nd[inside, 0])]
+            assert isinstance(segment.index, FaissIndex)
+            fresh_nd[readable] = segment.index.as_stored(self.length * fresh_nd[readable])
+        return fresh_nd[places]
+
+    def cosines(self, fresh_nd: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Compare embeddings with what is stored at some places; -1 where there is none to compare."""
+        one, other = fresh_nd.astype(np.float64), self.vectors_nd[places].astype(np.float64)
+        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        return np.nan_to_num(np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-12), nan=-1)
+
+
+def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
+    """Compare, look for another preparation where something differs, and divide what one model made from the rest."""
+    fresh_nd = stored.fresh(embedder, embedder.processor.images, np.arange(len(stored.rows)))
+    every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
+    if not len(every):
+        return replace(plain, note="none of the pictures can be read")
+    fresh_nd = fresh_nd[every]
+    cosines_n, ways_n = stored.cosines(fresh_nd, every), np.full(len(every), "", object)
+    for _ in range(WAYS):
+        left = np.flatnonzero((cosines_n < EXACT) & (ways_n == ""))
+        way, own = _other_preparation(stored, embedder, every[left]) if len(left) else (None, None)
+        if way is None or own is None or way == own:
+            break
+        found = stored.cosines(stored.fresh(embedder, way, every[left]), every[left])
+        nearer = found > cosines_n[left]
+        exactly = nearer & (found >= SAME)
+        taken = exactly if exactly.any() else nearer
+        cosines_n[left[taken]] = found[taken]
+        ways_n[left[taken]] = ("" if exactly.any() else "most nearly: ") + way.unlike(own)
+        if not exactly.any():
+            break
+    chance = float(np.median(stored.cosines(fresh_nd, np.roll(every, 1)))) if len(every) > 1 else 0.0
+    limit = dividing(cosines_n, chance)
+    own_n = cosines_n >= limit
+    if plain.claimed or own_n.mean() >= 0.5:
+        foreign_n, note = ~own_n, "" if plain.claimed else f"made by {embedder.name} under another name"
+    else:
+        foreign_n, note = own_n, f"not made by {embedder.name}"
+    return replace(
+        plain,
+        looked_at=len(every),
+        made={name: int((ways_n[own_n] == name).sum()) for name in sorted(set(ways_n[own_n].tolist()))},
+        cosine=float(np.median(cosines_n[own_n])) if own_n.any() else math.nan,
+        limit=limit,
+        foreign=tuple(stored.ids[place] for place in every[foreign_n].tolist()),
+        length=float(np.median(np.linalg.norm(stored.vectors_nd, axis=1))),
+        note=note,
+    )
+
+
+def _other_preparation(stored: Stored, embedder: Embedder, left: NDArray[np.int64]) -> tuple[Preparation, Preparation]:
+    """Return the way of preparing pictures that agrees best with what is left to explain, and the model's own."""
+    tried = left[np.linspace(0, len(left) - 1, min(TRIED, len(left))).astype(np.int64)]
+    rows = stored.rows[tried].tolist()
+    read: list[list[Image]] = [images for _, images in iterate_images(stored.dataset, TRIED, rows=rows, prepare=list)]
+    own = own_preparation(embedder.processor, read[0])
+
+    def agreement(way: Preparation) -> float:
+        cosines_n = stored.cosines(stored.fresh(embedder, way, tried), tried)
+        return float(np.quantile(cosines_n, 0.75))  # some may be foreign, whatever the way
+
+    return nearest_preparation(own, agreement), own
+
+
+def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
+    """Return the cosine that divides what a model made from what it did not.
+
+    Where it made the upper tenth exactly, whatever is not nearly the same is another's, and so is whatever is as near to other
+    pictures. Where it made even these only nearly, by
+    a preparation that is none of those tried, the middle between these and other pictures divides.
+
+    Args:
+        cosines_n: between stored and new embeddings.
+        chance: what they are between different pictures, in the median.
+
+    Returns:
+        The limit.
+
+    Example:
+        >>> exactly, nearly = np.array([0.1, 1.0, 1.0]), np.array([0.1, 0.95, 0.95])
+        >>> dividing(exactly, chance=0.5), round(dividing(nearly, chance=0.5), 3)
+        (0.98, 0.725)
+    """
+    top = float(np.quantile(cosines_n, 0.9))
+    between = (1 + chance) / 2
+    return max(OTHER, between) if top >= SAME or top < between else min(OTHER, (top + chance) / 2)
