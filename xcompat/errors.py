@@ -5,9 +5,30 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
+    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+
+
+def visible(text: str) -> str:
+    r"""Spell out what a terminal would obey, or what turns the order of letters: names and ids may come from strangers.
+
+    Args:
+        text: any; its lines stay lines.
+
+    Example:
+        >>> visible("\x1b[2Jshoe")
+        '\\x1b[2Jshoe'
+    """
+    return text.translate(_SPELLED)
+
 
 class XcompatError(ValueError):
     """A mistake the user can mend; the command line prints its message alone and exits with code 2."""
+
+    def __str__(self) -> str:
+        """Return the message, which may repeat what a file or an answer holds."""
+        return visible(super().__str__())
 
 
 class FingerprintMismatchError(XcompatError):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Self, TypeVar, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,9 +21,23 @@ from rich.progress import (
 )
 
 from xcompat.distributed import is_main_process
+from xcompat.errors import visible
 
 T = TypeVar("T")
 console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
+
+
+def literal(text: object) -> str:
+    r"""Return a text for the terminal as it is: its brackets are no markup, its control characters are spelled out.
+
+    Args:
+        text: a name, an id, a path, or what else a file or a stranger may have chosen.
+
+    Example:
+        >>> literal("[red]shoe")
+        '\\[red]shoe'
+    """
+    return escape(visible(str(text)))
 
 
 def progress_bar() -> Progress:
@@ -105,12 +120,13 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
         seconds: a record to which the stage's seconds are added under ``title``.
     """
     started = time.perf_counter()
-    console.print(f"[bold]▸[/] {title} …")
+    shown = literal(title)
+    console.print(f"[bold]▸[/] {shown} …")
     yield
     took = time.perf_counter() - started
     if seconds is not None:
         seconds[title] = round(took, 3)
-    console.print(f"[green]✓[/] {title} [dim]({took:.1f} s)[/]")
+    console.print(f"[green]✓[/] {shown} [dim]({took:.1f} s)[/]")
 
 
 def silence_libraries() -> None:

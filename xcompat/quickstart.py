@@ -8,7 +8,7 @@ from string import Template
 
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
-from xcompat.progress import console, silence_libraries, stage
+from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.training.recipe import load_recipe
 from xcompat.training.run import run_recipe
 
@@ -41,7 +41,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
         raise XcompatError(f"{recipe} is another recipe than the quickstart's; name another folder with --output, or delete it")
     reports = run_recipe(load_recipe(recipe, overrides))
     folder = list(reports.values())[-1]
-    console.print(f"\nreport: {folder / 'report.html'}")
+    console.print(f"\nreport: {literal(folder / 'report.html')}")
     return folder
 
 
@@ -58,7 +58,7 @@ def render_data(folder: Path) -> None:
     from xcompat.data.glyphs import REGULAR_FACES, render_glyphs, split_characters, to_dataset, unicode_corpus
 
     if folder.exists():
-        console.print(f"  [dim]reused from {folder}[/]")
+        console.print(f"  [dim]reused from {literal(folder)}[/]")
         return
     glyphs = render_glyphs()
     train, test = split_characters(glyphs, seed=SPLIT_SEED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from xcompat.errors import visible
 from xcompat.progress import console
 
 
@@ -13,7 +14,7 @@ def notice(line: str) -> None:
     Args:
         line: plain text; names in it may hold brackets, which are no markup.
     """
-    console.print(f"! {line}", style="yellow", markup=False, soft_wrap=True)
+    console.print(f"! {visible(line)}", style="yellow", markup=False, soft_wrap=True)
 
 
 @functools.cache

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.markup import escape
-
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.towers import Space
 from xcompat.models.embedder import load_checkpoint
-from xcompat.progress import console, silence_libraries
+from xcompat.progress import console, literal, silence_libraries
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
@@ -17,8 +15,8 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
     silence_libraries()
     loaded = load_checkpoint(model)
     query_transform.to_faiss(loaded, index, out, overwrite)
-    old, dim = escape(str(loaded.compatible_with[0])), loaded.config.embedding_dim
-    console.print(f"[green]✓[/] {escape(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+    old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
+    console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
     if index.is_file():
         console.print(
             f"[yellow]![/] no faiss file says which model made its vectors: that it was {old} is not checked. "
@@ -32,7 +30,7 @@ def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool)
     enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
-    console.print(f"[green]✓[/] {escape(load)} embeds in the {space} space, {needs}", soft_wrap=True)
+    console.print(f"[green]✓[/] {literal(load)} embeds in the {space} space, {needs}", soft_wrap=True)
 
 
 def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
@@ -41,4 +39,4 @@ def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     onnx_towers.to_onnx(load_checkpoint(run), out, space, overwrite)
     towers = " and ".join(path.name for path in sorted(out.glob("*.onnx")))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
-    console.print(f"[green]✓[/] {escape(str(out))}: {towers} embed in the {space} space, {allowed}")
+    console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")

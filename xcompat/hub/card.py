@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
+from xcompat.markdown import markdown_templates, one_line
 
-if TYPE_CHECKING:
-    from jinja2 import Template
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,19 @@ def model_card(
         fingerprint=model.fingerprint.digest if model.fingerprint is not None else None,
         compatible_with=versions or None,
     )
+    shown = {
+        "repo": repo,
+        "model": model,
+        "versions": versions,
+        "base": public_name(model.base["name"]) if model.base is not None else None,
+    }
     return ModelCard(
-        _template().render(
+        markdown_templates(_HERE)
+        .get_template("card.md.j2")
+        .render(
+            **shown,
             front_matter=data.to_yaml(),
-            repo=repo,
-            model=model,
-            versions=versions,
-            base=public_name(model.base["name"]) if model.base is not None else None,
+            usage=_usage(shown),
             base_license=base.license if base is not None else None,
             license=license,
             run=run,
@@ -137,15 +143,16 @@ def _version(described: dict[str, Any]) -> dict[str, Any]:
     return known | {"name": public_name(described["name"])}
 
 
-def _template() -> Template:
+def _usage(shown: dict[str, Any]) -> str:
+    """Write the lines that load and use the model; names stand in strings and in comments, which no name can leave."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(_HERE),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # Markdown: the Hub shows no HTML that runs
+        autoescape=False,  # Python
+        finalize=lambda value: one_line(value) if isinstance(value, str) else value,
     )
-    return environment.get_template("card.md.j2")
+    return environment.get_template("usage.py.j2").render(shown)

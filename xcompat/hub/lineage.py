@@ -14,6 +14,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import CONFIGS, hub_errors, is_hub_name, plain_name, read_repository
+from xcompat.progress import literal
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -86,12 +87,11 @@ def require_whole(first: Ancestor) -> None:
 
 def draw(first: Ancestor) -> Tree:
     """Return a lineage as a tree for the terminal."""
-    from rich.markup import escape
     from rich.tree import Tree
 
     about = [first.kind or "not found", *([f"{first.dim} dimensions"] if first.dim else [])]
-    identity = f"[dim]@{first.fingerprint[:12]}[/]" if first.fingerprint else ""
-    tree = Tree(f"[bold]{escape(first.name)}[/]{identity} ({escape(', '.join(about))})" + " [red]✗[/]" * bool(first.broken))
+    identity = f"[dim]@{literal(first.fingerprint[:12])}[/]" if first.fingerprint else ""
+    tree = Tree(f"[bold]{literal(first.name)}[/]{identity} ({literal(', '.join(about))})" + " [red]✗[/]" * bool(first.broken))
     for each in first.older:
         tree.children.append(draw(each))
     return tree

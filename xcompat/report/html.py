@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.markdown import markdown_templates
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
@@ -43,18 +44,22 @@ def page_template(name: str) -> Template:
         name: the file's path in this package.
 
     Returns:
-        The template; what is filled into ``.html`` is escaped.
+        The template; texts that are filled in are shown as they are, and never read as HTML or Markdown.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    folder = Path(__file__).parent
+    if name.endswith(".md.j2"):
+        environment = markdown_templates(folder)
+    else:
+        environment = Environment(
+            loader=FileSystemLoader(folder),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
     environment.filters |= {
         "percent": percent,
         "interval": interval,

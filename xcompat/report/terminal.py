@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from xcompat.progress import literal
 from xcompat.report.content import Report
 from xcompat.report.wording import gain, interval, metric_name, verdicts
 
@@ -22,40 +22,41 @@ def print_report(report: Report, console: Console) -> None:
     """
     for direction, metrics, cases in report.tables():
         size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
-        title = f"{direction}: {size}; percent, 95 % intervals"
+        title = f"{literal(direction)}: {size}; percent, 95 % intervals"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("query/gallery", no_wrap=True)
         for metric in metrics:
-            table.add_column(metric_name(metric), justify="right")
+            table.add_column(literal(metric_name(metric)), justify="right")
         for case in cases:
             cells = [
                 f"{case.metrics[metric] * 100:.1f}\n[dim]{interval(case.ci95[metric])}[/]" if metric in case.metrics else ""
                 for metric in metrics
             ]
-            table.add_row(escape(case.label), *cells, style="bold" if case.label == "new/old" else "")
+            table.add_row(literal(case.label), *cells, style="bold" if case.label == "new/old" else "")
         console.print(table)
     _print_examples(report, console)
     for note in report.notes:
-        console.print(f"[dim]{escape(note)}[/]")
+        console.print(f"[dim]{literal(note)}[/]")
     for verdict in verdicts(report):
         console.print(f"{verdict.question}: [{_STYLES[verdict.answer]}]{verdict.answer}[/]. {verdict.detail}")
     for line in report.criterion.failed:
-        console.print(f"  [red]✗[/] {escape(line)}")
+        console.print(f"  [red]✗[/] {literal(line)}")
     for each in report.criterion.differences:
+        which = literal(f"{each.direction} {metric_name(each.metric)}")
         found = f"{gain(each.mean)} points ({interval(each.ci95)})"
-        console.print(f"  [dim]{each.direction} {metric_name(each.metric)}: new/old - old/old = {found}[/]")
+        console.print(f"  [dim]{which}: new/old - old/old = {found}[/]")
 
 
 def _print_examples(report: Report, console: Console) -> None:
     for example in report.examples:
-        table = Table(title=f"“{escape(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
+        table = Table(title=f"“{literal(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
         for label, _ in example.rows:
-            table.add_column(label)
+            table.add_column(literal(label))
         depth = max((len(hits) for _, hits in example.rows), default=0)
         for place in range(depth):
             cells = []
             for _, hits in example.rows:
                 _, caption, is_hit = hits[place] if place < len(hits) else (None, "", False)
-                cells.append(f"[bold green]✓ {escape(caption)}[/]" if is_hit else f"  {escape(caption)}")
+                cells.append(f"[bold green]✓ {literal(caption)}[/]" if is_hit else f"  {literal(caption)}")
             table.add_row(*cells)
         console.print(table)

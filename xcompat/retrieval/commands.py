@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
 
 from xcompat.data.images import open_image
@@ -18,7 +17,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import console
+from xcompat.progress import console, literal
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.doctor import examine
@@ -46,7 +45,7 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
         version = load_embedder(model)
     except XcompatError:
         version = Fingerprint.from_string(model)
-        console.print(f"[yellow]![/] {escape(model)} cannot be loaded: only queries that claim this very name fit the gallery")
+        console.print(f"[yellow]![/] {literal(model)} cannot be loaded: only queries that claim this very name fit the gallery")
     manifest, look = adopt_faiss(folder, index, names, version, None)
     least, median, most = look.lengths
     console.print(
@@ -59,7 +58,7 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
         )
     if look.zeros:
         console.print(f"[yellow]![/] {look.zeros:,} vectors are zero: no embedding of anything")
-    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {manifest.versions[0].fingerprint}, left where they are")
+    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left where they are")
 
 
 def read_ids(file: Path) -> list[str]:
@@ -85,7 +84,7 @@ def resync(gallery: Gallery, ids: Path | None) -> None:
     before, items = gallery.generation, len(gallery)
     now = gallery.resync(read_ids(ids) if ids is not None else None)
     done = "as it was" if now == before else f"taken over: {len(gallery) - items:,} more items, generation {now}"
-    console.print(f"[green]✓[/] the index of {gallery.path} is {done}; {len(gallery):,} items")
+    console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items")
 
 
 def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
@@ -108,7 +107,7 @@ def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bo
     added = add_pictures(gallery, pictures, embedder, replace)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
-    console.print(f"[green]✓[/] {added.added:,} pictures added to {gallery.path}{''.join(f', {text}' for text in more)}")
+    console.print(f"[green]✓[/] {added.added:,} pictures added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}")
 
 
 def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
@@ -118,7 +117,7 @@ def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: 
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):
         about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
-        table.add_row(str(place), f"{hit.score:.3f}", escape(hit.id), escape(short(hit.version)), escape(about))
+        table.add_row(str(place), f"{hit.score:.3f}", literal(hit.id), literal(short(hit.version)), literal(about))
     console.print(table if hits else "nothing found")
 
 
@@ -207,20 +206,22 @@ def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int |
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:
     """Print what is in a gallery, what fits it, and its history."""
-    table = Table("version", "items", "dim", "queries that fit", title=f"{gallery.path}: {len(gallery):,} items")
+    table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
         shared = f"also {', '.join(digest[:12] for digest in record.shares)}" if record.shares else ""
         fitting = f"its own, and those of models made compatible with it {shared}"
         if embedder is not None:
             fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
-        table.add_row(escape(short(version)), f"{count:,}", str(record.dim), escape(fitting))
+        table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
-    console.print(f"metric {gallery.metric}; {len(gallery.segments)} segments; index {indexes}; {decimal(_size(gallery))}")
+    console.print(
+        f"metric {gallery.metric}; {len(gallery.segments)} segments; index {literal(indexes)}; {decimal(_size(gallery))}"
+    )
     history = Table("generation", "made", "by", "items", title="states to return to")
     for manifest in gallery.generations():
-        history.add_row(str(manifest.generation), manifest.made, escape(manifest.by), f"{manifest.rows:,}")
+        history.add_row(str(manifest.generation), literal(manifest.made), literal(manifest.by), f"{manifest.rows:,}")
     console.print(history)
 
 
@@ -231,9 +232,9 @@ def verify(gallery: Gallery) -> bool:
     except GenerationGoneError:  # what is there now is as good to verify
         return verify(Gallery.open(gallery.path))
     for line in wrong:
-        console.print(f"[red]✗[/] {escape(line)}")
+        console.print(f"[red]✗[/] {literal(line)}")
     if not wrong:
-        console.print(f"[green]✓[/] {gallery.path} is whole: {len(gallery):,} items in {len(gallery.segments)} segments")
+        console.print(f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {len(gallery.segments)} segments")
     return not wrong
 
 

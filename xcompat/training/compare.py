@@ -10,7 +10,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import ClassificationHead
 from xcompat.models import CompatModel
-from xcompat.progress import console
+from xcompat.progress import console, literal
 from xcompat.report import load_report
 from xcompat.report.comparison import Contender, compare, print_comparison, write_comparison
 from xcompat.training.recipe import Recipe, StageRecipe
@@ -47,7 +47,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         comparison = compare(recipe.name, contenders, settings.resamples)
         page = write_comparison(recipe.output_dir, comparison)
         print_comparison(comparison, console)
-        console.print(f"comparison: {page}")
+        console.print(f"comparison: {literal(page)}")
     barrier()
     return recipe.output_dir / "compare.html"
 

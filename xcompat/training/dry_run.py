@@ -15,7 +15,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import XcompatError
-from xcompat.progress import console, silence_libraries
+from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
@@ -37,7 +37,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
-    table = Table("stage", "method", "old", "new", "data", title=f"{recipe.name}: what would run")
+    table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
     for part in recipe.stages:
         table.add_row(part.name, part.method, _name(part.old), _name(part.new), "\n".join(check_paths(part)))
     console.print(table)
@@ -57,7 +57,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
             run_recipe(stand_in)
         finally:
             console.quiet = not is_main_process()
-    console.print(f"[green]✓[/] {recipe.name} runs from end to end on stand-ins")
+    console.print(f"[green]✓[/] {literal(recipe.name)} runs from end to end on stand-ins")
 
 
 def _name(source: EncoderSource | ScratchSource | None) -> str:

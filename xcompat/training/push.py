@@ -21,7 +21,7 @@ from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
 from xcompat.hub.push import hide_paths, lineage_of, open_repository, record_push, upload, visibility
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
-from xcompat.progress import console
+from xcompat.progress import console, literal
 from xcompat.report import load_report, render_markdown
 from xcompat.training.recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
@@ -131,7 +131,7 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
         if facts.holds == "adapters":
             raise XcompatError(f"its base {base} is a folder of this machine, which nobody else has; push the whole model")
         console.print(
-            f"[yellow]its base {base} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
+            f"[yellow]its base {literal(base)} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
         )
     model.save_pretrained(prepared)
     hide_paths(prepared)

@@ -17,7 +17,7 @@ from xcompat.files import atomic_path, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import console, silence_libraries
+from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.report import load_report, print_report, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
@@ -113,7 +113,7 @@ class StageRun(Stage):
         self._check_folder()
         if self.is_done:
             self._require_same_inputs()
-            console.print(f"  [dim]{self.part.name} is done, reused from {self.folder}[/]")
+            console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
             return
         started = time.perf_counter()
         model = train_stage(self)
@@ -158,7 +158,7 @@ class StageRun(Stage):
             if not isinstance(source, EncoderSource):
                 continue
             if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
-                console.print(f"  [dim]{source.name} is not trained yet; its embeddings follow when it is[/]")
+                console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow when it is[/]")
                 continue
             fill_caches(self, role)
             if test is not None:

@@ -31,7 +31,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.progress import console
+from xcompat.progress import console, literal
 from xcompat.threads import keep_freed_memory
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
@@ -249,7 +249,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:
-        console.print(f"  [dim]continuing from {last}[/]")
+        console.print(f"  [dim]continuing from {literal(last)}[/]")
     torch.manual_seed(seed + rank())  # after the weights, alike everywhere: noise and dropout of two ranks must differ
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)

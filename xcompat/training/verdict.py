@@ -19,7 +19,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_embedder
 from xcompat.models.stored import StoredModel, is_stored
-from xcompat.progress import console
+from xcompat.progress import console, literal
 from xcompat.report import Report, ReportContent, load_report, print_report, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
@@ -197,5 +197,5 @@ def _finish(content: ReportContent, output: Path) -> Report:
     write_report(output, content)
     report = load_report(output)
     print_report(report, console)
-    console.print(f"report: {output / 'report.html'}")
+    console.print(f"report: {literal(output / 'report.html')}")
     return report

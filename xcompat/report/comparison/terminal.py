@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from xcompat.progress import literal
 from xcompat.report.comparison.study import Comparison
 from xcompat.report.comparison.tables import summary, tables
 
@@ -19,17 +19,17 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console: where to.
     """
     seeds = ", ".join(map(str, comparison.seeds))
-    console.print(f"[bold]{escape(comparison.name)}[/]: seeds {seeds}")
+    console.print(f"[bold]{literal(comparison.name)}[/]: seeds {seeds}")
     for each in tables(comparison):
-        table = Table(title=escape(each.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=literal(each.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("model", overflow="fold", min_width=11)
         for column in each.columns:
-            table.add_column(column, justify="right")
+            table.add_column(literal(column), justify="right")
         for row in each.rows:
             cells = [cell.replace(" ± ", "\n± ").replace(" (", "\n(").replace(" per ", "\nper ") for cell in row.cells]
-            table.add_row(escape(row.name), *cells, style="bold" if row.is_best else "")
+            table.add_row(literal(row.name), *cells, style="bold" if row.is_best else "")
         console.print(table)
-        console.print(f"[dim]{escape(each.explanation)}[/]\n")
+        console.print(f"[dim]{literal(each.explanation)}[/]\n")
     for note in comparison.notes:
-        console.print(f"[dim]{escape(note)}[/]")
-    console.print(escape(summary(comparison)))
+        console.print(f"[dim]{literal(note)}[/]")
+    console.print(literal(summary(comparison)))

@@ -1,0 +1,212 @@
+"""Names, ids, captions and classes may come from strangers: cards, reports and the terminal show them and obey none."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from PIL import Image
+from rich.console import Console
+from test_compare import make_contenders
+from test_report import make_content
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.errors import visible
+from xcompat.evaluation import Criterion, EmbeddedImages
+from xcompat.hub.card import ModelFacts, RunFacts, model_card
+from xcompat.hub.lineage import Ancestor, draw
+from xcompat.markdown import as_block, as_code, as_text
+from xcompat.progress import literal
+from xcompat.report import Example, ExampleRow, Hit, ModelInfo, Report, print_report, render_html, render_markdown
+from xcompat.report.comparison import Comparison, compare, print_comparison, write_comparison
+from xcompat.report.report import gather
+
+IN_HTML = (
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", '" onmouseover="alert(1)', "' autofocus onfocus=alert(1) '",
+    "</pre>", "</details>", "</style>", "<!--", "-->", "]]>", "&lt;script&gt;", "{{ 7 * 7 }}", "{% raw %}",
+)  # fmt: skip
+IN_MARKDOWN = (
+    "![](http://tracker/x.png)", "[click](javascript:alert(1))", "<http://tracker>", "http://tracker", "www.tracker.com",
+    "[a]: http://tracker", "`", "```", "~~~", "**", "_", "\n", "\n\n", "\t", "---", "\n---\n", "===", "# ", "\n# ", "- ", "1. ",
+    "> ", "|", "\\", "$", ": ", "'", '"', "!!python",
+)  # fmt: skip
+IN_TERMINALS = (
+    "\x1b[2J", "\x1b]0;title\x07", "\x07", "\x08", "\r", "\x9b31m", "\u202e", "\u2028", "[red]", "[/]", "[link=http://tracker]",
+)  # fmt: skip
+PIECES = (*IN_HTML, *IN_MARKDOWN, *IN_TERMINALS)
+hostile = (
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=3) | st.just("name "), min_size=1, max_size=6)
+    .map("".join)
+    .filter(str.strip)
+)
+PLAIN = "plain"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return gather(replace(make_content(), tsne_pairs=0))
+
+
+def called(report: Report, name: str) -> Report:
+    """Return a report in which everything that somebody else can name has this name."""
+    case = replace(report.cases[0], gallery=name, direction=name)
+    hits = [Hit(Image.new("RGB", (2, 2)), name, True), Hit(None, name, False)]
+    return replace(
+        report,
+        old=ModelInfo(name, name, 8),
+        new=ModelInfo(name, name, 8),
+        method=name,
+        cases=[case, replace(case, query=name)],
+        criterion=Criterion(False, None, [name], []),
+        seconds={name: 1.0},
+        run={"notes": [name], name: name},
+        examples=[Example(name, [ExampleRow(name, hits)])],
+    )
+
+
+def elements(page: str) -> list[Any]:
+    """Return every tag with its attributes' names, comment and declaration of a page, in order."""
+    found: list[Any] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, [name for name, _ in attrs]))
+
+        def handle_endtag(self, tag: str) -> None:
+            found.append(tag)
+
+        def other(self, said: str) -> None:
+            found.append(said)
+
+        handle_comment = handle_decl = handle_pi = unknown_decl = other
+
+    parser = Parser()
+    parser.feed(page)
+    parser.close()
+    return found
+
+
+def structure(text: str) -> list[Any]:
+    """Return everything that Markdown makes of a text but text itself."""
+    tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
+    inner = [each for token in tokens for each in (token, *(token.children or []))]
+    return [
+        (token.type, token.tag, sorted(token.attrs)) for token in inner if token.type not in ("text", "inline", "text_special")
+    ]
+
+
+@settings(max_examples=30)
+@given(name=hostile)
+def test_a_page_holds_the_elements_of_its_template_alone(name: str, report: Report) -> None:
+    plots = {"cases-0.png": b"", "recall-0.png": b""}
+    assert elements(render_html(called(report, name), plots)) == elements(render_html(called(report, PLAIN), plots))
+
+
+@given(name=hostile)
+def test_a_text_is_text(name: str) -> None:
+    assert structure(f"before {as_text(name)} after") == structure("before plain after")
+    assert {kind for kind, *_ in structure(as_text(name))} <= {"paragraph_open", "paragraph_close"}
+    table = "| a | b |\n|---|---|\n| {} | {} |"
+    assert structure(table.format(as_text(name), as_code(name))) == structure(table.format("a", "`b`"))
+    assert [token.type for token in MarkdownIt().parse(as_block(f"x\n{name}", "yaml"))] == ["fence"]
+
+
+@settings(max_examples=30)
+@given(name=hostile)
+def test_results_hold_the_structure_of_their_template_alone(name: str, report: Report) -> None:
+    assert structure(render_markdown(called(report, name))) == structure(render_markdown(called(report, PLAIN)))
+
+
+# ------------------------------------------------------------------------------------------------------------ the card
+
+FACTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "adapters": {"holds": "adapters"},
+    "map": {"holds": "map"},
+    "of galleries": {"maps_galleries": True},
+    "with side-information": {"maps_galleries": True, "side_info": {"name": PLAIN, "dim": 4}},
+}
+
+
+@cache
+def card_of(name: str, kind: str) -> str:
+    """Write a card in which everything that somebody else can name has this name."""
+    facts = {key: value | {"name": name} if key == "side_info" else value for key, value in FACTS[kind].items()}
+    old = {"name": name, "fingerprint": name, "dim": 8, "revision": name}
+    base = f"/models/{name}" if kind == "map" else name  # which is on no Hub
+    described = {"name": base, "revision": name, "fingerprint": "0" * 64, "library": "transformers"}
+    model = ModelFacts("xbt", name, Fingerprint.from_string("a"), 16, [old], described, embeds_texts=True, **facts)
+    run = RunFacts("", {name: [name], "texts": [name]}, [name], f"name: plain\n{name}", 90.0, name, {name: name})
+    return str(model_card("me/model", model, None, run, name, [name]))
+
+
+@pytest.mark.parametrize("kind", FACTS)
+@settings(max_examples=15)
+@given(name=hostile)
+def test_a_card_holds_the_structure_of_its_template_alone(name: str, kind: str) -> None:
+    text, plain = card_of(name, kind), card_of(PLAIN, kind)
+    card, expected = ModelCard(text), ModelCard(plain)
+    assert structure(card.text) == structure(expected.text)
+    keys, wanted_keys = (each.data.to_dict().keys() - {"base_model", "base_model_relation"} for each in (card, expected))
+    assert keys == wanted_keys
+    assert card.data.library_name == "xcompat" and card.data.compatible_with[0]["dim"] == 8
+    (code,), (wanted,) = (re.findall(r"^(`{3,})python\n(.*?)\n\1$", each, re.DOTALL | re.MULTILINE) for each in (text, plain))
+    lines = [[line.partition("#")[0] for line in each[1].splitlines()] for each in (code, wanted)]
+    assert lines[0] == lines[1], "no name leaves its comment"
+    compile(code[1], "README.md", "exec")
+
+
+# -------------------------------------------------------------------------------------------------------- the terminal
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    buffer = io.StringIO()
+    show(Console(file=buffer, width=300, force_terminal=True, color_system=None, highlight=False))
+    return buffer.getvalue()
+
+
+@settings(max_examples=20)
+@given(name=hostile)
+def test_the_terminal_obeys_no_name(name: str, report: Report) -> None:
+    """Without colours nothing that is printed is a control sequence: links and titles are ones too."""
+    first = Ancestor(name, name, name, 8, older=[Ancestor(name, "", broken=name)])
+    shown = printed(lambda console: print_report(called(report, name), console)) + printed(
+        lambda console: console.print(draw(first))
+    )
+    assert visible(shown) == shown
+    assert visible(str(XcompatError(name))) == str(XcompatError(name))
+
+
+@given(name=hostile)
+def test_what_is_literal_is_shown(name: str) -> None:
+    shown = printed(lambda console: console.print(literal(name), soft_wrap=True))
+    assert shown.split() == visible(name).split()
+
+
+# ------------------------------------------------------------------------------------------------------- a comparison
+
+
+def comparison_of(folder: Path, name: str) -> Comparison:
+    contenders = make_contenders(folder, EmbeddedImages, seeds=[0])
+    return compare(name, [replace(each, name=f"{name}{number}") for number, each in enumerate(contenders)], 20)
+
+
+def test_comparisons_hold_the_structure_of_their_templates_alone(tmp_path: Path) -> None:
+    found, expected = comparison_of(tmp_path / "a", "".join(PIECES)), comparison_of(tmp_path / "b", PLAIN)
+    pages = [write_comparison(tmp_path / name, each) for name, each in (("a", found), ("b", expected))]
+    for suffix, read in ((".html", elements), (".md", structure)):
+        first, second = (read(page.with_suffix(suffix).read_text(encoding="utf-8")) for page in pages)
+        assert first == second
+    shown = printed(lambda console: print_comparison(found, console))
+    assert visible(shown) == shown

@@ -1,0 +1,104 @@
+"""Markdown around texts that others chose: they are shown as they are, and can neither mark up, link, load nor close anything."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xcompat.errors import visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is one for Markdown too
+_BLOCK = re.compile(r"^(?:(?=>|[#+\-=]+(?:\s|$)|--|==)|(\d+)(?=[.)](?:\s|$)))")  # what begins a heading, a list or a rule
+_HTML = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")  # elsewhere they are the signs that they are
+
+
+class Markdown(str):
+    """What is Markdown already."""
+
+
+def one_line(text: str) -> str:
+    r"""Return a text in one line, its control characters spelled out.
+
+    Example:
+        >>> one_line("a name\n---\x1b[31m")
+        'a name ---\\x1b[31m'
+    """
+    return visible(" ".join(text.split()))
+
+
+def as_text(text: str) -> str:
+    r"""Return Markdown that shows a text, whatever is in it.
+
+    Args:
+        text: any.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> as_text("query_map"), as_text("![](http://tracker) | *new*")
+        ('query_map', '!\\[\\](http&#58;//tracker) \\| \\*new\\*')
+    """
+    line = _HTML.sub(lambda found: {"<": "&lt;", "&": "&amp;"}[found[0]], one_line(text))
+    line = _MARKS.sub(r"\\\g<0>", line).replace("://", "&#58;//").replace("www.", "www&#46;")
+    return _BLOCK.sub(r"\1\\", line)
+
+
+def as_code(text: str) -> Markdown:
+    """Return a code span that shows a text.
+
+    Example:
+        >>> print(as_code("clip"), as_code("a`b"))
+        `clip` `` a`b ``
+    """
+    line = one_line(text).replace("|", "\\|")  # in a table; elsewhere names have none
+    fence = _fence(line, 1)
+    return Markdown(f"{fence} {line} {fence}" if "`" in line or not line else f"{fence}{line}{fence}")
+
+
+def as_block(text: str, language: str) -> Markdown:
+    """Return a fenced block that shows a text, which cannot close it.
+
+    Args:
+        text: any lines.
+        language: for colours.
+    """
+    fence = _fence(text, 3)
+    lines = "\n".join(visible(line) for line in text.rstrip().splitlines())
+    return Markdown(f"{fence}{language}\n{lines}\n{fence}")
+
+
+def _fence(text: str, least: int) -> str:
+    return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+
+
+def markdown_templates(folder: Path) -> Environment:
+    """Return the templates of a folder, filling in texts by :func:`as_text`.
+
+    Args:
+        folder: where they lie.
+
+    Returns:
+        The environment. ``| safe`` takes what is Markdown already; ``| code`` and ``| block("yaml")`` show a text as code.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # which would escape for HTML
+        finalize=_shown,
+    )
+    environment.filters |= {"safe": Markdown, "code": as_code, "block": as_block}
+    return environment
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
+    return as_text(value) if type(value) is str else value  # no Markdown, which is one of a kind
