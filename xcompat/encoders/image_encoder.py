@@ -250,6 +250,11 @@ def use_torch_momentum(model: nn.Module, least: float) -> None:
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class that computes features: with the small stem, or with a projection, where the checkpoint has one."""
+    if (getattr(config, "model_args", None) or {}).get("checkpoint_path"):
+        raise XcompatError(
+            f"the configuration of {config.architecture} names a file of weights of its own (checkpoint_path); delete that line: "
+            "only the model's own safetensors are loaded"
+        )
     if getattr(config, "stem", None) == "small":
         from xcompat.encoders.image_models import small_stem_class
 

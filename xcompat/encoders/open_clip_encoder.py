@@ -134,6 +134,10 @@ def open_clip_folder(name: str, revision: str | None) -> Path:
 def build_open_clip_encoder(description: dict[str, Any]) -> OpenClipEncoder:
     """Build the architecture without loading weights (see :func:`build_transformers_encoder`)."""
     model_cfg = {key: value for key, value in description["config"]["model_cfg"].items() if key != "custom_text"}
+    # towers of other libraries are built only: what open_clip would fetch for them is replaced by this model's own weights
+    model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "hf_model_pretrained": False}
+    if "timm_model_name" in model_cfg["vision_cfg"]:
+        model_cfg["vision_cfg"] = {**model_cfg["vision_cfg"], "timm_model_pretrained": False}
     custom = description["config"]["model_cfg"].get("custom_text") or "hf_model_name" in model_cfg["text_cfg"]
     model = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**model_cfg)
     return OpenClipEncoder(model, model_cfg["embed_dim"], description)
@@ -161,9 +165,10 @@ def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
 
 def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> HFTokenizer | SimpleTokenizer:
     length = text_cfg.get("context_length", 77)
-    settings = text_cfg.get("tokenizer_kwargs", {})
+    settings = dict(text_cfg.get("tokenizer_kwargs") or {})
+    settings.pop("trust_remote_code", None)  # which is for the user to say, not for a file
     if text_cfg.get("hf_tokenizer_name"):
-        return HFTokenizer(str(folder), context_length=length, **settings)
+        return HFTokenizer(str(folder), context_length=length, trust_remote_code=False, **settings)
     return SimpleTokenizer(context_length=length, **settings)
 
 
