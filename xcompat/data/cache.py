@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from xcompat.checksums import FileRecord, difference, file_record
+from xcompat.data.notices import notice
+from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+_FILE = "arrow_file"  # what a record says of the file beside it
 FORMAT = 1  # raise it when what the builders write changes, so that caches of older versions are not reused
 
 
@@ -41,7 +47,9 @@ def cached_dataset(
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
     """Open a memory-mapped data set, writing it first unless it was written before.
 
-    The files lie in the cache folder of ``datasets``. Several processes may ask at once: one writes, the others wait.
+    The files lie in the cache folder of ``datasets``. Several processes may ask at once: one writes, the others wait. A file with
+    another size or time than it was written with is compared with its checksum, and written again if it was damaged. It is not
+    read for that each time it is opened, so that damage which changes neither, such as a disk's, is not found.
 
     Args:
         kind: what it holds, the start of the file's name.
@@ -57,23 +65,67 @@ def cached_dataset(
     from filelock import FileLock
 
     schema = features.arrow_schema
-    text = json.dumps({"format": FORMAT, "schema": str(schema), **key}, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
     folder.mkdir(parents=True, exist_ok=True)
     arrow_file, record_file = folder / f"{stem}.arrow", folder / f"{stem}.json"
     with FileLock(str(folder / f"{stem}.lock")):
-        if not arrow_file.exists():
-            record: dict[str, Any] = {}
+        record = _whole(arrow_file, record_file)
+        if record is None:
+            record = {}
             with atomic_path(arrow_file) as temporary:
                 with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                     for batch in build(record):
                         writer.write_batch(batch)
-                write_json(record_file, record)  # before the data takes its place: data without record is never seen
-    dataset = datasets.Dataset.from_file(str(arrow_file))
+                # before the data takes its place: data without record is never seen
+                write_json(record_file, record | {_FILE: _Written.of(temporary, record).model_dump()})
+    try:
+        dataset = datasets.Dataset.from_file(str(arrow_file))
+    except (pa.ArrowException, OSError, ValueError) as error:  # of before there were checksums
+        raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it, and it is written again") from error
     dataset._fingerprint = digest  # of the source, so that what is keyed by it outlives a rebuilt cache
-    return dataset, read_json(record_file)
+    return dataset, record
+
+
+class _Written(FileRecord):
+    """An Arrow file as it was written, when, in nanoseconds, and a digest of the record beside it."""
+
+    changed: int
+    record: str
+
+    @classmethod
+    def of(cls, path: Path, record: dict[str, Any]) -> _Written:
+        return cls(**file_record(path).model_dump(), changed=path.stat().st_mtime_ns, record=_digest(record))
+
+
+def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
+    """Return the record of a file that is as it was written; None, having said why, where it has to be written again."""
+    if not arrow_file.exists():
+        return None
+    record: Any = None
+    try:
+        record = read_json(record_file)
+        written = _Written(**record.pop(_FILE)) if _FILE in record else None
+        is_damaged = written is not None and written.record != _digest(record)
+    except (XcompatError, ValidationError, TypeError):
+        is_damaged = True
+    if is_damaged or not isinstance(record, dict):
+        notice(f"{record_file}, which belongs to {arrow_file.name}, is missing or damaged; both are written again")
+        return None
+    stat = arrow_file.stat()
+    if written is None or (stat.st_size, stat.st_mtime_ns) == (written.size, written.changed):
+        return record
+    if found := difference(arrow_file, FileRecord(size=written.size, xxh3=written.xxh3)):
+        notice(f"{found[0]}; it is written again")
+        return None
+    # a copy has another time: it is compared once
+    write_json(record_file, record | {_FILE: written.model_copy(update={"changed": stat.st_mtime_ns}).model_dump()})
+    return record
 
 
 def rows_to_batches(rows: Iterable[Mapping[str, Any]], schema: pa.Schema, batch_size: int = 256) -> Iterator[pa.RecordBatch]:
