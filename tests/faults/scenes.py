@@ -142,6 +142,9 @@ class Operations:
         if not (folder / "gallery" / "gallery.json").exists():
             place = str(folder / "milvus.db") if self.milvus else None
             Gallery.create(folder / "gallery", OLD, dim=d, index=self.index, milvus=place)
+        else:
+            with Gallery.open(folder / "gallery") as made:
+                made.staging()  # the next writer tidies up, also one who finds nothing to do
 
     def begin(self, folder: Path) -> None:
         """Make a gallery with items."""
