@@ -248,13 +248,13 @@ def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) ->
         low, high = finding.interval
         cells = [*cells, f"{low:.1%} to {high:.1%}"] if finding.looked_at else [""] * 5
         table.add_row(
-            escape(short(finding.version)), f"{finding.items:,}", f"{finding.looked_at:,}", *cells, escape(finding.note)
+            literal(short(finding.version)), f"{finding.items:,}", f"{finding.looked_at:,}", *cells, literal(finding.note)
         )
     console.print(table)
     foreign = [name for finding in findings for name in finding.foreign]
     if foreign:
         more = f" and {len(foreign) - NAMED:,} more" if len(foreign) > NAMED else ""
-        console.print(f"[red]✗[/] of another origin: {escape(', '.join(foreign[:NAMED]))}{more}")
+        console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:NAMED]))}{more}")
     return not foreign
 
 
