@@ -338,10 +338,7 @@ def test_what_is_not_finite_is_not_adopted(factory: str, tmp_path: Path) -> None
         vectors[[150, 160], 3] = value
         write_index(tmp_path / "own.faiss", vectors, factory)
         said = r"vector 150 \('i150'\) of .*own.faiss is not finite, and 1 more are like it"
-        with pytest.raises(
-            XcompatError,
-            match=f"{said}|its lists hold 198 of 200 vectors|does not give back each vector in its place .*: some were not finite",
-        ):
+        with pytest.raises(XcompatError, match=f"{said}|its lists hold 198 of 200 vectors"):  # an IVF drops them
             Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), OLD)
     write_index(tmp_path / "own.faiss", np.zeros((N, d), np.float32), factory)
     with pytest.raises(XcompatError, match="all 200 vectors of .* are zero"):
