@@ -37,7 +37,7 @@ def refused(load: Callable[[], object], message: str) -> None:
     ("row", "message"),
     [
         (bytes(2**20), "has a line of more than 16,777,216 characters"),
-        (b"photos/0001.png,a\n" * 2**16, "bytes, too many for a table; divide it into several"),
+        (b"photos/0001.png,a\n" * 2**16, "bytes or more, too many for a table; divide it into several"),
     ],
     ids=["one line", "many lines"],
 )
@@ -50,12 +50,19 @@ def test_a_table_that_unpacks_to_gigabytes(name: str, row: bytes, message: str, 
     refused(lambda: load_pairs(str(tmp_path)), message)
 
 
+def test_no_more_of_a_table_is_unpacked_than_shows_what_it_is(tmp_path: Path) -> None:
+    """Several gigabytes, of which 64 MiB are looked at."""
+    one = gzip.compress(b"photos/0001.png,a\n" * 2**19, mtime=0)
+    (tmp_path / "captions.csv.gz").write_bytes(one * 600)
+    refused(lambda: load_pairs(str(tmp_path)), "holds 6[0-9],[0-9,]* bytes or more, too many for a table")
+
+
 def test_a_table_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "LARGEST_TABLE", 1000)
     (tmp_path / "captions.csv").write_text("image,caption\n" + "a.png,a\n" * 200)
     (tmp_path / "classes.txt").write_text("name\n" * 300)
-    refused(lambda: load_pairs(str(tmp_path)), "captions.csv .1,614 bytes. holds more than 1,000 bytes")
-    refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt .* holds more than 1,000 bytes")
+    refused(lambda: load_pairs(str(tmp_path)), "captions.csv holds 1,614 bytes or more, too many for a table")
+    refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt holds 1,500 bytes or more, too many for a table")
 
 
 def test_one_field_of_many_megabytes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from xcompat.errors import XcompatError
 
@@ -18,6 +18,8 @@ LARGEST_TABLE = 2**31
 MOST_TIMES = 256
 """No table of text is packed to so small a part of it."""
 BLOCK = 2**20
+SMALL = 64 * BLOCK
+"""What is no larger is no danger, however it is packed."""
 UNREADABLE = (OSError, EOFError, zlib.error)
 """What a file that is damaged or cut short raises."""
 
@@ -93,16 +95,15 @@ def require_table(file: Path) -> None:
     Raises:
         XcompatError: it has more than `LARGEST_TABLE` bytes, `MOST_TIMES` as many as it is packed to, or too long a line.
     """
-    size, line, packed = 0, 0, file.stat().st_size
-    most = min(LARGEST_TABLE, max(MOST_TIMES * packed, 64 * BLOCK)) if _is_packed(file) else LARGEST_TABLE
+    size, line = 0, 0
     try:
-        with _open(file) as handle:
+        with file.open("rb") as packed:
+            handle = gzip.GzipFile(fileobj=packed) if _is_packed(file) else packed
             while block := handle.read(BLOCK):
                 size += len(block)
+                most = LARGEST_TABLE if size <= SMALL else min(LARGEST_TABLE, MOST_TIMES * packed.tell())
                 if size > most:
-                    raise XcompatError(
-                        f"{file} ({packed:,} bytes) holds more than {most:,} bytes, too many for a table; divide it into several"
-                    )
+                    raise XcompatError(f"{file} holds {size:,} bytes or more, too many for a table; divide it into several")
                 end = block.find(b"\n")
                 line += len(block) if end < 0 else end
                 if line > LONGEST_LINE:
@@ -110,10 +111,6 @@ def require_table(file: Path) -> None:
                 line = line if end < 0 else len(block) - block.rfind(b"\n") - 1
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
-
-
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if _is_packed(file) else file.open("rb")  # type: ignore[return-value]
 
 
 def _is_packed(file: Path) -> bool:
