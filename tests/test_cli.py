@@ -97,7 +97,7 @@ def nothing_finished(run_folder: Path) -> None:
     assert (
         not (run_folder / "model").exists()
         and not (run_folder / "done.json").exists()
-        and not (run_folder / "report.json").exists()
+        and not (run_folder / "report" / "report.json").exists()
     )
     assert not [path for path in run_folder.parent.rglob(".*") if path.is_dir()], "temporary folders are taken away"
 
@@ -310,7 +310,7 @@ def done(
 
 
 def test_evaluate_takes_a_recipe_a_run_and_a_checkpoint(run: Run, done: Path, pairs_folder: str, tmp_path: Path) -> None:
-    report = json.loads((done / "run" / "report.json").read_text())
+    report = json.loads((done / "run" / "report" / "report.json").read_text())
     compatible = report["criterion"]["backward_compatible"]
     targets = [
         [done / "demo.yaml"],
@@ -321,7 +321,7 @@ def test_evaluate_takes_a_recipe_a_run_and_a_checkpoint(run: Run, done: Path, pa
         code, out, error = run("evaluate", *target, "--require-compatible")
         assert code == (0 if compatible else 1), error
         assert "old/old" in out or "old / old" in out or "old" in out
-    again = json.loads((tmp_path / "report" / "report.json").read_text())
+    again = json.loads((tmp_path / "report" / "report" / "report.json").read_text())
     assert (
         again["new"]["fingerprint"] == report["new"]["fingerprint"]
         and again["old"]["fingerprint"] == report["old"]["fingerprint"]
@@ -344,7 +344,7 @@ def test_evaluate_refuses_the_wrong_old_model(
     assert "nowhere" in refused(run(*arguments[:2], "caption_column=nowhere", *arguments[2:]))
     assert "does not exist" in refused(run("evaluate", checkpoint, "--data", tmp_path / "no" / "pairs.csv"))
     assert "holds no xcompat checkpoint" in refused(run("evaluate", folder_of["clip"], "--data", pairs_folder))
-    assert not (tmp_path / "report" / "report.json").exists()
+    assert not (tmp_path / "report" / "report" / "report.json").exists()
 
 
 def test_xbt_refuses_a_projection_for_another_encoder(
@@ -356,7 +356,7 @@ def test_xbt_refuses_a_projection_for_another_encoder(
 
 
 def test_report_renders_again(run: Run, done: Path) -> None:
-    page = done / "run" / "report.html"
+    page = done / "run" / "report" / "report.html"
     page.unlink()
     code, out, _ = run("report", done / "run")
     assert code == 0 and page.exists() and "R@1" in out
@@ -366,7 +366,7 @@ def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: 
     code, out, error = run("push", done / "run", "me/pair", "--private", "--license", "mit")
     assert code == 0 and hub.url in out, error
     card = hub.files("me/pair")["README.md"].decode()
-    report = json.loads((done / "run" / "report.json").read_text())
+    report = json.loads((done / "run" / "report" / "report.json").read_text())
     for case in report["cases"]:
         wanted = ("**%s**" if case["query"] + case["gallery"] == "newold" else "%s") % f"{case['query']}/{case['gallery']}"
         assert f"| {wanted} | {case['metrics']['recall@1'] * 100:.1f} (" in card
@@ -492,10 +492,10 @@ def test_embeddings_from_elsewhere_decide_the_exit_code(run: Run, embeddings: Ca
     noisy, clean = embeddings("noisy", noise=1.0), embeddings("clean", noise=0.0)
     out = ("--output", tmp_path / "report")
     assert run("evaluate", "--old", noisy, "--new", clean, "--require-compatible", *out)[0] == 0
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["criterion"]["backward_compatible"] is True
+    assert json.loads((tmp_path / "report" / "report" / "report.json").read_text())["criterion"]["backward_compatible"] is True
     assert run("evaluate", "--old", clean, "--new", noisy, "--require-compatible", *out)[0] == 1
     assert run("evaluate", "--old", clean, "--new", noisy, *out)[0] == 0, "without the flag a failed criterion is no failure"
-    assert (tmp_path / "report" / "report.html").exists()
+    assert (tmp_path / "report" / "report" / "report.html").exists()
 
 
 def damage(folder: Path, what: str) -> None:

@@ -243,7 +243,7 @@ def test_caches_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
 
 
 def test_reports_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
-    one, two = (json.loads((run / "run" / "phi" / "report.json").read_text()) for run in runs)
+    one, two = (json.loads((run / "run" / "phi" / "report" / "report.json").read_text()) for run in runs)
     assert two["cases"] == one["cases"] and two["criterion"] == one["criterion"]
 
 

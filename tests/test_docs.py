@@ -166,7 +166,7 @@ def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]
             exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own README
     assert names["queries"].shape == (2, 8)
     np.testing.assert_allclose(names["queries"].norm(dim=-1), 1, rtol=1e-5)
-    assert (workplace / "runs/judged/report.html").exists()
+    assert (workplace / "runs/judged/report/report.html").exists()
     printed = capsys.readouterr().out
     assert "clip-b32@" in printed, "the versions whose indexes may be searched"
     assert "(2, 8)" in printed, "rows of the cache"

@@ -89,7 +89,7 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"}
     assert {"cmc@1", "cmc@2", "map@1.0", "map@R"} <= set(cases["new/old"].metrics)
     assert cases["new/old"].n_queries == 12 and "negative_flip_rate@1" in cases["new/old"].metrics
-    assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run" / "report" / "report.html").exists()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     if not model.embeds_in_memory:
         assert model.config.classes == CLASSES, "the class order is stored"

@@ -541,7 +541,7 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
     (note,) = [note for note in load_report(tmp_path / "run").notes if "CKA" in note]
     assert f"side-information of {side}: " in note and "(1 says that side-information adds nothing linear)" in note
     assert float(note.split(": ")[1].split(" ")[0]) == pytest.approx(cka, abs=0.01)
-    assert "Linear CKA" in (tmp_path / "run" / "report.html").read_text()
+    assert "Linear CKA" in (tmp_path / "run" / "report" / "report.html").read_text()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     assert model.config.side_info["dim"] == {"views": 5, "drawing": 4}[side] and model.config.new_side_info["dim"] == 5
     embedder, new = load_embedder(str(tmp_path / "run" / "model")), load_embedder(raw["new"])

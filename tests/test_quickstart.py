@@ -33,7 +33,7 @@ def test_shortened_quickstart(tmp_path: Path) -> None:
     assert "A new query finds more in the old gallery" in shown and shown.count("in the old gallery") >= 4, (
         "verdict and three examples"
     )
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
     queries = {(case["query"], case["gallery"]) for case in report["cases"]}
     assert {
         ("old", "old"),
@@ -48,7 +48,7 @@ def test_shortened_quickstart(tmp_path: Path) -> None:
     chance = 10 / 1000
     raw = [case["metrics"]["recall@10"] for case in report["cases"] if (case["query"], case["gallery"]) == ("independent", "old")]
     assert max(raw) < 4 * chance, "spaces of two models have nothing in common"
-    assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
+    assert (tmp_path / "run" / "report" / "report.html").stat().st_size > 100_000
     files = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "recipe.yaml"
     }

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xcompat.errors import XcompatError
@@ -25,6 +29,8 @@ from xcompat.report import (
     ReportContent,
     load_report,
     print_report,
+    render_html,
+    render_markdown,
     render_report,
     write_report,
 )
@@ -142,7 +148,10 @@ def test_without_the_data_file_tables_remain(folder: Path, tmp_path: Path) -> No
     page = render_report(tmp_path).read_text()
     assert "Who finds what" in page
     assert "Recall at every depth" not in page
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["cases-image-to-text.png", "cases-text-to-image.png"]
+    assert sorted(path.name for path in (tmp_path / "report" / "plots").iterdir()) == [
+        "cases-image-to-text.png",
+        "cases-text-to-image.png",
+    ]
 
 
 def printed(report: Report) -> str:
@@ -216,6 +225,122 @@ def test_broken_data_file_is_named(folder: Path, tmp_path: Path) -> None:
         load_report(tmp_path)
 
 
+def test_a_report_cut_off_between_two_files_is_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})
+    first, second = (replace(make_content(noise), tsne_pairs=0) for noise in (1.0, 0.3))
+    write_report(tmp_path, first)
+    (tmp_path / "report" / "notes.txt").write_text("mine")
+    (tmp_path / "report" / "more").mkdir()
+    (tmp_path / "report" / "more" / "notes.txt").write_text("mine too")
+    (tmp_path / "notes.txt").write_text("also mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for stage in ("xcompat.report.storage._save_data", "xcompat.report.storage.write_json", "shutil.copy2"):
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, fail)
+            with pytest.raises(OSError, match="No space"):
+                write_report(tmp_path, second)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write_report(tmp_path, second)
+    kept = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.txt")}
+    assert kept == {"report/notes.txt": "mine", "report/more/notes.txt": "mine too", "notes.txt": "also mine"}
+    assert load_report(tmp_path).cases == second.evaluation.cases != first.evaluation.cases
+
+
+@pytest.mark.parametrize("theirs", ["report/chapter.tex", "report", "report/report.json"])
+def test_a_folder_of_the_same_name_is_not_replaced(theirs: str, content: ReportContent, tmp_path: Path) -> None:
+    (tmp_path / theirs).parent.mkdir(exist_ok=True)
+    (tmp_path / theirs).write_text('{"title": "mine"}')
+    with pytest.raises(XcompatError, match="report is where the report goes, and is none that could be replaced; move it"):
+        write_report(tmp_path, content)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
+    assert (tmp_path / theirs).read_text() == '{"title": "mine"}'
+
+
+def test_what_an_earlier_version_wrote_is_read_and_gives_way(
+    folder: Path, content: ReportContent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "plots" / "mine.png").write_bytes(b"mine")
+    assert load_report(tmp_path).cases == content.evaluation.cases
+    again = write_report(tmp_path, replace(make_content(view_noise=1.0), tsne_pairs=0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plots", "report"], "a stale report would be taken for this one"
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["mine.png"]
+    assert load_report(again.parent).cases == load_report(tmp_path).cases != content.evaluation.cases
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**30) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, inner in items for found in places(inner, (*path, key)))]
+
+
+def edited(document: object, data: st.DataObject) -> object:
+    """Return JSON of which one value is another or is gone."""
+    document = json.loads(json.dumps(document))
+    *parents, last = data.draw(st.sampled_from(places(document)[1:]))
+    place = document
+    for key in parents:
+        place = place[key]
+    if data.draw(st.integers(0, 3)):
+        place[last] = data.draw(JSON)
+    else:
+        del place[last]
+    return document
+
+
+def read_or_refused(file: Path, named: str) -> Report | None:
+    try:
+        return load_report(file)
+    except XcompatError as error:
+        refusal = str(error)
+    assert str(file.with_name(named)) in refusal and "\n" not in refusal
+    return None
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("edited")
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_report_edited_by_hand_is_read_or_refused_in_one_line(folder: Path, by_hand: Path, data: st.DataObject) -> None:
+    file = by_hand / "report.json"
+    file.write_text(json.dumps(edited(json.loads((folder / "report.json").read_text()), data)))
+    if report := read_or_refused(file, "report.json"):
+        printed(report)
+        render_html(report, {})
+        render_markdown(report)
+        assert all(re.fullmatch(r"[\w-]+", direction) for direction in report.directions), "files are named after them"
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_data_file_edited_by_hand_is_read_or_refused_in_one_line(folder: Path, by_hand: Path, data: st.DataObject) -> None:
+    (by_hand / "data").mkdir(exist_ok=True)
+    (by_hand / "data" / "report.json").write_bytes((folder / "report.json").read_bytes())
+    with safe_open(folder / "report_data.safetensors", framework="numpy") as file:
+        layout = json.loads(file.metadata()["layout"])
+    tensors = load_file(folder / "report_data.safetensors")
+    kept = data.draw(st.sampled_from(sorted(tensors)))
+    tensors |= {kept: data.draw(st.sampled_from([tensors[kept], tensors[kept][None], tensors[kept][:0]]))}
+    save_file(tensors, by_hand / "data" / "report_data.safetensors", {"layout": json.dumps(edited(layout, data))})
+    if report := read_or_refused(by_hand / "data" / "report.json", "report_data.safetensors"):
+        printed(report)
+        render_html(report, {})
+
+
 def test_a_failed_drawing_leaves_the_old_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = folder / "plots" / "kept.png"
     kept.write_bytes(b"kept")
@@ -273,9 +398,9 @@ def test_a_labelled_report_keeps_what_each_query_scored(labelled_folder: Path) -
 def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: ReportContent) -> None:
     about = {"text-to-image": np.repeat(np.arange(N_ITEMS // 2), 2)}
     report = replace(load_report(write_report(tmp_path, content).parent), clusters=about)
-    save_report(tmp_path, report)
+    save_report(tmp_path / "report", report)
     assert load_report(tmp_path).clusters["text-to-image"].tolist() == about["text-to-image"].tolist()
-    older = tmp_path / "report_data.safetensors"  # as written before queries had precisions and clusters
+    older = tmp_path / "report" / "report_data.safetensors"  # as written before queries had precisions and clusters
     layout = json.dumps({"ranks": [list(key) for key in report.ranks], "panels": [], "examples": []})
     save_file({name: tensor for name, tensor in load_file(older).items() if name.startswith("ranks")}, older, {"layout": layout})
     found = load_report(tmp_path)

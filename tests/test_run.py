@@ -76,7 +76,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(raw))
     run = tmp_path / "run"
-    report = json.loads((run / "report.json").read_text())
+    report = json.loads((run / "report" / "report.json").read_text())
     assert report["schema"] == 1 and report["method"] == "xbt"
     cases = {(case["query"], case["gallery"]) for case in report["cases"]}
     assert cases == {
@@ -87,7 +87,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
         ("new", "new"),
         ("independent", "independent"),
     }
-    assert (run / "report.html").stat().st_size > 10_000
+    assert (run / "report" / "report.html").stat().st_size > 10_000
     environment = json.loads((run / "pair" / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
     assert (
@@ -166,13 +166,13 @@ def test_a_corrected_test_set_keeps_what_is_trained_and_is_judged_on(
     evaluated = json.loads((run / "evaluated.json").read_text())
     del evaluated["data"]  # as a version wrote it that did not record them
     (run / "evaluated.json").write_text(json.dumps(evaluated))
-    before = (run / "report.json").stat().st_mtime_ns
+    before = (run / "report" / "report.json").stat().st_mtime_ns
     run_recipe(recipe_of(raw))
-    assert (run / "report.json").stat().st_mtime_ns == before, "the recipe that was begun with names the same test set"
+    assert (run / "report" / "report.json").stat().st_mtime_ns == before, "the recipe that was begun with names the same test set"
     raw["stages"][1]["data"] = {"test": {"path": pairs_folder, "limit": 10}}
     run_recipe(recipe_of(raw))
     assert (run / "pair" / "done.json").read_bytes() == trained
-    report = json.loads((run / "report.json").read_text())
+    report = json.loads((run / "report" / "report.json").read_text())
     assert {case["n_queries"] for case in report["cases"]} == {10}, "judged anew"
     assert yaml.safe_load((run / "pair" / "recipe.yaml").read_text())["data"]["test"]["limit"] == 10
     raw["data"]["test"]["limit"] = 10  # φ left the captions of its test set out of its corpus
@@ -276,10 +276,12 @@ def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_on
         XcompatError, match="pair was made from a phi that has been trained anew since; delete .*pair to make it again"
     ):
         run_recipe(recipe_of(raw))
-    old_report = (tmp_path / "run" / "report.json").read_text()
+    old_report = (tmp_path / "run" / "report" / "report.json").read_text()
     shutil.rmtree(tmp_path / "run" / "pair")
     run_recipe(recipe_of(raw))
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["cases"] != json.loads(old_report)["cases"], "judged again"
+    assert json.loads((tmp_path / "run" / "report" / "report.json").read_text())["cases"] != json.loads(old_report)["cases"], (
+        "judged again"
+    )
 
 
 def test_a_phi_for_another_old_model_is_not_judged_on_this_gallery(raw: dict[str, Any], folder_of: dict[str, str]) -> None:
@@ -404,7 +406,7 @@ def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_pat
     if method == "direct":
         stage["options"] = {"adapters": ADAPTERS}
     run_recipe(recipe_of(raw, stages=stages))
-    assert (tmp_path / "run" / "report.json").exists() == METHODS[method].compares_with_old
+    assert (tmp_path / "run" / "report" / "report.json").exists() == METHODS[method].compares_with_old
     log = tmp_path / "run" / "it" / "checkpoints"
     assert log.exists() != (method in ("ridge", "procrustes")), "closed forms are solved, not trained"
 
@@ -443,8 +445,8 @@ def test_a_chain_is_judged_against_every_earlier_gallery(raw: dict[str, Any], fo
     second = AutoModel.from_pretrained(tmp_path / "run" / "pair2" / "model")
     names = [Path(version.name).name for version in second.compatible_with]
     assert names == ["model", "old"], "compatible with the model before, and with the one before that"
-    against = json.loads(next((tmp_path / "run").glob("against-*/report.json")).read_text())
-    first_report = json.loads((tmp_path / "run" / "pair" / "report.json").read_text())
+    against = json.loads(next((tmp_path / "run").glob("against-*/report/report.json")).read_text())
+    first_report = json.loads((tmp_path / "run" / "pair" / "report" / "report.json").read_text())
     assert against["old"]["fingerprint"] == first_report["old"]["fingerprint"]
 
 
@@ -533,7 +535,7 @@ def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder
         "templates": ["a photo of a {}", "a {}"],
     }
     run_recipe(recipe_of(raw))
-    cases = json.loads((tmp_path / "run" / "report.json").read_text())["cases"]
+    cases = json.loads((tmp_path / "run" / "report" / "report.json").read_text())["cases"]
     measured = {(case["query"], case["gallery"]): case for case in cases if "zero_shot@1" in case["metrics"]}
     assert {("old", "old"), ("new", "old"), ("new", "new"), ("independent", "independent")} <= set(measured)
     for case in measured.values():

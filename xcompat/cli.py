@@ -17,6 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 
+RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last of an earlier version
 INTERRUPTED = 130  # what Typer makes of Ctrl-C
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -98,7 +99,7 @@ def evaluate(
         report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"))
     elif target is None:
         raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
-    elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in ("recipe.yaml", "report.json")):
+    elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in RUN_FILES):
         report = evaluate_recipe(target, overrides or [])
     else:
         report = evaluate_checkpoint(target, data, overrides or [], old, output or target / "evaluation")
@@ -116,7 +117,7 @@ def compare(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder that holds report.json.")]) -> None:
+def report(run: Annotated[Path, typer.Argument(help="A run's folder, or one with a report.")]) -> None:
     """Render report.html and the plots of a finished run again, and print its table."""
     from xcompat.progress import console
     from xcompat.report import load_report, print_report, render_report

@@ -9,6 +9,7 @@ from string import Template
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path
 from xcompat.progress import console, literal, silence_libraries, stage
+from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
 from xcompat.training.run import run_recipe
 
@@ -41,7 +42,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
         raise XcompatError(f"{recipe} is another recipe than the quickstart's; name another folder with --output, or delete it")
     reports = run_recipe(load_recipe(recipe, overrides))
     folder = list(reports.values())[-1]
-    console.print(f"\nreport: {literal(folder / 'report.html')}")
+    console.print(f"\nreport: {literal(report_file(folder).with_name('report.html'))}")
     return folder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
 from xcompat.report.html import render_html
 from xcompat.report.markdown import render_markdown
-from xcompat.report.report import render_report, write_report
-from xcompat.report.storage import load_report
+from xcompat.report.report import render_report, require_report_place, write_report
+from xcompat.report.storage import load_report, report_file
 from xcompat.report.terminal import print_report
 
 __all__ = [
@@ -21,5 +21,7 @@ __all__ = [
     "render_html",
     "render_markdown",
     "render_report",
+    "report_file",
+    "require_report_place",
     "write_report",
 ]

@@ -1,33 +1,68 @@
-"""From an evaluation to a folder: ``report.json``, ``report.html`` and ``plots/``."""
+"""From an evaluation to the folder ``report``: ``report.json``, ``report.html`` and ``plots/``, published at once."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path
+from xcompat.files import atomic_path, read_json
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.html import render_html
 from xcompat.report.plots import draw_plots, figure_png
 from xcompat.report.projection import project
-from xcompat.report.storage import load_report, save_report
+from xcompat.report.storage import DATA_NAME, FOLDER_NAME, JSON_NAME, load_report, report_file, save_report
 
 HTML_NAME = "report.html"
 PLOTS_NAME = "plots"
 
 
 def write_report(directory: str | Path, content: ReportContent) -> Path:
-    """Write ``report.json``, ``report_data.safetensors``, ``report.html`` and ``plots/*.png``.
+    """Write the folder ``report`` at once: ``report.json``, ``report_data.safetensors``, ``report.html`` and ``plots/*.png``.
 
     Args:
-        directory: the folder; made if missing.
+        directory: where the folder goes; made if missing.
         content: what to report.
 
     Returns:
         The path of ``report.html``.
+
+    Raises:
+        XcompatError: see :func:`require_report_place`.
     """
-    save_report(directory, gather(content))
-    return render_report(directory)
+    directory = Path(directory)
+    require_report_place(directory)
+    return _publish(directory, gather(content))
+
+
+def require_report_place(directory: str | Path) -> None:
+    """Refuse to write a report where a folder of that name holds something else.
+
+    Args:
+        directory: where the folder ``report`` goes.
+
+    Raises:
+        XcompatError: it is there, and it is not one of ours.
+    """
+    place = Path(directory) / FOLDER_NAME
+    is_other = any(place.iterdir()) and not _is_report(place) if place.is_dir() else os.path.lexists(place)
+    if is_other or place.is_symlink():
+        raise XcompatError(f"{place} is where the report goes, and is none that could be replaced; move it, or write elsewhere")
+
+
+def _is_report(folder: Path) -> bool:
+    """Return whether the files of a report lie in a folder, perhaps damaged ones."""
+    if not (folder / JSON_NAME).is_file():
+        return False
+    with suppress(XcompatError):
+        document = read_json(folder / JSON_NAME)
+        if isinstance(document, dict) and {"schema", "criterion"} <= document.keys():
+            return True
+    return (folder / DATA_NAME).is_file()
 
 
 def gather(content: ReportContent) -> Report:
@@ -60,7 +95,7 @@ def render_report(directory: str | Path) -> Path:
     """Draw the pictures and the page again from what :func:`write_report` stored.
 
     Args:
-        directory: a report's folder.
+        directory: as :func:`xcompat.report.load_report` takes it.
 
     Returns:
         The path of ``report.html``.
@@ -68,17 +103,54 @@ def render_report(directory: str | Path) -> Path:
     Raises:
         XcompatError: if there is no report in the folder.
     """
-    directory = Path(directory)
-    report = load_report(directory)
+    file = report_file(directory)
+    report = load_report(file)
+    stored = [each for each in (file, file.with_name(DATA_NAME)) if each.exists()]
+    return _publish(file.parent.parent if file.parent.name == FOLDER_NAME else file.parent, report, stored)
+
+
+def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Path:
+    """Put a whole report, with the files in which it is stored already, in the place of the one before.
+
+    What else lies in its folder stays there.
+    """
+    place = directory / FOLDER_NAME
     plots = {name: figure_png(figure) for name, figure in draw_plots(report).items()}
-    page = render_html(report, plots)  # before anything is replaced, so that a failure leaves the report as it was
-    with atomic_path(directory / PLOTS_NAME) as folder:
+    with atomic_path(place) as folder:
         folder.mkdir()
+        (folder / PLOTS_NAME).mkdir()
         for name, png in plots.items():
-            (folder / name).write_bytes(png)
-    with atomic_path(directory / HTML_NAME) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-    return directory / HTML_NAME
+            (folder / PLOTS_NAME / name).write_bytes(png)
+        (folder / HTML_NAME).write_text(render_html(report, plots), encoding="utf-8")
+        if not stored:
+            save_report(folder, report)
+        for file in stored:
+            shutil.copy2(file, folder / file.name)
+        for other in place.iterdir() if place.is_dir() else ():
+            if other.name not in (JSON_NAME, DATA_NAME, HTML_NAME, PLOTS_NAME):
+                _copy(other, folder / other.name)
+    _retire(directory)
+    return place / HTML_NAME
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _retire(directory: Path) -> None:
+    """Remove the files of a report that an earlier version wrote beside the folder: they would be taken for this one."""
+    if not _is_report(directory):
+        return
+    for plot in (directory / PLOTS_NAME).glob("*.png"):
+        if plot.name.startswith(("cases-", "recall-", "cmc-", "tsne-")):
+            plot.unlink()
+    with suppress(OSError):  # it is missing, or holds something else
+        (directory / PLOTS_NAME).rmdir()
+    for name in (HTML_NAME, DATA_NAME, JSON_NAME):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _model_info(model: Contestant) -> ModelInfo:

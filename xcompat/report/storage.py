@@ -6,33 +6,100 @@ import io
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Case, Criterion, Difference
-from xcompat.files import atomic_path, read_json, write_json
+from xcompat.evaluation import Case, Criterion
+from xcompat.evaluation.cases import RankKey, ValueKey
+from xcompat.files import read_json, write_json
 from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Panel, Report, Series
 
 SCHEMA = 1
+FOLDER_NAME = "report"
 JSON_NAME = "report.json"
 DATA_NAME = "report_data.safetensors"
 _THUMBNAIL_PIXELS = 160
+_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text")
 
 
-def save_report(directory: str | Path, report: Report) -> None:
-    """Write ``report.json`` and ``report_data.safetensors``, each atomically.
+class _Run(BaseModel):
+    """Where a report comes from; whatever else it says is shown as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    notes: list[str] = []
+
+
+class _Document(BaseModel):
+    """``report.json`` as it is written; what is edited by hand is checked against it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: Literal[1]
+    old: ModelInfo
+    new: ModelInfo
+    method: str
+    cases: list[Case]
+    criterion: Criterion
+    seconds: dict[str, float]
+    run: _Run = _Run()
+
+    @model_validator(mode="after")
+    def _every_metric_has_its_interval(self) -> _Document:
+        for case in self.cases:
+            if case.direction not in _DIRECTIONS:
+                raise ValueError(f"a case has the direction {case.direction!r}; known: {', '.join(_DIRECTIONS)}")
+            if missing := case.metrics.keys() - case.ci95.keys():
+                raise ValueError(f"{case.label} has no interval of {min(missing)}")
+        return self
+
+
+class _HitLayout(BaseModel):
+    image: str | None
+    caption: str
+    is_hit: bool
+
+
+class _RowLayout(BaseModel):
+    label: str
+    hits: list[_HitLayout]
+
+
+class _ExampleLayout(BaseModel):
+    query_text: str
+    rows: list[_RowLayout]
+
+
+class _PanelLayout(BaseModel):
+    title: str
+    series: list[str]
+
+
+class _Layout(BaseModel):
+    """What is what in ``report_data.safetensors``; its tensors are numbered."""
+
+    ranks: list[RankKey]
+    precision: list[ValueKey] = []
+    clusters: list[str] = []
+    panels: list[_PanelLayout]
+    examples: list[_ExampleLayout]
+
+
+def save_report(folder: Path, report: Report) -> None:
+    """Write ``report.json`` and ``report_data.safetensors`` into a folder that nobody reads yet.
 
     Args:
-        directory: the folder; made if missing.
+        folder: made if missing.
         report: what to write.
     """
-    directory = Path(directory)
-    _save_data(directory / DATA_NAME, report)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_data(folder / DATA_NAME, report)
     write_json(
-        directory / JSON_NAME,
+        folder / JSON_NAME,
         {
             "schema": SCHEMA,
             "old": asdict(report.old),
@@ -46,49 +113,56 @@ def save_report(directory: str | Path, report: Report) -> None:
     )
 
 
+def report_file(path: str | Path) -> Path:
+    """Return where ``report.json`` is, or would be.
+
+    Args:
+        path: the folder that has a report in its ``report``, that folder itself, the file, or a folder in which an earlier
+            version wrote the files of a report.
+
+    Returns:
+        The file, there or not.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    places = (path / FOLDER_NAME / JSON_NAME, path / JSON_NAME)
+    return next((file for file in places if file.is_file()), places[0])
+
+
 def load_report(path: str | Path) -> Report:
     """Read a report back.
 
     Args:
-        path: its folder, or its ``report.json``. Without the data file beside it, curves, maps and examples are empty.
+        path: as :func:`report_file` takes it. Without the data file beside it, curves, maps and examples are empty.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: if the file is missing, of another schema, or lacks a key.
+        XcompatError: if the file is missing, of another schema, or is not what was written.
     """
-    path = Path(path)
-    file = path / JSON_NAME if path.is_dir() else path
+    file = report_file(path)
     document = read_json(file)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise XcompatError(f"{file} has schema {found!r} but this version reads schema {SCHEMA}; evaluate again")
     try:
-        return Report(
-            old=ModelInfo(**document["old"]),
-            new=ModelInfo(**document["new"]),
-            method=document["method"],
-            cases=[_case(case) for case in document["cases"]],
-            criterion=_criterion(document["criterion"]),
-            seconds=document["seconds"],
-            run=document.get("run", {}),
-            **_load_data(file.with_name(DATA_NAME)),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise XcompatError(f"{file} is not a complete report ({type(error).__name__}: {error}); evaluate again") from None
-
-
-def _case(document: dict[str, Any]) -> Case:
-    return Case(**{**document, "ci95": {name: (low, high) for name, (low, high) in document["ci95"].items()}})
-
-
-def _criterion(document: dict[str, Any]) -> Criterion:
-    differences = [
-        Difference(each["direction"], each["metric"], each["mean"], (each["ci95"][0], each["ci95"][1]))
-        for each in document.get("differences", [])
-    ]
-    return Criterion(document["backward_compatible"], document["new_model_not_hurt"], document["failed"], differences)
+        read = _Document(**{**document, "schema_": SCHEMA})
+    except (ValidationError, TypeError) as error:
+        reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        place = ".".join(map(str, reason["loc"]))
+        raise XcompatError(f"{file} is not a complete report ({place}: {reason['msg']}); evaluate again") from None
+    return Report(
+        old=read.old,
+        new=read.new,
+        method=read.method,
+        cases=read.cases,
+        criterion=read.criterion,
+        seconds=read.seconds,
+        run=read.run.model_dump(exclude_unset=True),
+        **_load_data(file.with_name(DATA_NAME)),
+    )
 
 
 def _save_data(path: Path, report: Report) -> None:
@@ -123,8 +197,7 @@ def _save_data(path: Path, report: Report) -> None:
         "panels": panels,
         "examples": examples,
     }
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(save(tensors, metadata={"layout": json.dumps(layout)}))
+    path.write_bytes(save(tensors, metadata={"layout": json.dumps(layout)}))
 
 
 def _load_data(path: Path) -> dict[str, Any]:
@@ -135,31 +208,38 @@ def _load_data(path: Path) -> dict[str, Any]:
         return {}
     try:
         with safe_open(path, framework="numpy") as file:
-            layout = json.loads(file.metadata()["layout"])
+            layout = _Layout(**json.loads(file.metadata()["layout"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise XcompatError(f"{path} cannot be read ({error}); delete it to go without curves, or evaluate again") from None
-    clouds = iter([tensors[f"points.{i}"] for i in range(sum(len(panel["series"]) for panel in layout["panels"]))])
+        return _laid_out(layout, tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError, UnidentifiedImageError) as error:
+        reason = " ".join(str(error).split())
+        raise XcompatError(f"{path} cannot be read ({reason}); delete it to go without curves, or evaluate again") from None
+
+
+def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    def rows(kind: str, number: int, ndim: int = 1) -> np.ndarray:
+        if tensors[f"{kind}.{number}"].ndim != ndim:
+            raise ValueError(f"{kind}.{number} has the shape {tensors[f'{kind}.{number}'].shape}")
+        return tensors[f"{kind}.{number}"]
+
+    clouds = iter([rows("points", number, 2) for number in range(sum(len(panel.series) for panel in layout.panels))])
     return {
-        "ranks": {tuple(key): tensors[f"ranks.{i}"] for i, key in enumerate(layout["ranks"])},
-        "average_precision": {tuple(key): tensors[f"precision.{i}"] for i, key in enumerate(layout.get("precision", []))},
-        "clusters": {direction: tensors[f"clusters.{i}"] for i, direction in enumerate(layout.get("clusters", []))},
-        "panels": [
-            Panel(panel["title"], [Series(label, next(clouds)) for label in panel["series"]]) for panel in layout["panels"]
-        ],
-        "examples": [_example(example, tensors) for example in layout["examples"]],
+        "ranks": {key: rows("ranks", number) for number, key in enumerate(layout.ranks)},
+        "average_precision": {key: rows("precision", number) for number, key in enumerate(layout.precision)},
+        "clusters": {direction: rows("clusters", number) for number, direction in enumerate(layout.clusters)},
+        "panels": [Panel(panel.title, [Series(label, next(clouds)) for label in panel.series]) for panel in layout.panels],
+        "examples": [_example(example, tensors) for example in layout.examples],
     }
 
 
-def _example(document: dict[str, Any], tensors: dict[str, np.ndarray]) -> Example:
+def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Example:
     def picture(name: str | None) -> Image.Image | None:
         return None if name is None else Image.open(io.BytesIO(tensors[name].tobytes()))
 
-    rows = [
-        ExampleRow(row["label"], [Hit(picture(hit["image"]), hit["caption"], hit["is_hit"]) for hit in row["hits"]])
-        for row in document["rows"]
-    ]
-    return Example(document["query_text"], rows)
+    return Example(
+        described.query_text,
+        [ExampleRow(row.label, [Hit(picture(hit.image), hit.caption, hit.is_hit) for hit in row.hits]) for row in described.rows],
+    )
 
 
 def encode_png(image: Image.Image) -> bytes:

@@ -22,7 +22,7 @@ from xcompat.hub.push import hide_paths, lineage_of, open_repository, record_pus
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
-from xcompat.report import load_report, render_markdown
+from xcompat.report import load_report, render_markdown, report_file
 from xcompat.training.recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
@@ -93,8 +93,8 @@ def find_model(target: Path) -> Path:
     stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
     if not stages:
         raise XcompatError(f"{target} holds no model; name the folder of a finished run, or of a checkpoint")
-    if len(stages) > 1 and (target / "report.json").exists():
-        last = list(read_json(target / "report.json").get("seconds", {}))[-1:]
+    if len(stages) > 1 and (report := report_file(target)).exists():
+        last = list(load_report(report).seconds)[-1:]
         stages = [stage for stage in stages if stage.name in last] or stages
     if len(stages) > 1:
         names = ", ".join(stage.name for stage in stages)
@@ -182,7 +182,7 @@ def _recipes(stage: Path) -> list[dict[str, Any]]:
 def _results(folders: list[Path], fingerprint: Fingerprint | None) -> str:
     """Return the first report about the model as Markdown."""
     for folder in folders:
-        if fingerprint is not None and (folder / "report.json").exists():
+        if fingerprint is not None and report_file(folder).exists():
             report = load_report(folder)
             if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
                 return render_markdown(report)

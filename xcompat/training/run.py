@@ -19,7 +19,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
-from xcompat.report import load_report, print_report, write_report
+from xcompat.report import load_report, print_report, require_report_place, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.paths import check_paths
@@ -64,6 +64,8 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
             check_paths(run.part, run.is_done)
     for run in runs:
         run.require_old_queries()
+        if run.is_judged:
+            require_report_place(run.report_dir)
         if not run.is_done:
             check_inputs(run)
     for run in runs:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from xcompat.files import atomic_path
 from xcompat.progress import literal
-from xcompat.report import Report, load_report
+from xcompat.report import Report, load_report, report_file
 
 CSV_NAME = "sequence.csv"
 AGAINST = "against-"
@@ -31,10 +31,15 @@ def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
         rows += _rows(
             nearest, {"old/old": (nearest.old.name,) * 2, "new/old": (stage, nearest.old.name), "new/new": (stage,) * 2}
         )
-        for against in sorted(folder.glob(f"{AGAINST}*/report.json")):
-            earlier = load_report(against.parent)
+        for against in _earlier(folder):
+            earlier = load_report(against)
             rows += _rows(earlier, {"new/old": (stage, earlier.old.name)})
     return pd.DataFrame(rows).drop_duplicates(["query", "gallery", "direction", "metric"])
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Return the folders of the reports against earlier galleries."""
+    return [against for against in sorted(folder.glob(f"{AGAINST}*")) if report_file(against).exists()]
 
 
 def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, object]]:
@@ -55,7 +60,7 @@ def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console)
         folders: the report's folder of each stage, in order.
         console: where to print.
     """
-    if not any(any(folder.glob(f"{AGAINST}*/report.json")) for folder in folders.values()):
+    if not any(map(_earlier, folders.values())):
         return
     table = sequence_table(folders)
     with atomic_path(output_dir / CSV_NAME) as temporary:

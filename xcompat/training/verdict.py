@@ -20,7 +20,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_embedder
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.progress import console, literal
-from xcompat.report import Report, ReportContent, load_report, print_report, write_report
+from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import apply_override, explain, load_recipe
@@ -49,8 +49,8 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
         XcompatError: nothing is evaluated there.
     """
     if target.is_dir():
-        if not (target / "report.json").exists():
-            raise XcompatError(f"{target} holds no report.json; run `xcompat train` with its recipe, which ends with one")
+        if not report_file(target).exists():
+            raise XcompatError(f"{target} holds no report; run `xcompat train` with its recipe, which ends with one")
         report = load_report(target)
         print_report(report, console)
         return report
@@ -85,6 +85,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
 
     if not is_checkpoint(str(folder)):
         raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
+    require_report_place(output)
     if data is None:
         raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
     model: CompatModel = AutoModel.from_pretrained(str(folder)).for_inference().to(device())
@@ -154,6 +155,7 @@ def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent:
     Returns:
         The report.
     """
+    require_report_place(output)
     folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
     loaded: dict[str, Any] = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
@@ -194,8 +196,8 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
 
 
 def _finish(content: ReportContent, output: Path) -> Report:
-    write_report(output, content)
+    page = write_report(output, content)
     report = load_report(output)
     print_report(report, console)
-    console.print(f"report: {literal(output / 'report.html')}")
+    console.print(f"report: {literal(page)}")
     return report
