@@ -131,6 +131,40 @@ def test_what_is_missing_is_named(
     nothing_finished(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.report_to=wandb", "training.report_to names wandb, which is not installed; `pip install wandb`"),
+        (
+            "training.report_to=[tensorbord]",
+            "training.report_to names 'tensorbord', which is no tracker; did you mean 'tensorboard'",
+        ),
+        ("training.push_to_hub=true", "wants to know who you are; log in with `hf auth login`"),
+        ("training.lr_scheduler_type=linaer", "the training section does not fit: linaer is not a valid"),
+    ],
+)
+def test_services_of_the_trainer_are_asked_before_anything_is_embedded(
+    override: str, message: str, run: Run, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.integration_utils.get_available_reporting_integrations", list)
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    assert message in refused(run("train", recipe(), override))
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["folder", "./folder", "picture.png", "./nowhere"])
+def test_a_model_that_is_none(name: str, run: Run, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    shutil.copy(Path(pairs_folder) / "0.png", "picture.png")
+    line = refused(run("gallery", "build", pairs_folder, "--model", name))
+    expected = (
+        "the model folder ./nowhere does not exist" if "nowhere" in name else f"{name} holds no model: there is no config.json"
+    )
+    assert expected in line
+    assert not Path("gallery").exists()
+
+
 def test_a_missing_recipe_or_target(run: Run, tmp_path: Path) -> None:
     assert "nowhere.yaml does not exist" in refused(run("train", tmp_path / "nowhere.yaml"))
     assert "nowhere.yaml does not exist" in refused(run("embed", tmp_path / "nowhere.yaml"))
@@ -498,6 +532,16 @@ def test_embeddings_from_elsewhere_decide_the_exit_code(run: Run, embeddings: Ca
     assert (tmp_path / "report" / "report" / "report.html").exists()
 
 
+def rewrite(folder: Path, what: str) -> None:
+    """Write image embeddings of another kind."""
+    embeds = np.load(folder / "image_embeds.npy")
+    other = {"no rows": embeds[:0], "no columns": embeds[:, :0], "text": embeds.astype(str), "latin": embeds}[what]
+    np.save(folder / "image_embeds.npy", other)
+    (folder / "image_ids.txt").write_bytes(
+        "".join(f"é-{row}\n" for row in range(len(other))).encode("latin-1" if what == "latin" else "utf-8")
+    )
+
+
 def damage(folder: Path, what: str) -> None:
     embeds = np.load(folder / "image_embeds.npy")
     if what == "pickle":
@@ -528,11 +572,15 @@ def damage(folder: Path, what: str) -> None:
         ("nan", "values that are not finite"),
         ("cut", "is not a .npy array of numbers"),
         ("empty", "is not a .npy array of numbers"),
+        ("no rows", "image_embeds.npy holds no embeddings (shape (0, 8), float32)"),
+        ("no columns", "image_embeds.npy holds no embeddings (shape (40, 0), float32)"),
+        ("text", "image_embeds.npy holds no embeddings (shape (40, 8), <U"),
+        ("latin", "image_ids.txt is not UTF-8 text; convert it"),
     ],
 )
 def test_damaged_embeddings(what: str, message: str, run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
     old, new = embeddings("old"), embeddings("new", seed=5)
-    damage(new, what)
+    (rewrite if what in ("no rows", "no columns", "text", "latin") else damage)(new, what)
     assert message in refused(run("evaluate", "--old", old, "--new", new, "--output", tmp_path / "report"))
     assert not (tmp_path / "report").exists()
 

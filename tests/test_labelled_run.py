@@ -6,15 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel
 
 import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
+from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.models import METHODS
 from xcompat.models.embedder import Embedder, load_embedder
@@ -95,6 +99,37 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
         assert model.config.classes == CLASSES, "the class order is stored"
         for name in model.only_for_training:
             assert getattr(model, name, None) is None, f"{name} leaves when training is done"
+
+
+def test_queries_that_are_trained_on_are_counted(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders["test"], tmp_path / "mixed")
+    for number in range(2):
+        shutil.copy(Path(folders["train"]) / "cat" / f"0-{number}.png", tmp_path / "mixed" / "cat" / f"again-{number}.png")
+    stage = {"method": "procrustes", "new": trained["independent"]}
+    data = {
+        "images": {"path": folders["train"]},
+        "queries": {"path": str(tmp_path / "mixed")},
+        "gallery": {"path": folders["train"]},
+    }
+    run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), stages=[stage], data=data, independent=None))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 14 images of data.queries are in data.images too: the result will flatter the model" in said
+    assert "24 of 24 images of data.gallery are in data.images too" in said
+
+
+@given(st.lists(st.binary(max_size=2)), st.lists(st.binary(max_size=2)), st.booleans())
+def test_shared_images_are_those_of_equal_bytes(test: list[bytes], train: list[bytes], is_view: bool) -> None:
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+
+    def rows(contents: list[bytes]) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"image": [{"bytes": each, "path": None} for each in contents]}, features=features)
+
+    first, second = rows(test), rows(train[::-1] if is_view else train)
+    if is_view and train:
+        second = second.select(range(len(train) - 1, -1, -1))
+    assert shared_images(first, second) == sum(each in train for each in test if each)
 
 
 def test_the_old_model_knows_the_first_half_of_the_classes(trained: dict[str, Any]) -> None:

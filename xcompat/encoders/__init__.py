@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor"]
 
+MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
+"""One of which is in every folder that holds a model, or a run that ended with one."""
+
 
 class EncoderSource(BaseModel):
     """Where an encoder comes from.
@@ -66,13 +69,17 @@ class EncoderSource(BaseModel):
         return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
 
     def check_folder(self) -> None:
-        """Refuse a name that can only be a folder and is not there; what has the form of a Hub name passes.
+        """Refuse a name that can only be a folder and is not there or holds no model; what has the form of a Hub name passes.
 
         Raises:
             XcompatError: naming the folder, and the one that is meant.
         """
         if is_local(self.name) and not Path(self.name).exists():
             raise XcompatError(f"the model folder {self.name} does not exist; {nearest_path(self.name)}")
+        if Path(self.name).exists() and not any((Path(self.name) / file).is_file() for file in MODEL_FILES):
+            raise XcompatError(
+                f"{self.name} holds no model: there is no config.json in it; name the folder of a model, or of a run"
+            )
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:

@@ -10,6 +10,7 @@ import numpy as np
 from xcompat.data import credible_mask, flatten_captions, load_pairs, load_texts
 from xcompat.data.corpora import normalise
 from xcompat.data.notices import notice
+from xcompat.data.overlap import shared_images
 from xcompat.data.schema import (
     CREDIBLE,
     ID,
@@ -21,6 +22,7 @@ from xcompat.data.schema import (
     SECOND_PIXEL_VALUES,
     SIDE_INFO,
 )
+from xcompat.distributed import is_main_process
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
@@ -36,7 +38,16 @@ from xcompat.models.projected import ProjectedModel
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage, seed_everything
-from xcompat.training.trainer import embedding_data, labelled_data, pair_data, train, triplet_sampler
+from xcompat.training.test_sets import judged_images
+from xcompat.training.trainer import (
+    check_services,
+    embedding_data,
+    labelled_data,
+    pair_data,
+    train,
+    training_arguments,
+    triplet_sampler,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -56,6 +67,8 @@ def train_stage(stage: Stage) -> CompatModel:
     Returns:
         The trained model.
     """
+    if stage.part.data.images is not None:
+        _warn_of_shared_images(stage)
     if issubclass(stage.method, ClosedFormModel):
         model, new, old = _map_and_caches(stage)
         assert isinstance(model, ClosedFormModel)
@@ -73,10 +86,12 @@ def check_inputs(stage: Stage) -> None:
     """Refuse what can be seen of a stage before it begins, so that no earlier stage is trained for nothing.
 
     Raises:
-        XcompatError: dimensions do not fit, a class is unknown or without images, triplets cannot be made, or a stored old
-            embedding is missing.
+        XcompatError: the training section does not fit, a tracker is not installed, dimensions do not fit, a class is unknown or
+            without images, triplets cannot be made, or a stored old embedding is missing.
     """
     part = stage.part
+    if not issubclass(stage.method, ClosedFormModel):
+        check_services(part, training_arguments(part, stage.recipe.seed, stage.folder / "checkpoints"))
     if issubclass(stage.method, ClassifiedModel) and stage.method.compares_with_old and (dim := stage.old_dim()) is not None:
         stage.method.check_plan(dim, part.options)
     if part.data.images is None:
@@ -277,6 +292,15 @@ def _pair_caches(stage: Stage, old: Embedder) -> tuple[EmbeddingCache, Embedding
     captions, _ = flatten_captions(pairs)
     images = cached_images(old, pairs, stage.recipe.cache_dir, stage.part.data.pairs.max_bad_share)
     return images, cached_captions(old, captions, stage.recipe.cache_dir)
+
+
+def _warn_of_shared_images(stage: Stage) -> None:
+    """Say when images that are judged on are learned from: which ones these are is the user's own choice."""
+    if not stage.is_judged or not is_main_process():
+        return
+    for key, searched in judged_images(stage.part.data).items():
+        if shared := shared_images(searched.dataset, stage.images.dataset):
+            notice(f"{shared} of {len(searched)} images of data.{key} are in data.images too: the result will flatter the model")
 
 
 def _warn_of_overlap(stage: Stage, pairs: datasets.Dataset) -> None:

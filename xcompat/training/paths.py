@@ -16,8 +16,6 @@ from xcompat.training.recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.settings import DataSettings
 
 Source = CorpusSource | ImageSource
-MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
-"""One of which is in every folder that holds a model, or a run that ended with one."""
 
 
 def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
@@ -39,7 +37,8 @@ def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
             model = EncoderSource(name=named) if isinstance(named, str) else named
             if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
                 with _said_of(f"{part.name}: {role}"):
-                    _check_model(model)
+                    if not check_stored(Path(model.name)):
+                        model.check_folder()
     data = part.data.model_copy(update={"pairs": None, "texts": [], "images": None, "subset": None}) if is_trained else part.data
     described = []
     for key, source in _sources(data):
@@ -60,13 +59,6 @@ def _said_of(key: str) -> Iterator[None]:
         yield
     except XcompatError as error:
         raise XcompatError(f"{key}: {error}") from None
-
-
-def _check_model(model: EncoderSource) -> None:
-    model.check_folder()
-    folder = Path(model.name)
-    if folder.exists() and not check_stored(folder) and not any((folder / file).is_file() for file in MODEL_FILES):
-        raise XcompatError(f"{folder} holds no model: there is no config.json in it; name the folder of a model, or of a run")
 
 
 def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:

@@ -7,15 +7,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
+from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.settings import DataSettings, EvaluationSettings, Section
+from xcompat.training.values import check_options, check_training
 from xcompat.training.yaml_files import LimitedLoader, parse_yaml, read_yaml
 
 STAGE_PREFIX = "stage:"
@@ -82,17 +84,7 @@ class StageRecipe(Section):
     @field_validator("training")
     @classmethod
     def _known_training(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from transformers import TrainingArguments
-
-        known = {field.name for field in fields(TrainingArguments)} - {"output_dir", "seed", "data_seed"}
-        types = get_type_hints(TrainingArguments)
-        for key, given in value.items():
-            if key not in known:
-                raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
-            try:
-                TypeAdapter(types[key]).validate_python(given)
-            except ValidationError as error:
-                raise ValueError(f"training.{key}: {error.errors()[0]['msg']} (found {given!r})") from None
+        check_training(value)
         return value
 
     @field_validator("options")
@@ -100,10 +92,7 @@ class StageRecipe(Section):
     def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
         method = info.data.get("method")
         if method is not None:
-            known = usual_options(method)
-            for key in value:
-                if key not in known:
-                    raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
+            check_options(method, value, usual_options(method))
         return value
 
     @property
@@ -215,6 +204,8 @@ class Recipe(Section):
                         f"stage {stage.name!r} refers to {name!r}, which is no earlier stage "
                         f"(earlier: {', '.join(seen) or 'none'})"
                     )
+            if stage.name == REPORT and len(self.stages) > 1:
+                raise ValueError(f"a stage is called {REPORT!r}, which is where the run's report goes; give it another name")
             if stage.name in seen:
                 raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
             seen.append(stage.name)

@@ -69,10 +69,24 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
     Returns:
         The test set; None when the section names none.
     """
-    if data.queries is not None:
-        queries = _judged_on(data.queries, data)
-        return LabelledTestSet(queries, _judged_on(data.gallery, data) if data.gallery is not None else queries)
+    if images := judged_images(data):
+        return LabelledTestSet(images["queries"], images.get("gallery", images["queries"]))
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
+
+
+def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
+    """Load the labelled images that a stage is judged on.
+
+    Args:
+        data: the stage's data section.
+
+    Returns:
+        ``queries``, and ``gallery`` where it is another one; nothing where there are none.
+    """
+    if data.queries is None:
+        return {}
+    named = {"queries": data.queries, "gallery": data.gallery}
+    return {key: _judged_on(source, data) for key, source in named.items() if source is not None}
 
 
 def _judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:

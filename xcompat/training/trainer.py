@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import parse_flag_from_env
+from huggingface_hub import HfApi
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations import integration_utils
 
 from xcompat.data import (
     BadSamples,
@@ -28,7 +30,8 @@ from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import process_state, rank
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, nearest
+from xcompat.hub.endpoint import hub_errors
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.progress import console, literal
@@ -295,6 +298,28 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
         notice(f"one of {settings.n_gpu} GPUs is used; start with `accelerate launch -m xcompat` to use all")
         settings._n_gpu = 1
     return settings
+
+
+def check_services(part: StageRecipe, settings: TrainingArguments) -> None:
+    """Refuse trackers that are not installed and a Hub that cannot be pushed to: the Trainer notices when all is embedded.
+
+    Args:
+        part: the stage.
+        settings: of :func:`training_arguments`.
+
+    Raises:
+        XcompatError: naming the tracker with the line that installs it, or what is wrong with the Hub.
+    """
+    known = set(integration_utils.INTEGRATION_TO_CALLBACK)
+    for name in settings.report_to or ():
+        if name not in known:
+            raise XcompatError(f"{part.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
+        if name not in integration_utils.get_available_reporting_integrations():
+            package = name.replace("_", "-")
+            raise XcompatError(f"{part.name}: training.report_to names {name}, which is not installed; `pip install {package}`")
+    if settings.push_to_hub:
+        with hub_errors(settings.hub_model_id or "the account of training.push_to_hub"):
+            HfApi(token=settings.hub_token).whoami()
 
 
 def _adamw(settings: TrainingArguments, part: StageRecipe) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Which pictures are in two data sets, by their content: what is judged on what was trained on flatters the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from xcompat.data.schema import IMAGE
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
+    """Count the pictures of a test set that are in a training set too, byte by byte.
+
+    Sizes are compared first, so that of two sets that share nothing hardly a picture is read.
+
+    Args:
+        test: column ``image`` (undecoded), as `xcompat.data.load_pairs` returns it.
+        train: likewise.
+
+    Returns:
+        How many rows of ``test``.
+    """
+    sizes = {size for _, size in _sizes(train)}
+    asked = [(row, size) for row, size in _sizes(test) if size in sizes]
+    wanted = {size for _, size in asked}
+    trained = {_digest(train, row) for row, size in _sizes(train) if size in wanted}
+    return sum(_digest(test, row) in trained for row, _ in asked)
+
+
+def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
+    """Yield row and bytes of every picture; one that is missing has none."""
+    row = 0
+    for batch in dataset.select_columns([IMAGE]).with_format("arrow").iter(4096):
+        images = batch[IMAGE].combine_chunks() if isinstance(batch[IMAGE], pa.ChunkedArray) else batch[IMAGE]
+        stored = pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()
+        for size, path in zip(stored, pc.struct_field(images, "path").to_pylist(), strict=True):
+            if size is None and path is not None and os.path.isfile(path):  # noqa: PTH113 - of every picture
+                size = os.stat(path).st_size  # noqa: PTH116
+            if size:
+                yield row, size
+            row += 1
+
+
+def _digest(dataset: datasets.Dataset, row: int) -> bytes:
+    image = dataset[row][IMAGE]
+    if image["bytes"] is not None:
+        return xxhash.xxh3_128_digest(image["bytes"])
+    with open(image["path"], "rb") as file:  # noqa: PTH123
+        return xxhash.xxh3_128_digest(file.read())
