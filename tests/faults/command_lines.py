@@ -88,7 +88,7 @@ def faiss_scores(folder: Path) -> State:
 
 def trained(folder: Path) -> State:
     """Read the weights of a finished run: they are the same, to the bit, whatever happened on the way."""
-    if not (folder / "run" / "report.json").exists():
+    if not (folder / "run" / "report" / "report.json").exists():
         return None
     weights = load_file(folder / "run" / "phi" / "model" / "model.safetensors")
     return {name: values.astype(np.float32) for name, values in weights.items()}
