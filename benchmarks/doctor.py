@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from xcompat.retrieval.variants import own_preparation
 SHARED = Path("../shared")
 OWN, OTHER = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))
 PHOTOS = SHARED / "data/tiny-imagenet/val-0000.tar.gz"
-ITEMS, SAMPLE, TRIALS = 1000, 300, 3
+ITEMS, SAMPLE, TRIALS = 400, 400, 1
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 ORIGINS = ("another model", "other photos", "a sibling")
 STORED = ("as it is", "scalar quantiser (SQ8)", "in bfloat16", "bicubic, not bilinear")
@@ -114,12 +115,11 @@ def table_of(
     others: dict[str, NDArray[np.float32]],
     trials: int,
     shares: tuple[float, ...] = SHARES,
-) -> list[list[str]]:
-    """Return the rows of the table."""
+) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
     own = {name: embedded(embedder, photos) for name in STORED[:2]}
     own[STORED[2]] = embedded(replace(embedder, autocast=torch.bfloat16), photos)
     own[STORED[3]] = embedded(embedder, photos, "bicubic")
-    rows = []
     for stored, vectors in own.items():
         for share in shares if stored == STORED[0] else (shares[0], shares[-3]):
             outcomes = [trial(stored, share, seed, vectors, others, photos, embedder) for seed in range(trials)]
@@ -136,8 +136,7 @@ def table_of(
                 f"{np.mean([finding.share for finding in findings]):.1%} ({low:.1%} to {high:.1%}), {held} of {trials} hold it"
             )
             cells.append("; ".join(sorted({way for finding in findings for way in finding.made if way})))
-            rows.append(cells)
-    return rows
+            yield cells
 
 
 def main() -> None:

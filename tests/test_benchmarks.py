@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -79,6 +80,13 @@ def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch
     rows = benchmark(name).measure(**TOYS[name])
     assert rows and all(row.what and row.against and len(row.cells()) == 5 for row in rows)
     assert all(row.ratio is None or row.ratio > 0 for row in rows)
+
+
+def test_vectors_are_planted_where_they_are_said_to_be(benchmark: Any) -> None:
+    own, others = np.zeros((40, 2)), {"a": np.ones((40, 2)), "b": np.full((40, 2), 2.0)}
+    vectors, parts = benchmark("doctor").planted(own, others, 0.25, seed=0)
+    assert [len(part) for part in parts.values()] == [5, 5] and (vectors == 0).all(axis=1).sum() == 30
+    assert (vectors[parts["a"]] == 1).all() and (vectors[parts["b"]] == 2).all() and not own.any()
 
 
 def test_memory_is_measured_in_a_fresh_process(benchmark: Any) -> None:
