@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 from xcompat.errors import XcompatError
@@ -127,6 +128,7 @@ class ImageEncoder(Encoder):
     def save_pretrained(self, folder: str | Path) -> None:
         """See :meth:`Encoder.save_pretrained`."""
         self.model.save_pretrained(folder)
+        open_weights(folder)
 
 
 def build_image_encoder(description: dict[str, Any]) -> ImageEncoder:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
@@ -112,6 +113,7 @@ class OpenClipEncoder(Encoder):
         write_json(Path(folder) / CONFIG_FILE, self.description["config"])
         with atomic_path(Path(folder) / WEIGHTS_FILE) as temporary:
             save_model(self.model, str(temporary))
+        open_weights(folder, CONFIG_FILE)
 
 
 def _trims_padding(model_cfg: dict[str, Any]) -> bool:

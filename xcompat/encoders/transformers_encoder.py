@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 
@@ -117,6 +118,7 @@ class TransformersEncoder(Encoder):
     def save_pretrained(self, folder: str | Path) -> None:
         """See :meth:`Encoder.save_pretrained`."""
         self.model.save_pretrained(folder)
+        open_weights(folder)
 
 
 class BlipEncoder(TransformersEncoder):

@@ -19,6 +19,7 @@ from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.memory import own_memory
+from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -162,6 +163,8 @@ class CheckpointModel(PreTrainedModel):
         if self.config.weights == "adapters":
             kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
+        if is_main_process():
+            open_weights(Path(save_directory))
         is_known = self._processor is not None or bool(self.name_or_path)  # not of a model that a configuration alone made
         if self.encoder is not None and is_known and is_main_process():
             self.processor.save_pretrained(Path(save_directory))
