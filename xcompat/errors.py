@@ -43,6 +43,23 @@ class TrainingDivergedError(XcompatError):
     """The loss or the gradient stopped being finite."""
 
 
+def what_failed(error: BaseException) -> str:
+    """Return in one line what a library raised.
+
+    Args:
+        error: of any kind.
+
+    Returns:
+        Its kind and the beginning of what it says.
+
+    Example:
+        >>> what_failed(KeyError("width"))
+        "KeyError: 'width'"
+    """
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Say which known name is meant, for the end of an error message.
 

@@ -23,7 +23,7 @@ from xcompat.data.sources import (
     is_saved_dataset,
     local_files,
 )
-from xcompat.errors import XcompatError, nearest
+from xcompat.errors import XcompatError, nearest, what_failed
 
 if TYPE_CHECKING:
     import datasets
@@ -220,7 +220,12 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
     if paths is not None:
         if not is_saved_dataset(paths[0]):
             raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
-        saved = datasets.load_from_disk(str(paths[0]))
+        try:
+            saved = datasets.load_from_disk(str(paths[0]))
+        except Exception as error:  # its JSON, its types and its Arrow files each fail in their own ways
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise XcompatError(f"{paths[0]} cannot be read ({what_failed(error)}); write it again") from error
         dataset = _one_split(dict(saved), source) if isinstance(saved, datasets.DatasetDict) else saved
         return dataset.to_iterable_dataset() if source.streaming else dataset
     try:

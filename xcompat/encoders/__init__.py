@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
-from xcompat.errors import XcompatError, nearest
+from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.paths import is_local, nearest_path
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
     from xcompat.encoders.processor import Processor
 
-__all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor"]
+__all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor", "reading_model"]
 
 MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
 """One of which is in every folder that holds a model, or a run that ended with one."""
@@ -136,7 +138,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     source.check_folder()
     from xcompat.encoders.memory import own_memory
 
-    try:
+    with reading_model(source.name):
         encoder = _load(source)
         found = encoder.description["config"].get("model_type", "open_clip")
         if source.model_type not in (None, found):
@@ -149,13 +151,30 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
                 f"transformers can be given another image_size ({source.image_size})"
             )
         return encoder, processor
+
+
+@contextmanager
+def reading_model(name: str) -> Iterator[None]:
+    """Say in one line that a model cannot be loaded, whatever the library that reads it raises in the block.
+
+    Args:
+        name: of the model.
+
+    Raises:
+        XcompatError: a file or revision is missing, weights are damaged, or a configuration is none or does not fit them.
+    """
+    try:
+        yield
+    except (XcompatError, ImportError, MemoryError):
+        raise
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:
             raise
-        reason = " ".join(str(error).split())
-        raise XcompatError(f"cannot load {source.name}: {reason}") from error
+        raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}") from error
     except SafetensorError as error:
-        raise XcompatError(f"cannot load {source.name}: its weights are damaged ({error}); fetch or train it again") from error
+        raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
+    except Exception as error:  # each library has its own ways to say that a configuration is none
+        raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
 
 
 def _load(source: EncoderSource) -> Encoder:
@@ -195,10 +214,10 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
     source = EncoderSource(name=source) if isinstance(source, str) else source
     try:
         return _load_processor(description, source)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers has many ways to say that a file is missing
-        if isinstance(error, XcompatError) or getattr(error, "errno", None) is not None:
+    except Exception as error:  # transformers and tokenizers have many ways to say that a file is missing or damaged
+        if isinstance(error, XcompatError | ImportError | MemoryError) or getattr(error, "errno", None) is not None:
             raise
-        reason = " ".join(str(error).split())
+        reason = what_failed(error)
         raise XcompatError(
             f"{source.name} holds no preprocessing that can be read ({reason}); bring back its files (preprocessor_config.json, "
             "tokenizer.json, tokenizer_config.json) from where the model came from"

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, what_failed
 from xcompat.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -81,6 +81,12 @@ def hub_errors(name: str) -> Iterator[None]:
         if isinstance(error.__cause__, _NETWORK_ERROR):  # so it wraps what goes wrong with a large file
             raise XcompatError(_explain(name, error.__cause__)) from error
         raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # huggingface_hub takes answers as they are
+        if isinstance(error, XcompatError):
+            raise
+        raise XcompatError(
+            f"what {constants.ENDPOINT} says of {name} cannot be understood ({what_failed(error)}); do it again later"
+        ) from error
 
 
 def _explain(name: str, error: BaseException) -> str:

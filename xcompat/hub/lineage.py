@@ -104,11 +104,22 @@ def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
         return []
     seen: set[str] = set()
     followed = []
-    for described in (old, *old.get("compatible_with", [])):
+    for described in _versions(old, newer.place):
         if described["fingerprint"] not in seen:
             followed.append(_follow(described, path))
             seen |= {each.fingerprint for each in followed[-1].walk()}
     return followed
+
+
+def _versions(old: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - whatever a configuration holds
+    """Return the versions that a configuration names, the nearest first; refuse what describes none."""
+    older = old.get("compatible_with", []) if isinstance(old, dict) else None
+    listed: list[Any] = [old, *older] if isinstance(older, list) else [None]
+    for described in listed:
+        known = described if isinstance(described, dict) else {}
+        if not all(isinstance(known.get(key), kind) for key, kind in (("name", str), ("fingerprint", str), ("dim", int))):
+            raise XcompatError(f"the configuration of {place} does not say what it is compatible with; push or train it again")
+    return listed
 
 
 def _follow(described: dict[str, Any], path: tuple[str, ...]) -> Ancestor:
@@ -162,4 +173,6 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
             return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
     if held.config is None:
         return f"{place} on {api.endpoint} holds no model"
+    if not isinstance(held.config, dict):
+        return f"{place} on {api.endpoint} holds no configuration of a model"
     return _Found(held.config, place, held.fingerprint)

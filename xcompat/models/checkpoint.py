@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo, ModelCard
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from xcompat.distributed import is_main_process
-from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.memory import own_memory
 from xcompat.encoders.permissions import open_weights
@@ -83,14 +82,8 @@ class CheckpointModel(PreTrainedModel):
         kwargs.setdefault("use_safetensors", True)
         where: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         kwargs["revision"] = resolve_revision(name, kwargs.get("revision") or "main", **where)
-        try:
+        with reading_model(str(name)):
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}") from error
-        except SafetensorError as error:
-            raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
         model, info = loaded
         model.revision = getattr(kwargs["revision"], "resolved", None)
         if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) != "auto":

@@ -182,7 +182,10 @@ def is_checkpoint(name: str, revision: str | None = None) -> bool:
     folder = Path(name)
     if folder.is_dir():
         config = folder / "config.json"
-        return config.exists() and str(read_json(config).get("model_type", "")).startswith("xcompat")
+        about = read_json(config) if config.exists() else {}
+        if not isinstance(about, dict):
+            raise XcompatError(f"{config} holds no configuration of a model; fetch or train the model again")
+        return str(about.get("model_type", "")).startswith("xcompat")
     from transformers import PreTrainedConfig
 
     try:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from xcompat.arrays import map_array, read_lines
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import describe_old
@@ -133,11 +134,7 @@ def _require_names(file: Path, lines: Path) -> None:
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     _require_names(file, lines)
-    try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise XcompatError(f"{file} is not a .npy array of numbers: {error}") from None
-    names = lines.read_text(encoding="utf-8").splitlines()
+    array, names = map_array(file), read_lines(lines)
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
     starts = range(0, len(array), ROWS)

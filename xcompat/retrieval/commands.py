@@ -113,6 +113,7 @@ def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bo
 def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
     """Print what is nearest to a text or a picture."""
     wanted = dict(map(wanted_values, where))
+    require_views(asking(embedder), gallery.manifest)  # a model that has changed need not embed anything
     hits = gallery.search(query_embeddings(embedder, query), asking(embedder), top_k, wanted or None)[0]
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):

@@ -175,7 +175,7 @@ def _read(path: Path) -> Manifest:
     if manifest is None:
         raise XcompatError(f"{path} has format {schema}, this version of xcompat reads {SCHEMA}")
     if manifest.checksum:
-        if manifest.checksum != _checksum(found):
+        if manifest.checksum != json_checksum(found):
             raise _damaged(path, "it has changed since it was committed")
     elif path.name == CURRENT:  # written before manifests had checksums: its copy says what it was
         copy = _generation_path(path.parent, manifest.generation)
@@ -190,8 +190,8 @@ def _damaged(path: Path, reason: str) -> XcompatError:
     return XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it")
 
 
-def _checksum(fields: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's JSON, whatever its layout and the order of its keys."""
+def json_checksum(fields: dict[str, Any]) -> str:
+    """Return the checksum of a JSON object but for its key ``checksum``, whatever its layout and the order of its keys."""
     import xxhash
 
     rest = {key: value for key, value in fields.items() if key != "checksum"}
@@ -209,7 +209,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         The manifest with the time it was made.
     """
     stamped = manifest.model_copy(update={"made": datetime.now(UTC).isoformat(timespec="seconds")})
-    stamped = stamped.model_copy(update={"checksum": _checksum(stamped.model_dump(mode="json"))})
+    stamped = stamped.model_copy(update={"checksum": json_checksum(stamped.model_dump(mode="json"))})
     text = stamped.model_dump_json(indent=1) + "\n"
     for path in (_generation_path(folder, manifest.generation), folder / CURRENT):
         with atomic_path(path) as temporary:

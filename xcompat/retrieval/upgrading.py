@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.manifest import SEGMENTS, Metric, SegmentRecord
+from xcompat.retrieval.manifest import Metric, SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Items, Segment
 from xcompat.retrieval.staging import checked_embeddings
 from xcompat.retrieval.versions import fits, identity, upgraded_version
@@ -49,6 +49,7 @@ class _Progress(BaseModel):
     generation: int
     done: dict[str, int] = {}
     records: list[SegmentRecord] = []
+    checksum: str = ""
 
 
 def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
@@ -94,7 +95,7 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
     segments = _sources(gallery, model)
     version = upgraded_version(model)
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
-    progress = _begun(gallery.path, journal, staging.manifest.generation)
+    progress = _begun(gallery, journal, staging.manifest.generation)
     staging.take(progress.records, [version])
     total = sum(map(len, segments))
     with progress_bar() as bar:
@@ -161,17 +162,19 @@ def _uses_side_info(model: CompatModel) -> bool:
 def _record(journal: Path, progress: _Progress, segment: Segment, row: int, written: list[SegmentRecord]) -> None:
     progress.done[segment.record.name] = row
     progress.records += written
-    write_json(journal, progress.model_dump(mode="json"))
+    told = progress.model_dump(mode="json")
+    write_json(journal, told | {"checksum": json_checksum(told)})
 
 
-def _begun(folder: Path, journal: Path, generation: int) -> _Progress:
-    """Return how far an upgrade got; nowhere if the gallery has changed since, or what was written has been cleared away."""
+def _begun(gallery: Gallery, journal: Path, generation: int) -> _Progress:
+    """Return how far an upgrade got; nowhere if the gallery or a file of it has changed since, or what was written is gone."""
     fresh = _Progress(generation=generation)
-    if not journal.exists():
-        return fresh
     try:
-        found = _Progress.model_validate(read_json(journal))
-    except (XcompatError, ValidationError):  # what it says is only a help
+        told = read_json(journal)
+        found = _Progress(**told)
+    except (XcompatError, TypeError, ValueError):  # there is none, or it is damaged
         return fresh
-    whole = all((folder / SEGMENTS / record.name).is_dir() for record in found.records)
-    return found if whole and found.generation == generation else fresh
+    if found.generation != generation or found.checksum != json_checksum(told):
+        return fresh
+    whole = not any(Segment(gallery.path, record, gallery.backend).damaged() for record in found.records)
+    return found if whole else fresh

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
+from xcompat.arrays import map_array, read_lines
 from xcompat.data import LabelledSource, PairSource
 from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
@@ -179,19 +180,12 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
     arrays, ids = [], []
     for kind in ("image", "text"):
         file = folder / f"{kind}_embeds.npy"
-        try:
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise XcompatError(f"{file} is not a .npy array of numbers: {error}") from None
-        try:
-            names = (folder / f"{kind}_ids.txt").read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError:
-            raise XcompatError(f"{folder / f'{kind}_ids.txt'} is not UTF-8 text; convert it") from None
+        array, names = map_array(file), read_lines(folder / f"{kind}_ids.txt")
         if array.ndim != 2 or len(array) != len(names):
             raise XcompatError(
                 f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N"
             )
-        if not array.size or array.dtype.kind not in "fiu":
+        if not array.size:
             raise XcompatError(f"{file} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
         if not np.isfinite(array).all():
             raise XcompatError(f"{file} holds values that are not finite; leave those items out, or embed them again")

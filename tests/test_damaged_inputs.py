@@ -1,0 +1,100 @@
+"""Smallest damage that once was a traceback or a wrong answer: it is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.arrays import map_array, read_lines
+from xcompat.encoders import load_encoder
+from xcompat.encoders.standins import save_stand_in
+from xcompat.hub.lineage import trace_lineage
+from xcompat.models import FctConfig, FctModel
+from xcompat.models.config import describe_old
+from xcompat.retrieval import Gallery, upgrading
+
+OLD = Fingerprint.from_string("old")
+
+
+def one_line(error: pytest.ExceptionInfo[XcompatError], named: object) -> None:
+    assert str(named) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{'descr': '<f4', 'shape': (2,", b"[" * 60, b"{'descr': '<M8[s]', 'fortran_order': False, 'shape': (2,)}", b""]
+)
+def test_arrays_with_damaged_headers(header: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "array.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(16))
+    with pytest.raises(XcompatError) as refused:
+        map_array(path)
+    one_line(refused, path)
+
+
+def test_lines_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "ids.txt"
+    path.write_bytes(b"first\n\xff\xfe\n")
+    with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 6") as refused:
+        read_lines(path)
+    one_line(refused, path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", '{"model_type": "clip", "text_config": {"hidden_size": "four"}}'),
+        ("config.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", '{"tokenizer_class": 4}'),
+        ("preprocessor_config.json", "\ud800"),
+    ],
+)
+def test_files_of_a_model(file: str, text: str, tmp_path: Path) -> None:
+    folder = save_stand_in(tmp_path / "model", "clip", 8)
+    (tmp_path / "model" / file).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(XcompatError) as refused:
+        load_encoder(folder)
+    one_line(refused, folder)
+
+
+@pytest.mark.parametrize(
+    "old", [4, {"name": "x", "fingerprint": "y"}, {"name": "x", "fingerprint": "y", "dim": 8, "compatible_with": [1]}]
+)
+def test_a_lineage_that_names_nothing(old: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xcompat-bct", "old": old}))
+    with pytest.raises(XcompatError, match="does not say what it is compatible with") as refused:
+        trace_lineage(str(tmp_path))
+    one_line(refused, tmp_path)
+
+
+@pytest.mark.parametrize("damage", [("4", "5"), ("{", ""), ('"done"', '"gone"'), ('"generation"', '"regeneration"')])
+def test_an_upgrade_whose_journal_is_damaged_begins_anew(damage: tuple[str, str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = FctModel(FctConfig(old=describe_old(OLD, 4), embedding_dim=6)).eval()
+    gallery = Gallery.create(tmp_path / "gallery", OLD, dim=4)
+    embeds = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    for start in (0, 4):
+        gallery.add(embeds[start : start + 4], [f"item {row}" for row in range(start, start + 4)])
+        gallery.commit()
+    plain = upgrading._record
+
+    def once(*arguments: object) -> None:
+        plain(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with mock.patch.object(upgrading, "_record", once), pytest.raises(KeyboardInterrupt):
+        gallery.upgrade(model)
+    (journal,) = gallery.path.glob("upgrade-*.json")
+    whole = journal.read_text()
+    assert whole.replace(*damage, 1) != whole
+    journal.write_text(whole.replace(*damage, 1))
+    again = Gallery.open(gallery.path)
+    assert again.upgrade(model) == 8 and len(again) == 8 and again.damage() == []
+    hits = again.search(np.ones((1, 6)), model, top_k=9)[0]
+    assert sorted(hit.id for hit in hits) == [f"item {row}" for row in range(8)]
