@@ -26,7 +26,7 @@ def build(
     pictures: Annotated[Optional[Path], typer.Argument(help="Folder of pictures, or shards.")] = None,  # noqa: UP045 - typer
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Folder of the gallery.")] = Path("gallery"),
-    index: Annotated[str, typer.Option(help="faiss factory string, such as Flat, HNSW32 or IVF1024,PQ64.")] = "Flat",
+    index: Annotated[Optional[str], typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,  # noqa: UP045
     milvus: Annotated[Optional[str], typer.Option(help="URI of a Milvus that holds the vectors.")] = None,  # noqa: UP045
     from_faiss: Annotated[Optional[Path], typer.Option(help="A faiss index to adopt where it is.")] = None,  # noqa: UP045
     ids: Annotated[Optional[Path], typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,  # noqa: UP045
@@ -39,9 +39,9 @@ def build(
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
-        if pictures is not None or milvus is not None or dtype != "float32":
+        if pictures is not None or index is not None or milvus is not None or dtype != "float32":
             raise XcompatError(
-                "--from-faiss adopts an index as it is: leave out pictures, --milvus and --dtype, add pictures afterwards"
+                "--from-faiss adopts an index as it is: leave out pictures, --index, --milvus and --dtype; add pictures later"
             )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:

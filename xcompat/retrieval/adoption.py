@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
+from xcompat.files import atomic_path, write_array
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.adopted import look_at, stamp_of
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
@@ -213,7 +213,7 @@ def _write(folder: Path, path: Path, known: Known, items: Items, version: Versio
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
-        np.save(temporary / SIGNATURES_FILE, look.signatures_N, allow_pickle=False)
+        write_array(temporary / SIGNATURES_FILE, look.signatures_N)
         files = {file.name: file_record(file) for file in sorted(temporary.iterdir())}
     return SegmentRecord(
         name=name,

@@ -120,9 +120,14 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         raise XcompatError(f"{index} is an index of faiss, and Milvus chooses its own; leave index out")
     from xcompat.retrieval.milvus_index import connect
 
-    uri = milvus if "://" in milvus else str(Path(milvus).resolve())
+    uri = milvus_uri(milvus)
     connect(uri)
     return uri
+
+
+def milvus_uri(place: str) -> str:
+    """Return the URI of a Milvus, a file's path in full, so that a gallery can be opened from elsewhere."""
+    return place if "://" in place else str(Path(place).resolve())
 
 
 def open_backend(manifest: Manifest) -> Backend:

@@ -19,11 +19,13 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
 from xcompat.retrieval.adoption import adopt_faiss
+from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.doctor import examine
+from xcompat.retrieval.faiss_index import EXACT
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.manifest import CURRENT
+from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 
@@ -92,13 +94,27 @@ def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> 
     fill(gallery, load_pictures(pictures), embedder, replace)
 
 
-def build(folder: Path, pictures: Path, embedder: Embedder, index: str, milvus: str | None) -> None:
+def build(folder: Path, pictures: Path, embedder: Embedder, index: str | None, milvus: str | None) -> None:
     """Embed pictures into a new gallery, or go on with one that was begun; none is made where there are no pictures."""
     loaded = load_pictures(pictures)
-    if is_main_process() and not (folder / CURRENT).exists():
-        Gallery.create(folder, embedder, index=index, milvus=milvus)
+    if (folder / CURRENT).exists():
+        _require_place(Gallery.open(folder).manifest, index, milvus)
+    elif is_main_process():
+        Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
     barrier()
     fill(Gallery.open(folder), loaded, embedder, replace=False)
+
+
+def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
+    """Refuse to go on with a gallery whose vectors are kept in another way than is asked for."""
+    wanted = {"index": index, "milvus": milvus_uri(milvus) if milvus is not None else None}
+    for name, value in wanted.items():
+        there = getattr(manifest, name)
+        if value is not None and value != there:
+            raise XcompatError(
+                f"the gallery that is there was made with {name} {there or 'of faiss'}, not {value}; leave --{name} out, "
+                "or choose another folder with --out"
+            )
 
 
 def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool) -> None:
