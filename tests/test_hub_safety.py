@@ -114,6 +114,17 @@ def test_a_push_that_the_hub_stops_is_done_or_not(status: int, hub: Hub, version
     assert AutoModel.from_pretrained(REPO).fingerprint() == AutoModel.from_pretrained(versions[1]).fingerprint()
 
 
+@pytest.mark.parametrize("answer", [b"<html>busy</html>", b"[1, 2]", b"5", b"", b"\xff\xfe"])
+def test_an_answer_that_is_no_configuration(answer: bytes, hub: Hub, versions: list[Path], tmp_path: Path) -> None:
+    hub.add(REPO, versions[0])
+    hub.repos[REPO].commit(hub.files(REPO) | {"config.json": answer})
+    for command in (trace_lineage, partial(push, versions[0])):
+        with pytest.raises(XcompatError) as refused:
+            command(REPO)
+        assert "\n" not in str(refused.value)
+    assert hub.files(REPO)["config.json"] == answer
+
+
 # ------------------------------------------------------------------------------------------------------------- the token
 
 

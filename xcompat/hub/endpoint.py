@@ -183,6 +183,23 @@ def is_dataset(name: str) -> bool:
     return True
 
 
+def read_config(file: str | Path) -> dict[str, Any]:
+    """Read a model's configuration.
+
+    Args:
+        file: its JSON, which somebody else may have written.
+
+    Raises:
+        XcompatError: it is no JSON, or JSON of something else.
+    """
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise XcompatError(
+            f"{file} holds a {type(config).__name__} in the place of a configuration; fetch or save the model again"
+        )
+    return config
+
+
 def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
     """Read what a repository says of itself.
 
@@ -200,7 +217,7 @@ def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
     if file is None:
         return Repository(files, None, None)
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
-    return Repository(files, read_json(api.hf_hub_download(repo, file, revision=info.sha)), card.get("fingerprint"))
+    return Repository(files, read_config(api.hf_hub_download(repo, file, revision=info.sha)), card.get("fingerprint"))
 
 
 def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:
