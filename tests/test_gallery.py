@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.errors import GenerationGoneError
@@ -146,43 +144,6 @@ def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
     with pytest.raises(XcompatError, match="has no generation 2"):
         gallery.rollback(2)
     assert found(Gallery.open(gallery.path), vectors(3, 7), 15) == before
-
-
-Steps = st.lists(
-    st.tuples(st.sampled_from(["add", "replace", "remove", "commit", "compact", "rollback"]), st.integers(0, 9)), max_size=14
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=Steps)
-def test_any_history_ends_like_that_of_a_dictionary(
-    steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    gallery = Gallery.create(tmp_path_factory.mktemp("history") / "g", CLIP, dim=DIM)
-    stored: dict[str, np.ndarray] = {}
-    states = {0: dict(stored)}
-    for number, (step, argument) in enumerate(steps):
-        name, embeds = f"item {argument}", vectors(1, 100 + number)
-        if step in ("add", "replace") and (step == "replace" or name not in stored):
-            gallery.add(embeds, [name], replace=step == "replace")
-            stored[name] = embeds[0]
-        elif step == "remove" and name in stored:
-            gallery.remove([name])
-            del stored[name]
-        elif step == "commit":
-            states[gallery.commit()] = dict(stored)
-        elif step == "compact":
-            states[gallery.commit()] = dict(stored)
-            gallery.compact()
-            states = {gallery.generation: dict(stored)}
-        elif step == "rollback":
-            generation = sorted(states)[argument % len(states)]
-            stored = dict(states[generation])
-            states[gallery.rollback(generation)] = dict(stored)
-    gallery.commit()
-    assert len(gallery) == len(stored) and gallery.damage() == []
-    if stored:
-        assert found(Gallery.open(gallery.path), vectors(2, 1), 12) == naive(stored, vectors(2, 1), 12)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -34,7 +34,7 @@ from xcompat.encoders.packed import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.files import read_json, write_json
+from xcompat.files import clear_leftovers, read_json, write_json
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
@@ -229,6 +229,8 @@ def _embed(
     if not rows:
         raise XcompatError(f"there are no {kind} to embed; check the data section")
     _check_plan(path, info)
+    if is_main_process():
+        clear_leftovers(path)  # of a kill; those of processes that live are theirs
     mine = _to_embed(path, info)
     if mine:
         _embed_shards(embedder, path, info, mine, embed_shards)

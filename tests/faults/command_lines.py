@@ -8,16 +8,32 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
 import yaml
 from safetensors.numpy import load_file
-from scenes import ITEMS, Scene, State, cache_content, d, encoder, in_gallery, pictures, query_map, unit
+from scenes import (
+    ITEMS,
+    MORE,
+    Scene,
+    State,
+    cache_content,
+    d,
+    encoder,
+    in_gallery,
+    nothing,
+    pictures,
+    query_map,
+    unit,
+    write_once_more,
+)
 from syscalls import run_watched
 
 from xcompat import XbtModel, cli
 from xcompat.models import FctModel
+from xcompat.retrieval import Gallery
 
 RECIPE = {
     "output_dir": "run",
@@ -69,6 +85,19 @@ def make_world(folder: Path) -> Path:
     return world
 
 
+def grown(folder: Path) -> None:
+    """Add vectors to the index that a gallery has adopted."""
+    index = faiss.read_index(str(folder / "old.faiss"))
+    index.add(unit(MORE, d, 5))
+    faiss.write_index(index, str(folder / "old.faiss"))
+    (folder / "all ids.txt").write_text("\n".join(f"item {row}" for row in range(ITEMS + MORE)) + "\n")
+
+
+def resynced(folder: Path) -> State:
+    """Read a gallery whose index has grown: before that is taken over it shows nothing, after it all."""
+    return in_gallery(folder) if len(Gallery.open(folder / "gallery")) > ITEMS else None
+
+
 def unchanged(folder: Path) -> State:
     """Look at every file, for a command that changes none."""
     return {
@@ -113,12 +142,15 @@ def exported(name: str, folder: Path) -> State:
 def command_scenes(world: Path) -> list[Scene]:
     """Return every command."""
 
-    def after(*before: tuple[str, ...]) -> Callable[[Path], None]:
+    def after(*before: tuple[str, ...], also: Callable[[Path], object]) -> Callable[[Path], None]:
         def prepare(folder: Path) -> None:
             shutil.copytree(world, folder)
             for arguments in before:
                 outcome = run_watched(partial(typed(*arguments), folder), folder, None)
-                assert outcome.code == 0, outcome.errors
+                assert outcome.code == 0, (
+                    f"{' '.join(arguments)} ended with {outcome.code}: {outcome.output[-1500:]} {outcome.errors[-1500:]}"
+                )
+            also(folder)
 
         return prepare
 
@@ -127,14 +159,22 @@ def command_scenes(world: Path) -> list[Scene]:
     adopt = ("gallery", "build", "--from-faiss", "old.faiss", "--ids", "ids.txt", "--model", "encoder 1", "--out", "gallery")
     train, embed = ("train", "recipe.yaml"), ("embed", "recipe.yaml")
 
-    def scene(arguments: tuple[str, ...], read: Callable[[Path], State], *before: tuple[str, ...], **options: object) -> Scene:
+    def scene(
+        arguments: tuple[str, ...],
+        read: Callable[[Path], State],
+        *before: tuple[str, ...],
+        also: Callable[[Path], object] = nothing,
+        **options: Any,
+    ) -> Scene:
         name = "xcompat " + " ".join(argument for argument in arguments[:4] if not argument.startswith("-"))
-        return Scene(name, after(*before), typed(*arguments), read, **options)  # type: ignore[arg-type]
+        writer = write_once_more if read is in_gallery else None
+        return Scene(name, after(*before, also=also), typed(*arguments), read, after=writer, **options)
 
     upgrade = ("gallery", "upgrade", "gallery", "--model")
     return [
         scene(build, in_gallery, between=({},)),
         scene(adopt, in_gallery),
+        scene(("gallery", "resync", "gallery", "--ids", "all ids.txt"), resynced, adopt, also=grown),
         scene(add, in_gallery, build),
         scene(("gallery", "search", "gallery", "a dog", "--model", "encoder 1"), unchanged, build, reads=True),
         scene(("gallery", "info", "gallery"), unchanged, build, reads=True),

@@ -12,15 +12,15 @@ from pathlib import Path
 from campaigns import Row
 
 WHAT = {
-    "kills": "SIGKILL before every call that changes a file (those that take seconds: before a sample of them), and at random "
+    "kills": "SIGKILL before every call that changes a file (Flat; of other operations before a sample of them), and at random "
     "moments. After each the folder is opened and every file verified, it holds a committed state and all that was reported, and "
     "the same command, run again, ends as if nothing had happened and leaves no temporary file.",
     "power cuts": "Every file operation was recorded at its system call, whoever made it. After each the states are built that "
     "a disk may be in if only what was synced is sure: all else lost, names without data, zeros, data in part, the names of one "
     "folder lost or alone there. A trial is a state; a sample of them is gone on from as well.",
-    "injected errors": "ENOSPC, EIO, EACCES, EROFS and EDQUOT at each file operation of each command (those that take seconds: a "
-    "sample), ENOSPC and EROFS also for good from there on. Nothing is lost; the command says one line and ends with code 2, "
-    "or does its work all the same.",
+    "injected errors": "ENOSPC, EIO, EACCES, EROFS and EDQUOT, by turns, at every file operation that changes something and at "
+    "the first of its kind on each file that is read (commands that take seconds: at a sample), ENOSPC and EROFS also for good "
+    "from there on. Nothing is lost; the command says one line and ends with code 2, or does its work all the same.",
     "full disks": "A tmpfs with no free page, one, two, until the command succeeds.",
     "histories": "hypothesis plays histories of adding, replacing, removing, committing, closing, opening, rolling back, "
     "compacting, upgrading and being killed; a trial is a state compared with a dictionary.",
@@ -49,7 +49,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         f"{datetime.now(UTC):%Y-%m-%d}; Linux {platform.release()}, {platform.machine()}, {_cores()} cores, "
         f"{int(memory.split()[1]) / 2**20:.0f} GiB; Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-        + f"; {sum(row.seconds for row in rows) / 60:.0f} minutes of one core at most.",
+        + f". All campaigns one after the other: {sum(row.seconds for row in rows) / 60:.0f} minutes.",
         "",
         "| kind | trials | failures |",
         "|---|---:|---:|",

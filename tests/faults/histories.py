@@ -54,6 +54,11 @@ class Histories(RuleBasedStateMachine):
         """Compare what is on disk with the dictionary."""
         found = gallery_content(self.gallery.path)
         assert same(found, self.states[generation]), (found, self.states[generation])
+        if found and {embed.shape for embed in found.values()} == {(d,)}:
+            queries_Qd = unit(2, d, 1)
+            order_Qn = np.argsort(-queries_Qd @ np.stack(list(found.values())).T, axis=1)
+            hits = Gallery.open(self.gallery.path).search(queries_Qd, OLD, top_k=12)
+            assert [[hit.id for hit in row] for row in hits] == [[list(found)[place] for place in order] for order in order_Qn]
         kept = [manifest.generation for manifest in self.gallery.generations()]
         assert kept == sorted(self.states), (kept, sorted(self.states))
         type(self).steps += 1

@@ -71,11 +71,11 @@ def failing(fault: Fault, seen: list[Call]) -> Callable[[Call], Answer]:
 
 
 def faults_of(calls: list[Call], every: bool) -> list[Fault]:
-    """Return the faults to try: all at calls that change something; of those that only read, the first of its kind on each file.
+    """Return the faults to try, each call failing in one of the ways it can, by turns.
 
     Args:
         calls: of a run that nothing disturbs.
-        every: whether a call that changes something fails in every way it can, or in one, by turns.
+        every: whether every call that changes something fails; else, as those that only read, the first of its kind on each file.
     """
     found, seen = list[Fault](), set[tuple[str, tuple[str | None, ...]]]()
     for number, call in enumerate(calls, 1):
@@ -84,9 +84,9 @@ def faults_of(calls: list[Call], every: bool) -> list[Fault]:
             continue
         seen.add(kind)
         errors = errors_of(call)
-        found += [Fault(number, error) for error in (errors if every else errors[number % len(errors) :][:1])]
-        if call.changes and (call.creates or call.name in TAKES_SPACE) and (every or number % 3 == 0):
-            found += [Fault(number, errno.ENOSPC, lasting=True), Fault(number, errno.EROFS, lasting=True)][: 1 + every]
+        found.append(Fault(number, errors[number % len(errors)]))
+        if number % 3 == 0 and (call.creates or call.name in TAKES_SPACE):
+            found.append(Fault(number, (errno.ENOSPC, errno.EROFS)[number % 2], lasting=True))
     return found
 
 
@@ -115,7 +115,7 @@ def injected(stage: Stage, every: bool, most: int | None = None) -> Iterator[str
         seen = list[Call]()
         outcome = stage.play(failing(fault, seen), kill_after=LONG)
         problem = said_wrong(stage, outcome) or stage.wrong(outcome.code == 0 and not stage.scene.reads)
-        if problem is None and tree(stage.work) != before:
+        if problem is None and outcome.code and tree(stage.work) != before:
             problem = stage.continued()
         call = f"{seen[0].name} {' '.join(map(str, seen[0].paths))}" if seen else "a call that was not made again"
         yield problem and f"{fault}, {call}: {problem}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Stage:
         undisturbed(self.play(self._count))
         self.seconds = time.monotonic() - started
         after = contents(scene, self.work)
+        gc.freeze()  # else collecting garbage in a child copies every page of its parent
         self.states = scene.states or (before, *scene.between, after)
         for found, expected in ((before, self.states[0]), (after, self.states[-1])):
             assert not isinstance(found, str), found
@@ -68,6 +70,8 @@ class Stage:
             return f"it does not continue: {outcome.errors.strip()[-600:]}"
         if wrong := self.wrong(reported=True):
             return f"continued: {wrong}"
+        if leftovers(self.work) and self.scene.after is not None:
+            undisturbed(run_watched(lambda: self.scene.after(self.work), self.place, None))
         return f"left behind: {', '.join(left)}" if (left := leftovers(self.work)) else None
 
 
@@ -75,6 +79,8 @@ def undisturbed(outcome: Outcome) -> None:
     """Stop where an operation fails of itself; import what it needs, so that the next child need not."""
     assert outcome.code == 0, outcome.errors
     for name in outcome.imported:
+        if name.startswith("triton"):
+            continue  # which complains when a process ends that has imported it so
         with suppress(Exception):
             importlib.import_module(name)
 
@@ -103,7 +109,7 @@ def killed(stage: Stage, most: int | None = None, at_random: int = 0, seed: int 
     Yields:
         What is wrong after each kill; None when nothing is.
     """
-    numbers = range(1, stage.calls + 1)
+    numbers: Sequence[int] = range(1, stage.calls + 1)
     if most is not None and most < len(numbers):
         numbers = sorted(random.Random(seed).sample(numbers, most))
     for number in numbers:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +39,9 @@ def main(
         console.print(f"left out: {reason}")
         raise typer.Exit(3)
     silence_libraries()
-    rows = run(only, long=not short)
-    for row in rows:
+    rows = []
+    for row in run(only, long=not short):
+        rows.append(row)
         mark = "[red]✗[/]" if row.failures else "[green]✓[/]"
         console.print(
             f"{mark} {row.group}: {row.name}: {row.trials:,} trials, {len(row.failures)} failures ({row.seconds:.0f} s)"
@@ -52,9 +54,8 @@ def main(
         raise typer.Exit(1)
 
 
-def run(only: list[str], long: bool) -> list[Row]:
-    """Run campaigns; rows of the long form are kept, and not made again."""
-    rows = []
+def run(only: list[str], long: bool) -> Iterator[Row]:
+    """Run campaigns and yield what came of each; rows of the long form are kept, and not made again."""
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         wanted = [each for each in campaigns(folder / "shared", long) if _is_wanted(each, only)]
@@ -62,17 +63,16 @@ def run(only: list[str], long: bool) -> list[Row]:
             for each in wanted:
                 kept = KEPT / f"{each.group} {each.name}.json".replace("/", "-")
                 if long and kept.exists():
-                    rows.append(_read(kept))
+                    yield _read(kept)
                     continue
                 task = bar.add_task(f"{each.group}: {each.name}", total=None, rate="")
                 row = each.run(folder / "trials", lambda task=task: rate_of(bar, task, 1, "trials"))
                 bar.remove_task(task)
                 shutil.rmtree(folder / "trials", ignore_errors=True)
-                rows.append(row)
                 if long:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     kept.write_text(json.dumps(asdict(row), indent=1))
-    return rows
+                yield row
 
 
 def _is_wanted(campaign: Campaign, only: list[str]) -> bool:

@@ -42,6 +42,7 @@ class Scene:
         read: opens what is there, verifies it, and returns its content.
         states: contents that may be found, the last after the operation; empty for those that a run that nobody disturbs shows.
         between: further contents between the first and the last, where these are left out.
+        after: a command that may come next, and clears what the one before has left.
         reads: whether it only reads.
         apart: whether what it leaves has to be read in a process of its own.
         slow: whether it takes seconds, so that it is tried less often.
@@ -53,6 +54,7 @@ class Scene:
     read: Callable[[Path], State]
     states: tuple[State, ...] = ()
     between: tuple[State, ...] = ()
+    after: Callable[[Path], object] | None = None
     reads: bool = False
     apart: bool = False
     slow: bool = False
@@ -138,9 +140,10 @@ class Operations:
 
     def create(self, folder: Path) -> None:
         """Make an empty gallery."""
-        folder.mkdir(exist_ok=True)
         if not (folder / "gallery" / "gallery.json").exists():
             place = str(folder / "milvus.db") if self.milvus else None
+            if self.milvus:
+                folder.mkdir(exist_ok=True)
             Gallery.create(folder / "gallery", OLD, dim=d, index=self.index, milvus=place)
         else:
             with Gallery.open(folder / "gallery") as made:
@@ -181,6 +184,12 @@ class Operations:
         Gallery.open(folder / "gallery").rollback(1)
 
 
+def write_once_more(folder: Path) -> None:
+    """Add an item to the gallery in a folder, or to the one that it is."""
+    gallery = Gallery.open(folder / "gallery" if (folder / "gallery").exists() else folder)
+    put(gallery, items(1, 7, "next", gallery.manifest.versions[0].dim))
+
+
 def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
     """Return every operation on a gallery that needs no pictures.
 
@@ -199,7 +208,8 @@ def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
     ]
     kind = "Milvus" if milvus else index
     scenes = [
-        Scene(f"{kind}: {name}", prepare, run, in_gallery, states, apart=milvus) for name, prepare, run, states in operations
+        Scene(f"{kind}: {name}", prepare, run, in_gallery, states, after=write_once_more, apart=milvus)
+        for name, prepare, run, states in operations
     ]
     return scenes if milvus else [*scenes, upgrade_scene(index, do.begin)]
 
@@ -229,7 +239,7 @@ def upgrade_scene(index: str, begin: Callable[[Path], object]) -> Scene:
         if gallery.versions == [OLD]:
             gallery.upgrade(model, batch_size=30)
 
-    return Scene(f"{index}: upgrade", begin, upgrade, in_gallery, (FIRST, mapped))
+    return Scene(f"{index}: upgrade", begin, upgrade, in_gallery, (FIRST, mapped), after=write_once_more)
 
 
 # ---------------------------------------------------------------------------------------------- pictures, caches, exports
@@ -267,8 +277,8 @@ def picture_scenes(shared: Path) -> list[Scene]:
         embed_images(new, commands.load_pictures(photos), folder, "images", shard_rows=2)
 
     return [
-        Scene("pictures: build", nothing, build, gallery_content, between=({},)),
-        Scene("pictures: backfill", build, backfill, gallery_content),
+        Scene("pictures: build", nothing, build, gallery_content, between=({},), after=write_once_more),
+        Scene("pictures: backfill", build, backfill, gallery_content, after=write_once_more),
         Scene("cache of texts", nothing, texts, cache_content),
         Scene("cache of images", nothing, images, cache_content),
     ]

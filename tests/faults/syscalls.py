@@ -192,7 +192,8 @@ def _run_child(child: Callable[[], object], parent: socket.socket, files: tuple[
         os.setsid()
         os.dup2(output, 1)
         os.dup2(errors, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # whoever has put something in their place
+        # in the place of what a test has put there; the two are closed by no one
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if watched:
             _ask_parent(parent)
         child()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 RUN = Path(__file__).with_name("run.py")
 
 
-@pytest.mark.parametrize("groups", [["full disks", "histories"]])
+@pytest.mark.parametrize("groups", [["kills"], ["power cuts", "injected errors", "full disks", "histories"]])
 def test_nothing_is_lost(groups: list[str]) -> None:
     only = [argument for group in groups for argument in ("--only", group)]
     done = subprocess.run([sys.executable, RUN, "--short", *only], capture_output=True, text=True, check=False)
