@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mutations
 import pytest
+from mutation_galleries import galleries
 from mutation_subjects import Answer, Subject
 from mutations import Outcome, Tally, Trial, as_markdown, tally
 
@@ -58,3 +59,9 @@ def test_the_table_counts_everything() -> None:
     lines = as_markdown([one, other]).splitlines()
     assert lines[0].startswith("| damaged | trials | right answer |") and lines[2] == "| one | 3 | 2 | 0 | 0 | 0 | 0 | 1 | 0 |"
     assert lines[-1] == "| **all** | 4 | 2 | 1 | 0 | 0 | 0 | 1 | 0 |"
+
+
+def test_no_damage_to_a_gallery_gives_a_wrong_answer_or_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    failures = [trial for subject in galleries(tmp_path / "whole") for trial in tally(subject, 20, seed=0).failures]
+    assert not failures
