@@ -183,9 +183,13 @@ def test_data_are_flushed_before_their_name_and_the_name_before_the_end(tmp_path
 def test_what_is_written_has_the_permissions_that_the_user_asks_for(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
-        replace_folder(tmp_path / "made" / "folder")
+        with atomic_path(tmp_path / "made" / "folder") as temporary:
+            folder_of(temporary, "new.txt", "private.txt")
+            (temporary / "private.txt").chmod(0o600)  # as safetensors writes it
     finally:
         os.umask(before)
+    private = (tmp_path / "made" / "folder" / "private.txt").stat()
+    assert stat.S_IMODE(private.st_mode) == 0o666 & ~mask
     modes = [stat.S_IMODE((tmp_path / "made" / name).stat().st_mode) for name in ("", "folder", "folder/new.txt")]
     assert modes == [0o777 & ~mask, 0o777 & ~mask, 0o666 & ~mask]
 

@@ -151,6 +151,21 @@ def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], Co
     assert gallery.versions == [OLD] and ids(gallery.search(unit(N, d, 0)[[5]], OLD, top_k=1)) == [["5"]]
 
 
+def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_model_makes_them(tmp_path: Path) -> None:
+    import faiss
+
+    index = faiss.IndexFlatL2(d)
+    index.add(unit(N, d, 0) * np.random.default_rng(1).uniform(5, 9, (N, 1)).astype(np.float32))
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    gallery, model = (
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [str(row) for row in range(N)], OLD),
+        gallery_map(),
+    )
+    gallery.upgrade(model)
+    expected = model.upgrade(torch.from_numpy(unit(N, d, 0))).detach().numpy()
+    np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(N)), expected, atol=1e-5)
+
+
 def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
     gallery.add(unit(N, d, 1), [f"b{number}" for number in range(N)])

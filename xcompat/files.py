@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,6 +59,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     with _holder(path) as holder:
         temporary = holder / path.name
         yield temporary
+        _follow_umask(temporary, _mode_of_new_files(holder))
         sync_tree(temporary)
         _put_in_place(temporary, path)
         sync_folder(path.parent)
@@ -158,6 +160,20 @@ def _locked_holder(path: Path) -> tuple[Path, int]:
         if holder.exists():
             return holder, descriptor
         os.close(descriptor)
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """Return what the umask leaves, by a file in a temporary folder: to ask for the umask is to set it, for all threads."""
+    probe = Path(tempfile.mkdtemp(dir=folder)) / "probe"  # a name of its own beside what is written
+    probe.touch()
+    return stat.S_IMODE(probe.stat().st_mode)
+
+
+def _follow_umask(path: Path, mode: int) -> None:
+    """Give files the permissions of others: some libraries, such as safetensors, write them for their owner alone."""
+    for file in [path, *path.rglob("*")]:
+        if file.is_file() and not file.is_symlink() and (now := stat.S_IMODE(file.stat().st_mode)) | mode != now:
+            file.chmod(now | mode)
 
 
 def sync_tree(path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.manifest import Metric, SegmentRecord, json_checksum
+from xcompat.retrieval.manifest import SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Items, Segment
 from xcompat.retrieval.staging import checked_embeddings
 from xcompat.retrieval.versions import fits, identity, upgraded_version
@@ -70,7 +70,7 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     with gallery.reading():
         _, first = next(segments[0].blocks(TRIED))
     started = time.perf_counter()
-    _mapped(model, first, gallery.metric)
+    _mapped(model, first, gallery, segments[0])
     per_item = (time.perf_counter() - started) / len(first)
     return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
 
@@ -105,7 +105,7 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
             rows = segment.present()
             bar.update(task, advance=int(np.searchsorted(rows, begun)))
             for rows_n, items in segment.blocks(batch_size, rows[rows >= begun]):
-                staging.put(version, _mapped(model, items, gallery.metric))
+                staging.put(version, _mapped(model, items, gallery, segment))
                 rate_of(bar, task, len(rows_n), "embeddings")
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
@@ -140,18 +140,20 @@ def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
     return [segment for segment in gallery.segments if segment.record.version in mapped]
 
 
-def _mapped(model: CompatModel, items: Items, metric: Metric) -> Items:
+def _mapped(model: CompatModel, items: Items, gallery: Gallery, source: Segment) -> Items:
     """Map a block; side-information that the model has no use for is left behind."""
     import torch
 
     with torch.inference_mode():
         old = torch.from_numpy(items.embeds[0]).to(model.device)
+        if gallery.manifest.version(source.record.version).length != 1:  # adopted as its owner stored it, never normalised
+            old = torch.nn.functional.normalize(old, dim=-1)
         side = torch.from_numpy(items.side_info[0]).to(model.device) if items.side_info else None
         mapped = model.upgrade(old, side) if side is not None and _uses_side_info(model) else model.upgrade(old)
         chain = getattr(model, "side_transform", None)
         new_side = [chain(old, side).float().cpu().numpy()] if chain is not None and side is not None else []
     embeds: NDArray[np.float32] = mapped.float().cpu().numpy()
-    embeds = checked_embeddings(embeds, metric, lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
+    embeds = checked_embeddings(embeds, gallery.metric, lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
     return Items([embeds], items.ids, items.metadata, new_side)
 
 
