@@ -261,9 +261,11 @@ def arrays(whole: Path) -> list[Subject]:
 
 
 def evaluate(folder: Path) -> Answer:
+    from xcompat.report import load_report
+
     new_own = ("--new-own", folder / "own")
     command("evaluate", "--old", folder / "old", "--new", folder / "new", *new_own, "--output", folder / "report")
-    return Answer(json.loads((folder / "report" / "report.json").read_text())["cases"])
+    return Answer([case.metrics for case in load_report(folder / "report").cases])
 
 
 def stored_model(folder: Path) -> Answer:

@@ -266,4 +266,5 @@ def upgrade(folder: Path) -> Answer:
     with Gallery.open(folder) as gallery:
         gallery.upgrade(model)
     gallery = Gallery.open(folder)
-    return Answer((gallery.search(unit(3, 12, 99), model, top_k=2 * ROWS), len(gallery), gallery.generation))
+    hits = gallery.search(unit(3, 12, 99), model, top_k=2 * ROWS)  # in blocks of another size, scores are rounded otherwise
+    return Answer(([[hit.id for hit in found] for found in hits], len(gallery), gallery.generation))
