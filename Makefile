@@ -31,7 +31,7 @@ bench: $(STAMP) ## Measure speed and memory beside other software, and write it 
 	$(VENV)/bin/python benchmarks/run.py
 
 faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/run.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/long_run.py
 
 venv: $(STAMP) ## Make the virtual environment and install into it.
 

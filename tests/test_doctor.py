@@ -10,12 +10,13 @@ import faiss
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from scipy.stats import binomtest
 
 from xcompat import Fingerprint, cli
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, doctor
+from xcompat.retrieval import Gallery, commands, doctor
 from xcompat.retrieval.doctor import Finding, examine, wilson
 from xcompat.retrieval.filling import load_pictures
 from xcompat.retrieval.variants import FACTORS, Preparation, own_preparation
@@ -162,7 +163,7 @@ def test_the_command_says_what_it_found(
             cli.main()
         return int(stop.value.code or 0), *capsys.readouterr()
 
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(commands, "console", Console(width=80))
     names, vectors = embedded(photos, model)
     filled(tmp_path / "good", model, names, vectors)
     vectors[:20] = foreign(photos, tmp_path)[:20]

@@ -94,7 +94,10 @@ def test_overrides(tmp_path: Path) -> None:
         (["training.max_steps=0"], "training.max_steps: 0 trains nothing; give 1 or more"),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),
         (["training.max_steps=[1]"], "training.max_steps: Input should be a valid integer .found .1."),
-        (["training.num_train_epochs=0"], "training.num_train_epochs: Input should be greater than 0 .found 0"),
+        (
+            ["training.num_train_epochs=0", "training.max_steps=-1"],
+            "training.num_train_epochs: 0 trains nothing; give more than 0, or training.max_steps",
+        ),
         (["training.per_device_train_batch_size=0"], "training.per_device_train_batch_size: .*greater than or equal to 1"),
         (["training.gradient_accumulation_steps=-1"], "training.gradient_accumulation_steps: .*greater than or equal to 1"),
         (["stages.1.training.learning_rate=-1"], "training.learning_rate: Input should be greater than 0"),

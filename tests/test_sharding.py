@@ -122,5 +122,9 @@ def test_mini_batches_of_a_sharded_model_give_the_gradient_of_the_whole_batch(fo
     torch.testing.assert_close(loss, wanted.detach())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert found.keys() == gradients.keys()
+    longest = max(
+        gradient.norm() for gradient in gradients.values()
+    )  # some are nothing but rounding, such as those of keys' biases
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name].reshape_as(gradient), gradient, atol=1e-5, rtol=1e-4)
+        apart = (found[name].reshape_as(gradient) - gradient).norm()
+        assert apart <= 1e-5 * gradient.norm() + 1e-6 * longest, name

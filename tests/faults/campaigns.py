@@ -139,9 +139,9 @@ def _kills(operations: dict[str, Scene], long: bool) -> dict[str, tuple[int | No
     if long:
         long_form: dict[str, tuple[int | None, int]] = {"Flat": (None, 20), "Milvus": (9, 1)}
         return {name: long_form.get(name.partition(":")[0], (60, 10)) for name in operations}
-    short = {"Flat": (10, 3), "IVF2,Flat": (4, 1), "HNSW8": (4, 1), "Milvus": (1, 0)}
+    short = {"Flat": (6, 2), "IVF2,Flat": (2, 1), "HNSW8": (2, 1), "Milvus": (1, 0)}
     return {
-        name: short.get(name.partition(":")[0], (6, 2))
+        name: short.get(name.partition(":")[0], (3, 1))
         for name in operations
         if not name.startswith("Milvus") or name.endswith("replace")
     }
@@ -152,11 +152,11 @@ def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | Non
     alone = [name for name, scene in operations.items() if not scene.apart]
     if long:
         return dict.fromkeys([*alone, "xcompat export faiss old.faiss"], 60)
-    return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 6)
+    return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 3)
 
 
 def _injections(scene: Scene, long: bool) -> int | None:
     """Return how many errors a command meets; None for all that there are, 0 for no campaign."""
     if scene.slow:
         return 12 if long else 0
-    return 100_000 if long else 4
+    return 100_000 if long else 2

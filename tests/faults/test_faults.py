@@ -15,7 +15,7 @@ from kills import killed_before
 from syscalls import Call, run_watched, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-RUN = Path(__file__).with_name("run.py")
+RUN = Path(__file__).with_name("long_run.py")
 
 
 @pytest.mark.parametrize("groups", [["kills"], ["power cuts", "injected errors", "full disks", "histories"]])

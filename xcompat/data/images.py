@@ -50,8 +50,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Example:
         >>> to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
         (255, 255, 255)
-        >>> to_rgb(Image.new("I;16", (1, 1), 51400)).getpixel((0, 0))
-        (200, 200, 200)
     """
     if image.mode == "F" or image.mode.startswith("I"):
         return _to_8_bits(image).convert("RGB")

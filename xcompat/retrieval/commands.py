@@ -21,7 +21,7 @@ from xcompat.progress import console, literal
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
-from xcompat.retrieval.doctor import examine
+from xcompat.retrieval.doctor import Finding, examine
 from xcompat.retrieval.faiss_index import EXACT
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
@@ -258,21 +258,31 @@ def verify(gallery: Gallery) -> bool:
 def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) -> bool:
     """Print which embeddings a model made; return whether none is of another origin than its name says."""
     findings = examine(gallery, pictures, embedder, sample)
-    table = Table("version", "items", "looked at", "made by this model", "cosine", "length", "of another origin", "95 %", "")
-    for finding in findings:
-        made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
-        cells = [made or "none", *(f"{value:.4f}" for value in (finding.cosine, finding.length)), f"{finding.share:.1%}"]
-        low, high = finding.interval
-        cells = [*cells, f"{low:.1%} to {high:.1%}"] if finding.looked_at else [""] * 5
-        table.add_row(
-            literal(short(finding.version)), f"{finding.items:,}", f"{finding.looked_at:,}", *cells, literal(finding.note)
-        )
+    table = Table("", *(literal(short(finding.version)) for finding in findings))  # upright: it fits a terminal of 80 columns
+    rows = [_told(finding) for finding in findings]
+    for name in rows[0] if rows else ():
+        table.add_row(name, *(row[name] for row in rows))
     console.print(table)
     foreign = [name for finding in findings for name in finding.foreign]
     if foreign:
         more = f" and {len(foreign) - NAMED:,} more" if len(foreign) > NAMED else ""
         console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:NAMED]))}{more}")
     return not foreign
+
+
+def _told(finding: Finding) -> dict[str, str]:
+    """Return what the doctor found of a version, line by line."""
+    made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
+    low, high = finding.interval
+    seen = {
+        "made by this model": made or "none",
+        "cosine": f"{finding.cosine:.4f}",
+        "length": f"{finding.length:.4f}",
+        "of another origin": f"{finding.share:.1%}",
+        "95 % interval": f"{low:.1%} to {high:.1%}",
+    }
+    told = {"items": f"{finding.items:,}", "looked at": f"{finding.looked_at:,}"}
+    return told | (seen if finding.looked_at else dict.fromkeys(seen, "")) | {"": literal(finding.note)}
 
 
 def rollback(gallery: Gallery, generation: int | None) -> None:

@@ -15,9 +15,7 @@ from xcompat.errors import nearest
 BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), Field(ge=1)),
     **dict.fromkeys(("save_total_limit", "torch_empty_cache_steps", "dataloader_prefetch_factor"), Field(ge=1)),
-    **dict.fromkeys(
-        ("num_train_epochs", "learning_rate", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"), Field(gt=0)
-    ),
+    **dict.fromkeys(("learning_rate", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"), Field(gt=0)),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"), Field(ge=0)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Field(ge=0, lt=1)),
 }
@@ -41,6 +39,9 @@ def check_training(given: Mapping[str, Any]) -> None:
         if key not in known:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
         _check(f"training.{key}", hints[key], value, BOUNDS.get(key))
+    epochs = given.get("num_train_epochs", 1)
+    if not epochs > 0 and not given.get("max_steps", -1) > 0:
+        raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; give more than 0, or training.max_steps")
     if "max_steps" in given and given["max_steps"] != -1 and given["max_steps"] < 1:
         raise ValueError(
             f"training.max_steps: {given['max_steps']} trains nothing; give 1 or more, or leave it out for num_train_epochs"

@@ -1,7 +1,7 @@
 """Kill, cut the power, fill disks and damage files, many times, and write ``docs/faults.md``.
 
-python tests/faults/run.py          # the long form, which takes half an hour; started again, it goes on where it was
-python tests/faults/run.py --short  # what the normal suite runs
+python tests/faults/long_run.py          # the long form, which takes half an hour; started again, it goes on where it was
+python tests/faults/long_run.py --short  # what the normal suite runs
 """
 
 from __future__ import annotations
