@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import faiss
 import numpy as np
 import pytest
 import torch
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.arrays import map_array, read_lines
+from xcompat.data.classes import load_classes
+from xcompat.data.schema import captions_of
 from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.hub.lineage import trace_lineage
 from xcompat.models import FctConfig, FctModel
 from xcompat.models.config import describe_old
-from xcompat.retrieval import Gallery, upgrading
+from xcompat.retrieval import Gallery, faiss_probe, upgrading
 
 OLD = Fingerprint.from_string("old")
 
@@ -43,6 +46,27 @@ def test_lines_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 6") as refused:
         read_lines(path)
     one_line(refused, path)
+
+
+def test_class_names_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_text("cat\ndog\n", encoding="utf-16")
+    with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 0") as refused:
+        load_classes(path)
+    one_line(refused, path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 5, True, [float("nan"), 4]])
+def test_what_is_no_text_is_no_caption(value: object) -> None:
+    assert captions_of(value) == []  # type: ignore[arg-type]
+
+
+def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
+    index = faiss.index_factory(8, "IDMap,Flat")
+    index.add_with_ids(np.eye(8, dtype=np.float32), np.arange(8))
+    index.d = 12
+    faiss.write_index(index, str(tmp_path / "index"))
+    assert faiss_probe.look(str(tmp_path / "index"), vectors=False) == "it says 12 dimensions, the index inside it 8"
 
 
 @pytest.mark.parametrize(

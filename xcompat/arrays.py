@@ -48,6 +48,6 @@ def read_lines(path: Path) -> list[str]:
         XcompatError: it is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise XcompatError(f"{path} is not UTF-8 text; convert it ({error.reason} at byte {error.start})") from None

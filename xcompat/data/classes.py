@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.arrays import read_lines
 from xcompat.data.captions import pick_column
 from xcompat.data.text_files import require_table
 from xcompat.errors import XcompatError, nearest
@@ -39,7 +40,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
         raise XcompatError(f"{path} does not exist; name a file with one class name a line, or a .tsv with a header")
     require_table(path)
     if path.suffix.lower() not in (".tsv", ".csv"):
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        names = [line.strip() for line in read_lines(path)]
         while names and not names[-1]:
             names.pop()  # an empty last line is no class
     else:

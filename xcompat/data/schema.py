@@ -38,5 +38,5 @@ def captions_of(value: str | Iterable[Any] | None) -> list[str]:
         >>> captions_of(" a dog "), captions_of(["a dog", "", "an animal"]), captions_of(None)
         (['a dog'], ['a dog', 'an animal'], [])
     """
-    values = [value] if isinstance(value, str) else list(value or [])
+    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []  # NaN is a missing one
     return [text.strip() for text in values if isinstance(text, str) and text.strip()]

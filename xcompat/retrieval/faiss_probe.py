@@ -94,7 +94,11 @@ def _inside(index: Any) -> str:  # noqa: ANN401
 
 
 def _ids(index: Any) -> str:  # noqa: ANN401
-    return f"{index.id_map.size()} ids of {index.ntotal} vectors" if index.id_map.size() != index.ntotal else _inside(index)
+    if index.id_map.size() != index.ntotal:
+        return f"{index.id_map.size()} ids of {index.ntotal} vectors"
+    if index.index.d != index.d:
+        return f"it says {index.d} dimensions, the index inside it {index.index.d}"
+    return _inside(index)
 
 
 def _transforms(index: Any) -> str:  # noqa: ANN401
