@@ -13,6 +13,7 @@ from rich.console import Console
 
 from xcompat.files import read_json
 from xcompat.report import Report, load_report
+from xcompat.report.comparison import comparison_file
 from xcompat.report.wording import gain, interval, metric_name, spread
 
 DIRECTIONS = ("text-to-image", "image-to-text")
@@ -54,7 +55,7 @@ def comparison_markdown(study: dict[str, Any]) -> str:
     """Make the tables of a comparison: a row per model, mean ± standard deviation over seeds in percent, a table per direction.
 
     Args:
-        study: a `compare.json`.
+        study: what a `compare.json` holds.
 
     Returns:
         Lines of Markdown.
@@ -80,6 +81,6 @@ def comparison_markdown(study: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     for folder in map(Path, sys.argv[1:]):
-        compared = folder / "compare.json"
+        compared = comparison_file(folder)
         table = comparison_markdown(read_json(compared)) if compared.is_file() else markdown(load_report(folder))
         Console(soft_wrap=True).print(table, markup=False)

@@ -31,7 +31,15 @@ from xcompat.evaluation import (
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import METHODS
 from xcompat.report import Report, ReportContent, load_report, wording
-from xcompat.report.comparison import Comparison, Contender, Spread, compare, print_comparison, write_comparison
+from xcompat.report.comparison import (
+    Comparison,
+    Contender,
+    Spread,
+    compare,
+    comparison_file,
+    print_comparison,
+    write_comparison,
+)
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import values_per_query
 from xcompat.report.comparison.tables import summary, tables
@@ -154,7 +162,7 @@ def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(co
     assert "mAP@1.0\nfrom old" in tables(measured)[0].columns
     assert not any("from old" in column for column in tables(comparison)[0].columns)
     write_comparison(tmp_path, measured)
-    assert json.loads((tmp_path / "compare.json").read_text())["rows"][-1]["from_old"]
+    assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1]["from_old"]
 
 
 def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:
@@ -292,8 +300,9 @@ def written(
 ) -> tuple[Comparison, Path]:
     found = compare("a | <study>", contenders if request.param == "labelled" else pair_contenders, RESAMPLES)
     folder = tmp_path_factory.mktemp("written")
-    assert write_comparison(folder, found) == folder / "compare.html"
-    return found, folder
+    page = write_comparison(folder, found)
+    assert page == folder / "comparison" / "compare.html"
+    return found, page.parent
 
 
 def test_csv_has_a_row_per_model_and_json_the_same_numbers(written: tuple[Comparison, Path]) -> None:
@@ -375,8 +384,47 @@ def test_page_is_self_contained(written: tuple[Comparison, Path]) -> None:
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"https?://|<script|@import|url\(", page)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write_comparison(folder, found)
+    write_comparison(folder.parent, found)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_comparison_is_written_at_once(comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_comparison(tmp_path, comparison)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    written, write_text = [], Path.write_text
+
+    def fail_between(path: Path, text: str, **options: str) -> int:
+        if len(written) == 2:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+        return write_text(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", fail_between)
+    with pytest.raises(OSError, match="No space left"):
+        write_comparison(tmp_path, replace(comparison, name="another"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert len(written) == 2
+
+
+def test_a_comparison_takes_the_place_of_its_own_and_of_an_earlier_versions(comparison: Comparison, tmp_path: Path) -> None:
+    write_comparison(tmp_path, comparison)
+    for file in comparison_file(tmp_path).parent.glob("compare.*"):
+        file.rename(tmp_path / file.name)  # where they once were
+    assert comparison_file(tmp_path / "none").parent.name == "comparison"
+    assert comparison_file(tmp_path) == tmp_path / "compare.json"
+    page = write_comparison(tmp_path, comparison)
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison"]
+    (page.parent / "notes.txt").write_text("a user's")
+    with pytest.raises(XcompatError, match=r"notes.txt was not made by `xcompat compare`; move it, or choose another place$"):
+        write_comparison(tmp_path, comparison)
+    assert (page.parent / "notes.txt").read_text() == "a user's"
+
+
+@pytest.mark.parametrize("kept", ["compare.json", "compare.csv"])
+def test_files_that_no_comparison_wrote_stay(kept: str, comparison: Comparison, tmp_path: Path) -> None:
+    (tmp_path / kept).write_text("[1]")
+    write_comparison(tmp_path, comparison)
+    assert (tmp_path / kept).read_text() == "[1]"
 
 
 # --------------------------------------------------------------------------------------------------------------- plots
@@ -429,6 +477,15 @@ def test_a_study_without_evaluated_stages_is_refused_before_it_is_run(
     assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
 
 
+def test_what_lies_where_a_comparison_goes_is_seen_before_the_study_is_run(tmp_path: Path, pairs_folder: str) -> None:
+    (tmp_path / "comparison").mkdir()
+    (tmp_path / "comparison" / "notes.txt").write_text("a user's")
+    data = {"pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}, "embeddings_of": "images"}
+    raw = {"method": "ridge", "output_dir": str(tmp_path), "old": "./nowhere", "new": "./nowhere", "data": data, "evaluation": {}}
+    with pytest.raises(XcompatError, match="notes.txt was not made by `xcompat compare`"):
+        compare_recipe(parse_recipe(raw, "study", "study.yaml"))
+
+
 def test_a_recipe_may_name_seeds() -> None:
     assert parse_recipe({"method": "independent", "seeds": [3, 1]}, "study", "study.yaml").seeds == [3, 1]
     assert parse_recipe({"method": "independent"}, "study", "study.yaml").seeds == []
@@ -466,7 +523,7 @@ def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
     }
     recipe = parse_recipe(raw, "tiny", "tiny.yaml")
     page = compare_recipe(recipe)
-    assert page == tmp_path / "study" / "compare.html" and page.exists()
+    assert page == tmp_path / "study" / "comparison" / "compare.html" and page.exists()
     assert "verdicts and costs" in capsys.readouterr().out.lower()
     document = json.loads(page.with_suffix(".json").read_text())
     assert [row["name"] for row in document["rows"]] == ["old", "independent", "ridge", "procrustes"]

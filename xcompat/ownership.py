@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,14 +37,14 @@ class Made(BaseModel):
 
 @contextmanager
 def owned_path(
-    path: str | Path, made_by: str, overwrite: bool = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
+    path: str | Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
 ) -> Iterator[Path]:
     """Yield a temporary path that takes the place of a command's output, with a marker that says who made it.
 
     Args:
         path: the file or folder.
         made_by: the command.
-        overwrite: whether anything may be replaced.
+        overwrite: whether anything may be replaced; None where the command has no such switch.
         read: what the command reads, which it never replaces.
         about: see :class:`Made`.
 
@@ -80,13 +81,13 @@ def owned_path(
             write_json(_marker(path), made.model_copy(update={"before": before}).model_dump(mode="json"))
 
 
-def require_replaceable(path: Path, made_by: str, overwrite: bool = False, read: Iterable[Path] = ()) -> None:
+def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = ()) -> None:
     """Refuse to replace what a command did not make, or what it reads.
 
     Args:
         path: what would be replaced.
         made_by: the command.
-        overwrite: whether anything but what is read may be replaced.
+        overwrite: whether anything but what is read may be replaced; None where the command has no such switch.
         read: what the command reads.
 
     Raises:
@@ -96,7 +97,7 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool = False, read:
     for source in read:
         if path.resolve() in (source.resolve(), *source.resolve().parents) or (path.exists() and path.samefile(source)):
             raise XcompatError(f"{path} is where `xcompat {made_by}` reads {source}; choose another place to write to")
-    if overwrite or not path.exists():
+    if overwrite or not os.path.lexists(path):
         return
     made = read_marker(path)
     theirs = made.files if made is not None and made.made_by == made_by else {}
@@ -105,7 +106,10 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool = False, read:
         if record is None or record not in known:
             file = path / name if path.is_dir() else path
             what = "has changed since it was made by" if name in theirs else "was not made by"
-            raise XcompatError(f"{file} {what} `xcompat {made_by}`; move it, choose another place, or add --overwrite")
+            mend = (
+                "move it, or choose another place" if overwrite is None else "move it, choose another place, or add --overwrite"
+            )
+            raise XcompatError(f"{file} {what} `xcompat {made_by}`; {mend}")
 
 
 def read_marker(path: Path) -> Made | None:

@@ -12,7 +12,14 @@ from xcompat.losses.classification import ClassificationHead
 from xcompat.models import CompatModel
 from xcompat.progress import console, literal
 from xcompat.report import load_report
-from xcompat.report.comparison import Contender, compare, print_comparison, write_comparison
+from xcompat.report.comparison import (
+    Contender,
+    compare,
+    comparison_file,
+    print_comparison,
+    require_comparison_place,
+    write_comparison,
+)
 from xcompat.training.recipe import Recipe, StageRecipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe
@@ -31,13 +38,15 @@ def compare_recipe(recipe: Recipe) -> Path:
         The path of ``compare.html``.
 
     Raises:
-        XcompatError: no stage is evaluated, or the stages were not judged on the same cases.
+        XcompatError: no stage is evaluated, the stages were not judged on the same cases, or something else lies where the
+            comparison goes.
     """
     evaluated = [part for part in recipe.stages if Stage(recipe, part).is_judged]  # asked before hours of training, not after
     if not evaluated:
         raise XcompatError(
             f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
         )
+    require_comparison_place(recipe.output_dir)
     runs = {seed: _run_of(recipe, seed) for seed in recipe.seeds or [recipe.seed]}
     folders = {seed: run_recipe(run) for seed, run in runs.items()}
     if is_main_process():
@@ -49,7 +58,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         print_comparison(comparison, console)
         console.print(f"comparison: {literal(page)}")
     barrier()
-    return recipe.output_dir / "compare.html"
+    return comparison_file(recipe.output_dir).with_suffix(".html")
 
 
 def _run_of(recipe: Recipe, seed: int) -> Recipe:

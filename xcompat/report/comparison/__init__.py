@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xcompat.report.comparison.files import write_comparison
+from xcompat.report.comparison.files import comparison_file, require_comparison_place, write_comparison
 from xcompat.report.comparison.study import Comparison, Contender, MethodRow, Row, Spread, compare
 from xcompat.report.comparison.terminal import print_comparison
 
@@ -13,6 +13,8 @@ __all__ = [
     "Row",
     "Spread",
     "compare",
+    "comparison_file",
     "print_comparison",
+    "require_comparison_place",
     "write_comparison",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
-from xcompat.files import atomic_path, write_json
+from xcompat.files import read_json, write_json
+from xcompat.ownership import owned_path, require_replaceable
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.comparison.tables import summary, tables
@@ -17,22 +20,28 @@ from xcompat.report.plots import figure_png
 from xcompat.report.wording import metric_meanings
 
 SCHEMA = 1
+FOLDER_NAME = "comparison"
+MADE_BY = "compare"
 JSON_NAME, CSV_NAME, MARKDOWN_NAME, HTML_NAME = (f"compare.{kind}" for kind in ("json", "csv", "md", "html"))
 
 
 def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
-    """Write ``compare.json``, ``compare.csv`` (one row per model), ``compare.md`` and ``compare.html``, each atomically.
+    """Write the folder ``comparison`` at once: ``compare.json``, ``.csv`` (one row per model), ``.md`` and ``.html``.
 
     Args:
-        directory: the folder; made if missing.
+        directory: where the folder goes; made if missing.
         comparison: what to write.
 
     Returns:
         The path of ``compare.html``.
+
+    Raises:
+        XcompatError: see :func:`require_comparison_place`.
     """
     import pandas as pd
 
     directory = Path(directory)
+    require_comparison_place(directory)
     document = _document(comparison)
     # from below, as methods have columns that the floor lacks, and their order is the one to keep
     table = pd.json_normalize(document["rows"][::-1], sep="/")[::-1].convert_dtypes()
@@ -44,11 +53,47 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
         MARKDOWN_NAME: page_template("comparison/table.md.j2").render(shown),
         HTML_NAME: page_template("comparison/page.html.j2").render(shown, plots=plots, meanings=meanings),
     }
-    write_json(directory / JSON_NAME, document)
-    for name, text in pages.items():
-        with atomic_path(directory / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    return directory / HTML_NAME
+    with owned_path(directory / FOLDER_NAME, MADE_BY, overwrite=None) as folder:
+        folder.mkdir()
+        write_json(folder / JSON_NAME, document)
+        for name, text in pages.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    _retire(directory)
+    return directory / FOLDER_NAME / HTML_NAME
+
+
+def require_comparison_place(directory: str | Path) -> None:
+    """Refuse to write a comparison where a folder of that name holds what no comparison wrote.
+
+    Args:
+        directory: where the folder ``comparison`` goes.
+
+    Raises:
+        XcompatError: naming the first file that is in the way.
+    """
+    require_replaceable(Path(directory) / FOLDER_NAME, MADE_BY, overwrite=None)
+
+
+def comparison_file(directory: str | Path) -> Path:
+    """Return where ``compare.json`` is, or would be.
+
+    Args:
+        directory: the study's folder, in which an earlier version wrote the files themselves, or its ``comparison``.
+
+    Returns:
+        The file, there or not.
+    """
+    places = (Path(directory) / FOLDER_NAME / JSON_NAME, Path(directory) / JSON_NAME)
+    return next((file for file in places if file.is_file()), places[0])
+
+
+def _retire(directory: Path) -> None:
+    """Remove the files that an earlier version wrote beside the folder: they would be taken for this comparison."""
+    with suppress(XcompatError):
+        document = read_json(directory / JSON_NAME)
+        if isinstance(document, dict) and {"schema", "seeds", "rows"} <= document.keys():
+            for name in (HTML_NAME, MARKDOWN_NAME, CSV_NAME, JSON_NAME):  # the last is what they are known by
+                (directory / name).unlink(missing_ok=True)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
