@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -222,7 +222,7 @@ def _rank_main(rank: int, store: str, out: str) -> None:
 
 
 def test_two_ranks_of_four_equal_one_of_eight(tmp_path: Path) -> None:
-    mp.spawn(_rank_main, args=(str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2)
+    warm.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")))
     for name, loss_of in LOSSES.items():
         batch = _batch()
         turn = batch["turn"].requires_grad_()

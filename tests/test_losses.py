@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from torch.nn import functional as F
 
 from xcompat.losses import clip_contrastive_loss, siglip_loss
@@ -100,7 +100,7 @@ LOSSES = {
 
 
 def test_two_ranks_of_four_equal_one_of_eight(tmp_path: Path) -> None:
-    mp.spawn(_rank_main, args=(str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2)
+    warm.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")))
     for name, loss_of in LOSSES.items():
         a, b, weight = _batch()
         weight.requires_grad_(True)

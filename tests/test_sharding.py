@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from torch.distributed.tensor import DTensor
 
 from xcompat import Fingerprint, XcompatError
@@ -60,7 +60,7 @@ def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
 
 @pytest.mark.parametrize("kind", ["clip", "open_clip"])
 def test_a_sharded_step_equals_a_plain_one(kind: str, folder_of: dict[str, str], tmp_path: Path) -> None:
-    mp.spawn(_shard_and_save, args=(folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2)
+    warm.spawn(_shard_and_save, (folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")))
     model = IndependentModel.from_encoder(folder_of[kind])
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = _batch(model)
@@ -114,7 +114,7 @@ def _sharded_parts(rank: int, encoder: str, store: str, out: str) -> None:
 
 def test_mini_batches_of_a_sharded_model_give_the_gradient_of_the_whole_batch(folder_of: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    mp.spawn(_sharded_parts, args=(folder_of["clip"], str(tmp_path / "store"), str(out)), nprocs=2)
+    warm.spawn(_sharded_parts, (folder_of["clip"], str(tmp_path / "store"), str(out)))
     model = _direct(folder_of["clip"])
     wanted = model(**_batch(model), **_old()).loss
     wanted.backward()

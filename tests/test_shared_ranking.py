@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.metrics import first_hit_ranks
@@ -45,7 +45,7 @@ def _rank_main(rank: int, store: str, out: str) -> None:
 
 
 def test_shared_ranks_are_those_of_one_process(tmp_path: Path) -> None:
-    mp.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")), nprocs=RANKS)
+    warm.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")), RANKS)
     assert {0, 1, 2} & set(_data()[2]), "some queries find nothing"
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"out.{rank}", weights_only=False)

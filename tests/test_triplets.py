@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from PIL import Image
 from torch.utils.data import BatchSampler
 
@@ -101,7 +101,7 @@ def learn_on_a_rank(rank: int, photos: str, encoder: str, folder: str) -> None:
 
 
 def test_two_processes_share_the_batches_of_one(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
-    mp.spawn(learn_on_a_rank, args=(photos, image_folder_of["resnet"], str(tmp_path)), nprocs=2)
+    warm.spawn(learn_on_a_rank, (photos, image_folder_of["resnet"], str(tmp_path)))
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     wholes, rests = zip(*ranks, strict=True)
     assert [batch for step in zip(*wholes, strict=True) for batch in step] == drawn(photos)
