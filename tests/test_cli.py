@@ -778,6 +778,11 @@ def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch
     assert all(part in last for part in wanted) and "clip-b32@" in last, last
 
 
+def test_a_name_of_several_lines_stays_in_one(run: Run, tmp_path: Path) -> None:
+    said = refused(run("train", str(tmp_path / "a\nxcompat: done\x1b[2J.yaml")))
+    assert r"a\nxcompat: done\x1b[2J.yaml" in said
+
+
 def test_the_version(run: Run) -> None:
     code, out, error = run("--version")
     assert (code, out, error) == (0, f"xcompat {__version__}", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from PIL import Image
 from rich.console import Console
 from test_compare import make_contenders
 from test_report import make_content
+from torch._utils import ExceptionWrapper
 
-from xcompat import Fingerprint, XcompatError
+from xcompat import Fingerprint, XcompatError, failures
 from xcompat.errors import visible
 from xcompat.evaluation import Criterion, EmbeddedImages
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
@@ -185,7 +187,29 @@ def test_the_terminal_obeys_no_name(name: str, report: Report) -> None:
         lambda console: console.print(draw(first))
     )
     assert visible(shown) == shown
-    assert visible(str(XcompatError(name))) == str(XcompatError(name))
+
+
+@given(name=hostile)
+def test_what_stops_a_command_is_one_line_whatever_it_names(name: str) -> None:
+    damaged = XcompatError(f"the model at {name} is damaged; fetch it again")
+    nested = XcompatError(f"data.test: {damaged}")
+    errors = (damaged, nested, OSError(errno.EACCES, "Permission denied", name), RuntimeError(f"{name}: No space left on device"))
+    for line in (str(damaged), str(nested), *map(failures.explain, errors)):
+        assert line is not None and len(f"({line})".splitlines()) == 1 and visible(line) == line
+    assert failures.explain(nested) == str(nested) == f"data.test: {damaged}", "spelled out once"
+    assert name.isprintable() <= (name in str(damaged))
+
+
+def test_an_error_of_a_worker_is_shown_without_its_traceback() -> None:
+    def fail() -> None:
+        raise XcompatError("a\nb.png is damaged; mend it")
+
+    with pytest.raises(XcompatError) as caught:
+        fail()
+    wrapper = ExceptionWrapper((type(caught.value), caught.value, caught.tb), "in DataLoader worker process 0")
+    with pytest.raises(XcompatError) as again:
+        wrapper.reraise()
+    assert failures.explain(again.value) == r"a\nb.png is damaged; mend it"
 
 
 @given(name=hostile)

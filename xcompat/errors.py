@@ -10,6 +10,9 @@ _SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 }
 
 
+_BREAKS = {ord("\t"): "\\t", ord("\n"): "\\n", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
 def visible(text: str) -> str:
     r"""Spell out what a terminal would obey, or what turns the order of letters: names and ids may come from strangers.
 
@@ -23,12 +26,22 @@ def visible(text: str) -> str:
     return text.translate(_SPELLED)
 
 
+def visible_line(text: str) -> str:
+    r"""Spell out what :func:`visible` does, and what would begin another line: a name could forge one.
+
+    Example:
+        >>> visible_line("a\nxcompat: done")
+        'a\\nxcompat: done'
+    """
+    return text.translate(_SPELLED | _BREAKS)
+
+
 class XcompatError(ValueError):
     """A mistake the user can mend; the command line prints its message alone and exits with code 2."""
 
     def __str__(self) -> str:
-        """Return the message, which may repeat what a file or an answer holds."""
-        return visible(super().__str__())
+        """Return the message in one line; it may repeat what a file or an answer holds."""
+        return visible_line(super().__str__())
 
 
 class FingerprintMismatchError(XcompatError):

@@ -10,7 +10,7 @@ import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, visible_line
 from xcompat.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> str | None:
     while seen is not None:  # a library wraps what the machine refused in an error of its own
         line = _explain_one(seen)
         if line is not None:
-            return line
+            return visible_line(line)
         seen = seen.__cause__
     return None
 
@@ -119,10 +119,10 @@ def _number(error: BaseException) -> int | None:
 
 def _said(error: BaseException) -> str:
     """Return what an error says in one line, without the traceback that a data loader's worker puts before it."""
-    lines = str(error).strip().splitlines()
-    if "Traceback" in str(error):
-        return re.sub(r"^[\w.]*(Error|Exception): ", "", lines[-1])
-    return " ".join(" ".join(lines).split())
+    said = ValueError.__str__(error) if isinstance(error, XcompatError) else str(error)  # a traceback with its lines
+    if "\nOriginal Traceback" in said:
+        return re.sub(r"^[\w.]*(Error|Exception): ", "", said.strip().splitlines()[-1])
+    return str(error) if isinstance(error, XcompatError) else " ".join(said.split())
 
 
 def _short(value: object) -> str:

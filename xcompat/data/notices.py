@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from xcompat.errors import visible
+from xcompat.errors import visible_line
 from xcompat.progress import console
 
 
@@ -14,7 +14,7 @@ def notice(line: str) -> None:
     Args:
         line: plain text; names in it may hold brackets, which are no markup.
     """
-    console.print(f"! {visible(line)}", style="yellow", markup=False, soft_wrap=True)
+    console.print(f"! {visible_line(line)}", style="yellow", markup=False, soft_wrap=True)
 
 
 @functools.cache
