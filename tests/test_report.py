@@ -35,6 +35,7 @@ from xcompat.report import (
     write_report,
 )
 from xcompat.report.plots import draw_plots
+from xcompat.report.report import gather
 from xcompat.report.storage import save_report
 from xcompat.report.wording import metric_meanings, metric_name, percent, verdicts
 
@@ -406,6 +407,25 @@ def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: R
     found = load_report(tmp_path)
     assert found.ranks.keys() == report.ranks.keys()
     assert found.average_precision == {} == found.clusters
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("a bomb", "12000 x 12000 is more than the"), ("a program", "PostScript"), ("cut short", "unreadable")]
+)
+def test_thumbnails_have_the_limits_of_other_pictures(kind: str, message: str, tmp_path: Path) -> None:
+    save_report(tmp_path / "report", gather(replace(make_content(), tsne_pairs=0)))
+    file, picture = tmp_path / "report" / "report_data.safetensors", io.BytesIO()
+    with safe_open(file, framework="numpy") as stored:
+        layout, tensors = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    name = next(name for name in tensors if name.startswith("image."))
+    if kind == "cut short":
+        picture.write(tensors[name][: tensors[name].size // 2].tobytes())
+    else:
+        size = (12_000, 12_000) if kind == "a bomb" else (8, 8)
+        Image.new("1" if kind == "a bomb" else "L", size).save(picture, format="PNG" if kind == "a bomb" else "EPS")
+    save_file(tensors | {name: np.frombuffer(picture.getvalue(), dtype=np.uint8)}, file, layout)
+    with pytest.raises(XcompatError, match=rf"report_data.safetensors cannot be read \(.*{message}"):
+        load_report(tmp_path)
 
 
 def test_a_labelled_page_says_every_number_in_its_own_words(labelled_folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
@@ -211,7 +211,7 @@ def _load_data(path: Path) -> dict[str, Any]:
             layout = _Layout(**json.loads(file.metadata()["layout"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return _laid_out(layout, tensors)
-    except (SafetensorError, KeyError, TypeError, ValueError, UnidentifiedImageError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise XcompatError(f"{path} cannot be read ({reason}); delete it to go without curves, or evaluate again") from None
 
@@ -233,8 +233,10 @@ def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]
 
 
 def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Example:
+    from xcompat.data.images import open_image
+
     def picture(name: str | None) -> Image.Image | None:
-        return None if name is None else Image.open(io.BytesIO(tensors[name].tobytes()))
+        return None if name is None else open_image(tensors[name].tobytes())
 
     return Example(
         described.query_text,
@@ -251,7 +253,7 @@ def encode_png(image: Image.Image) -> bytes:
     Returns:
         The bytes of the file.
     """
-    small = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
     buffer = io.BytesIO()
     small.save(buffer, format="PNG")
