@@ -14,12 +14,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
-import transformers
-from hub_server import Hub
+from hub_server import Hub, served
 from hypothesis import settings
 from PIL import Image
 
@@ -128,23 +126,10 @@ def texts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path: Path) -> Iterator[Hub]:
     """Serve a Hub that this process and those it starts take for the only one, with an empty cache."""
-    server = Hub()
-    constants = huggingface_hub.constants
-    environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
-    for name, value in (environment | {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
-    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda _: None)  # between tries
-    yield server
-    server.shutdown()
-    server.server_close()
+    with served(tmp_path / "cache") as server:
+        yield server
 
 
 @pytest.fixture

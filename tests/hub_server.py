@@ -5,14 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+import transformers
 import yaml
 
 REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"
@@ -256,3 +262,39 @@ _ROUTES = [
     (rf"GET /api/datasets/{REPO}", "dataset"),
     (rf"(?:GET|HEAD) /{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<file>.+)", "resolve"),
 ]
+
+
+@contextmanager
+def served(cache: Path) -> Iterator[Hub]:
+    """Serve a Hub that this process and those it starts take for the only one.
+
+    Args:
+        cache: where they keep what they fetch.
+    """
+    hub, constants = Hub(), huggingface_hub.constants
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": "hf_secret",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    values = {
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_CACHE": str(cache),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        for name, value in values.items():
+            stack.enter_context(mock.patch.object(constants, name, value))
+        stack.enter_context(mock.patch.object(transformers.utils.hub, "_hf_api", None))
+        stack.enter_context(mock.patch.object(huggingface_hub.utils._http.time, "sleep"))  # between tries
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            hub.server_close()

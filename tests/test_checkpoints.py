@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from xcompat.training.checkpoints import CHECKSUMS, STATE, CheckpointCallback, last_complete_checkpoint
+from xcompat.folder_checksums import CHECKSUMS
+from xcompat.training.checkpoints import STATE, CheckpointCallback, last_complete_checkpoint
 
 FILES = {
     "model.safetensors": b"weights",

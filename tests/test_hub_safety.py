@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import stat
 from collections.abc import Iterator
 from functools import partial
@@ -35,62 +34,6 @@ def versions(folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory
         shake(model)
         model.export(folder)
     return folders
-
-
-def requests_of_a_push(hub: Hub, folder: Path) -> int:
-    before = len(hub.asked)
-    push(folder, REPO)
-    return len(hub.asked) - before
-
-
-def push_and_die(hub: Hub, folder: Path, at: int) -> int:
-    """Push in a process of its own that is killed when it asks the Hub for the ``at``-th time; return how it ended."""
-    count = 0
-    child = os.fork()
-    if child == 0:
-        try:
-            push(folder, REPO)
-        finally:
-            os._exit(0)
-
-    def kill(asked: str) -> int | None:
-        nonlocal count
-        count += 1
-        if count > at:
-            os.kill(child, signal.SIGKILL)
-        return 0 if count > at else None
-
-    hub.fault = kill  # type: ignore[method-assign]
-    _, status = os.waitpid(child, 0)
-    del hub.fault
-    return status
-
-
-def pushes_that_are_killed(hub: Hub, versions: list[Path], trials: int) -> None:
-    """Kill pushes at one request after the other: the branch holds one state or the other, and the same command ends the push.
-
-    Args:
-        hub: empty.
-        versions: two states of one model.
-        trials: how many pushes to kill.
-    """
-    push(versions[0], REPO)
-    states = [dict(hub.files(REPO))]
-    steps = requests_of_a_push(hub, versions[1])
-    states.append(dict(hub.files(REPO)))
-    for trial in range(trials):
-        hub.large.clear()
-        held, coming = states[(trial + 1) % 2], states[trial % 2]
-        assert hub.files(REPO) == held
-        status = push_and_die(hub, versions[trial % 2], trial % steps)
-        assert os.WIFSIGNALED(status)
-        assert hub.files(REPO) in (held, coming), "half of a revision is visible"
-        push(versions[trial % 2], REPO)
-        assert hub.files(REPO) == coming
-
-
-def test_a_killed_push_is_done_or_not(hub: Hub, versions: list[Path]) -> None:
-    pushes_that_are_killed(hub, versions, trials=8)
 
 
 @pytest.mark.parametrize("status", [0, 500, 403])

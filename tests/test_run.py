@@ -268,6 +268,17 @@ def test_what_a_folder_remembers_edited_by_hand(raw: dict[str, Any], tmp_path: P
     assert StageRun(recipe, recipe.stages[0]).is_finished
 
 
+def test_weights_that_changed_after_training_are_not_reused(raw: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(raw, stages=[{"name": "ridge", "method": "ridge"}])
+    run_recipe(recipe)
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(XcompatError, match="are not those that were trained; bring them back, or delete .* to train again"):
+        run_recipe(recipe)
+
+
 def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(raw))
     shutil.rmtree(tmp_path / "run" / "phi")

@@ -16,6 +16,7 @@ from histories import histories
 from injections import injected
 from kills import Stage, killed
 from power_cuts import power_cut
+from pushes import killed_pushes
 from scenes import Scene, gallery_scenes, picture_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
@@ -97,7 +98,8 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     """
     operations, commands = scenes(shared)
     slow = [name for name, scene in commands.items() if scene.slow]
-    kills = _kills(operations, long) | (dict.fromkeys(slow, (5, 0)) if long else {})
+    resyncs = [name for name in commands if "resync" in name]
+    kills = _kills(operations, long) | (dict.fromkeys(slow, (5, 0)) | dict.fromkeys(resyncs, (60, 10)) if long else {})
     for name, (most, at_random) in kills.items():
         scene = operations.get(name) or commands[name]
         yield Campaign("kills", name, lambda folder, s=scene, m=most, r=at_random: killed(Stage(s, folder), m, r))
@@ -115,6 +117,7 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
         yield Campaign("full disks", f"left out: {reason}", lambda folder: iter(()))
     yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 12))
     if long:  # their short forms are tests of their own
+        yield Campaign("kills", "xcompat push model user/name", lambda folder: killed_pushes(folder, 60))
         yield Campaign("readers", "two writers, three readers", lambda folder: read_beside_writers(10_000))
         yield Campaign("damaged inputs", "every kind of file that is read", lambda folder: damaged_inputs(10_000))
 

@@ -179,6 +179,7 @@ def command_scenes(world: Path) -> list[Scene]:
         scene(("gallery", "search", "gallery", "a dog", "--model", "encoder 1"), unchanged, build, reads=True),
         scene(("gallery", "info", "gallery"), unchanged, build, reads=True),
         scene(("gallery", "verify", "gallery"), unchanged, build, add, reads=True),
+        scene(("gallery", "doctor", "gallery", "--model", "encoder 1", "--images", "photos"), unchanged, build, reads=True),
         scene(("gallery", "rollback", "gallery", "1"), in_gallery, build, add),
         scene((*upgrade, "fct"), in_gallery, build),
         scene((*upgrade, "xbt", "--backfill", "photos"), in_gallery, build),

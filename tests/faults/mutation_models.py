@@ -188,40 +188,21 @@ def hub(folder: Path) -> Iterator[None]:
     """Serve a Hub whose answers about a model are files."""
     sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a script
     import hub_server
-    import huggingface_hub
-    import transformers
-    from hub_server import Hub
 
-    server = Hub()
-    hub_server_handler = hub_server._Handler
-    files = {"config.json": (folder / "config.json").read_bytes()}
-    server.repos["me/newer"] = hub_server.Repository()
-    server.repos["me/newer"].commits["0" * 40] = files
-    server.repos["me/newer"].branches["main"] = "0" * 40
-    server.repos["me/base"] = hub_server.Repository()
-    server.repos["me/base"].commit({"config.json": b'{"model_type": "clip"}'})
-    plain = hub_server_handler.info
+    handler, plain = hub_server._Handler, hub_server._Handler.info
 
     def info(self: Any, body: bytes, repo: str, revision: str = "main") -> None:
         if repo == "me/newer":
             return self._answer(200, (folder / "info.json").read_bytes())
         return plain(self, body, repo, revision)
 
-    constants = huggingface_hub.constants
-    cache = str(folder / "hub cache")
-    values = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": cache}
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(hub_server_handler, "info", info))
-        for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
-            stack.enter_context(mock.patch.object(constants, name, value))
-        stack.enter_context(mock.patch.object(transformers.utils.hub, "_hf_api", None))
-        stack.enter_context(mock.patch.object(huggingface_hub.utils._http.time, "sleep"))
-        try:
-            yield
-        finally:
-            server.shutdown()
-            server.server_close()
+    with hub_server.served(folder / "hub cache") as server, mock.patch.object(handler, "info", info):
+        server.repos["me/newer"] = hub_server.Repository()
+        server.repos["me/newer"].commits["0" * 40] = {"config.json": (folder / "config.json").read_bytes()}
+        server.repos["me/newer"].branches["main"] = "0" * 40
+        server.repos["me/base"] = hub_server.Repository()
+        server.repos["me/base"].commit({"config.json": b'{"model_type": "clip"}'})
+        yield
 
 
 def lineage(folder: Path) -> Answer:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
+from xcompat.encoders.model_files import require_whole
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.paths import is_local, nearest_path
 
@@ -139,6 +140,8 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     from xcompat.encoders.memory import own_memory
 
     with reading_model(source.name):
+        if Path(source.name).is_dir():
+            require_whole(source.name)
         encoder = _load(source)
         found = encoder.description["config"].get("model_type", "open_clip")
         if source.model_type not in (None, found):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xcompat.data.images import open_image
 from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
 from xcompat.export.towers import ImageTower, Space, TextTower
 from xcompat.models.base import CompatModel
@@ -110,8 +111,6 @@ class CompatModule(InputModule):
         if self.model.embeds_in_memory:
             assert described is not None
             _save_encoder(described, Path(output_path) / ENCODER)
-        else:
-            self.model.processor.save_pretrained(output_path)
         self.save_config(output_path)
 
     @classmethod
@@ -155,3 +154,4 @@ def _save_encoder(described: dict[str, Any], folder: Path) -> None:
         encoder, processor = load_encoder(source)
         encoder.save_pretrained(folder)
         processor.save_pretrained(folder)
+        record_model(folder)

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
+from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.hub.endpoint import PUSHED, HubModel, Repository, hub_errors, public_name, published, read_repository
@@ -108,6 +109,7 @@ def hide_paths(folder: str | Path) -> None:
     file = Path(folder) / CONFIG
     if file.exists():
         write_json(file, _hidden(read_json(file)))
+        record_model(folder)
 
 
 def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON

@@ -12,16 +12,18 @@ import torch
 from huggingface_hub import CommitInfo, ModelCard
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
-from transformers.utils.hub import resolve_revision
+from transformers.utils.hub import cached_file, resolve_revision
 
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.memory import own_memory
+from xcompat.encoders.model_files import record_model, require_whole
 from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.card import ModelFacts, model_card
 from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up, published
 from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
@@ -74,16 +76,22 @@ class CheckpointModel(PreTrainedModel):
             The model in evaluation mode (with loading information, when that was asked for).
 
         Raises:
-            XcompatError: when weights are missing, left over, of another shape, or not safetensors, or the base that a
-                checkpoint of adapters belongs to is missing or has changed.
+            XcompatError: when a file has changed since it was saved, weights are missing, left over, of another shape, or not
+                safetensors, or the base that a checkpoint of adapters belongs to is missing or has changed.
         """
         name = pretrained_model_name_or_path
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)
         where: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         kwargs["revision"] = resolve_revision(name, kwargs.get("revision") or "main", **where)
+        subfolder = kwargs.get("subfolder", "")
+        is_folder = Path(str(name)).is_dir()
         with reading_model(str(name)):
+            if is_folder:
+                require_whole(Path(str(name), subfolder))
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
+            if not is_folder:
+                _require_whole_snapshot(str(name), subfolder=subfolder, revision=kwargs["revision"], **where)
         model, info = loaded
         model.revision = getattr(kwargs["revision"], "resolved", None)
         if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) != "auto":
@@ -136,8 +144,6 @@ class CheckpointModel(PreTrainedModel):
             folder: made if missing; ``from_pretrained`` reads it.
         """
         self.save_pretrained(folder)
-        if self.encoder is not None:
-            self.processor.save_pretrained(folder)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
@@ -161,6 +167,8 @@ class CheckpointModel(PreTrainedModel):
         is_known = self._processor is not None or bool(self.name_or_path)  # not of a model that a configuration alone made
         if self.encoder is not None and is_known and is_main_process():
             self.processor.save_pretrained(Path(save_directory))
+        if is_main_process():
+            record_model(Path(save_directory))
         if hub is not None and is_main_process():  # after the preprocessing, and with the card
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **hub)
 
@@ -317,6 +325,13 @@ class CheckpointModel(PreTrainedModel):
             return original is not None and torch.equal(original.to(tensor.dtype), tensor.cpu())  # as it is rounded when loaded
 
         return {key: tensor for key, tensor in weights.items() if not is_same(key, tensor)}
+
+
+def _require_whole_snapshot(name: str, **where: Any) -> None:  # noqa: ANN401 - as transformers takes them
+    """Refuse a model from the Hub whose files, as far as they were fetched, are not those that were pushed."""
+    record = cached_file(name, CHECKSUMS, _raise_exceptions_for_missing_entries=False, **where)
+    if record is not None:
+        require_whole(Path(record).parent, in_part=True)
 
 
 def _without_adapter(key: str) -> str:

@@ -14,6 +14,8 @@ from xcompat.fingerprint import Fingerprint
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
 
+_OF_A_VERSION = {"name", "fingerprint", "dim"}
+
 
 class CompatConfig(PreTrainedConfig):
     """What every compatible model's ``config.json`` says.
@@ -51,6 +53,12 @@ class CompatConfig(PreTrainedConfig):
         for name, hint in get_type_hints(type(self), localns={"torch": torch}).items():  # torch: in transformers' own hints
             if get_origin(hint) is Literal and (given := getattr(self, name)) not in get_args(hint):
                 raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), get_args(hint))}")
+        for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
+            if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
+                raise XcompatError(
+                    f"{type(self).__name__} knows an older model only in part: a version has {', '.join(sorted(_OF_A_VERSION))}, "
+                    "as describe_old gives it"
+                )
         super().__post_init__(**kwargs)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
@@ -147,7 +147,8 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
         raise XcompatError(f"{source.name} holds no model of xcompat; name a run's folder or a checkpoint")
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
-    model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
+    with reading_model(source.name):
+        model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
     return model.for_inference()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
 from xcompat.losses import clip_contrastive_loss, siglip_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -123,3 +124,4 @@ class IndependentModel(ClassifiedModel):
         assert self.encoder is not None
         self.encoder.save_pretrained(folder)
         self.processor.save_pretrained(folder)
+        record_model(folder)

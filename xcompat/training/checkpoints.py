@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import XcompatError
-from xcompat.files import read_json, sync_folder, sync_tree, write_json
+from xcompat.files import read_json, sync_folder, sync_tree
+from xcompat.folder_checksums import changes, write_checksums
 from xcompat.progress import console
 
 STATE = "trainer_state.json"
-CHECKSUMS = "checksums.json"
-_RECORDS = TypeAdapter(dict[str, FileRecord])
 
 
 class CheckpointCallback(TrainerCallback):
@@ -30,9 +27,7 @@ class CheckpointCallback(TrainerCallback):
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             sync_tree(folder)
             sync_folder(folder.parent)
-            files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != CHECKSUMS)
-            records = {file.relative_to(folder).as_posix(): file_record(file) for file in files}
-            write_json(folder / CHECKSUMS, _RECORDS.dump_python(records))
+            write_checksums(folder, (file for file in folder.rglob("*") if file.is_file()))
         barrier()
 
 
@@ -61,12 +56,6 @@ def _damage(checkpoint: Path) -> str | None:
     """Say what is wrong with a checkpoint; of one that a kill left without checksums, only its last file is looked at."""
     try:
         read_json(checkpoint / STATE)
-        if not (checkpoint / CHECKSUMS).exists():
-            return None
-        records = _RECORDS.validate_python(read_json(checkpoint / CHECKSUMS))
+        return next(iter(changes(checkpoint)), None)
     except XcompatError as error:
         return f"it is incomplete ({error})"
-    except ValidationError:
-        return f"{CHECKSUMS} is damaged"
-    wrong = [line for name, record in records.items() for line in difference(checkpoint / name, record)]
-    return wrong[0] if wrong else None

@@ -114,7 +114,7 @@ class StageRun(Stage):
         """Train and save, or say that it is done."""
         self._check_folder()
         if self.is_done:
-            self._require_same_inputs()
+            self._require_same()
             console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
             return
         started = time.perf_counter()
@@ -143,13 +143,19 @@ class StageRun(Stage):
             write_json(self.folder / "environment.json", provenance())
         barrier()
 
-    def _require_same_inputs(self) -> None:
+    def _require_same(self) -> None:
+        """Refuse a model that was made from other ones, or is no longer the one that was trained."""
         done = read_record(self.folder / DONE, Done)
         changed = [name for name, digest in self.inputs().items() if done.inputs.get(name) != digest]
         if changed:
             raise XcompatError(
                 f"{self.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
                 f"delete {self.folder} to make it again"
+            )
+        if weights_digest(self.model_dir) != done.model:
+            raise XcompatError(
+                f"the weights in {self.model_dir} are not those that were trained; bring them back, or delete {self.folder} "
+                "to train again"
             )
 
     def fill_caches(self) -> None:

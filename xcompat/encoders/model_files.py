@@ -1,0 +1,57 @@
+"""The files of a saved model: what they were is kept beside them, so that a damaged one is named and never embeds."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+from xcompat.errors import XcompatError
+from xcompat.folder_checksums import CHECKSUMS, changes, write_checksums
+
+PATTERNS = (
+    "*config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_model.safetensors",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
+"""Names of the files that a model and its preprocessing are read from."""
+
+
+def record_model(folder: str | Path) -> None:
+    """Keep what the files of a model are that was saved just now.
+
+    Args:
+        folder: the model's.
+    """
+    write_checksums(Path(folder), (file for file in Path(folder).iterdir() if _is_read(file.name)))
+
+
+def require_whole(folder: str | Path, in_part: bool = False) -> None:
+    """Refuse a model whose files are not what they were when it was saved; one without a record passes.
+
+    Args:
+        folder: the model's.
+        in_part: whether files may be missing, as where only some were fetched.
+
+    Raises:
+        XcompatError: naming the first one that has changed.
+    """
+    folder = Path(folder)
+    try:
+        wrong = next(changes(folder, lambda name: _is_read(name) and (not in_part or (folder / name).exists())), None)
+    except XcompatError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise XcompatError(
+            f"{wrong}; bring it back from where the model came from, or delete {folder / CHECKSUMS} if you changed it yourself"
+        )
+
+
+def _is_read(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in PATTERNS)
