@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ def _fence(text: str, least: int) -> str:
     return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 
 
+@cache  # compiling a template takes longer than filling it in
 def markdown_templates(folder: Path) -> Environment:
     """Return the templates of a folder, filling in texts by :func:`as_text`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
     )
 
 
+@cache  # compiling a template takes longer than filling it in
 def page_template(name: str) -> Template:
     """Return a template of this package with the filters that its pages share.
 

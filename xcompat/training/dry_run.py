@@ -19,7 +19,7 @@ from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
-from xcompat.training.settings import DataSettings, EvaluationSettings
+from xcompat.training.settings import DataSettings
 
 BATCH = 4
 PAIRS = 12
@@ -114,9 +114,7 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
     if part.mini_batch_size is not None:
         replaced["mini_batch_size"] = BATCH // 2
     if part.evaluation is not None:
-        asked = part.evaluation
-        short = EvaluationSettings(resamples=100, ks=[1, 2], compare_with=asked.compare_with, slerp=asked.slerp)
-        replaced["evaluation"] = short.model_dump()
+        replaced["evaluation"] = part.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
     return StageRecipe(**replaced)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,26 @@ def provenance() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{_cpu_name()}, {os.cpu_count()} cores"
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__}
-        | {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__} | _versions(),
         "machine": {"platform": platform.platform(), "device": device, "threads": torch.get_num_threads()},
         "git_revision": _git_revision(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
 
+@cache  # of what was imported, which is what runs, whatever is installed or checked out meanwhile
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+@cache
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+@cache
 def _git_revision() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():

@@ -198,7 +198,7 @@ class StageRun(Stage):
                 write_recipe(self.folder, settings_of(self.part, self.recipe.seed))  # which may name other test data now
                 write_json(self.report_dir / EVALUATED, wanted.model_dump())
         barrier()
-        if is_main_process():
+        if not console.quiet:
             print_report(load_report(self.report_dir), console)
         return self.report_dir
 
