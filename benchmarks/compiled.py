@@ -1,6 +1,6 @@
 """Weights laid out for oneDNN against `torch.compile`, on a CPU: CLIP B/32's image tower with random weights embedding one batch.
 
-    python benchmarks/compiled.py [--images 16] [--edge 224] [--rounds 5]
+    python benchmarks/compiled.py [--images 16] [--edge 224] [--layers 12] [--rounds 5]
 
 Compiling needs a C++ compiler and takes half a minute where nothing is cached; laying weights out takes a fraction of a second.
 """
@@ -21,12 +21,12 @@ COMPILERS = ("g++", "clang++")
 
 
 @torch.no_grad()
-def measure(images: int = 16, edge: int = 224, rounds: int = ROUNDS) -> list[Row]:
+def measure(images: int = 16, edge: int = 224, layers: int = 12, rounds: int = ROUNDS) -> list[Row]:
     """Measure one batch."""
     what = f"CLIP B/32's image tower embeds {images} images of {edge} pixels"
     if not any(shutil.which(compiler) for compiler in COMPILERS):
         return [Row(what, "torch.compile", None, "", f"not run: it needs {' or '.join(COMPILERS)}")]
-    described = {"model_type": "clip_vision_model", "image_size": edge}
+    described = {"model_type": "clip_vision_model", "image_size": edge, "num_hidden_layers": layers}
     encoder = encoder_from_scratch(ScratchSource(model=described))[0].eval()
     compiled = torch.compile(encoder.image_features)
     pixels_BCHW = torch.randn(images, 3, edge, edge, generator=torch.Generator().manual_seed(0))

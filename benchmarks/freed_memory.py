@@ -53,7 +53,8 @@ def measure(images: int = 64, rounds: int = ROUNDS) -> list[Row]:
     """Measure both towers."""
     few = images_per_batch(embedder_of("ResNet-50").processor, torch.device("cpu"))
     rows = []
-    with ProcessPoolExecutor(1, get_context("spawn")) as mine, ProcessPoolExecutor(1, get_context("spawn")) as other:
+    clean = get_context("forkserver")
+    with ProcessPoolExecutor(1, clean) as mine, ProcessPoolExecutor(1, clean) as other:
         for tower in TOWERS:
             call = {
                 "ours": lambda tower=tower: mine.submit(embed, tower, images, True).result(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +22,7 @@ TOYS = {
     "gallery_upgrade": {"items": 400, "rounds": 1},
     "gallery_speed": {"items": 300, "dim": 8, "queries": 4, "added": 200, "rounds": 1},
     "channels_last": {"images": 2, "rounds": 1},
-    "compiled": {"images": 1, "edge": 32, "rounds": 1},
+    "compiled": {"images": 1, "edge": 32, "layers": 2, "rounds": 1},
     "draft_decoding": {"images": 2, "rounds": 1},
     "freed_memory": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},
@@ -112,13 +112,8 @@ def test_a_missing_peer_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
     options = [word for key, value in TOYS["ranking"].items() for word in (f"--{key}", str(value))]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "ranking.py"), *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = warm.run(SCRIPTS / "ranking.py", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     kept = json.loads((tmp_path / "runs/bench/ranking.json").read_text())
     assert [row["bound"] for row in kept] == [">= 15", ">= 4", "<= 6"]
     assert "argsort" in done.stdout
@@ -158,9 +153,9 @@ def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: 
 def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     """On a GPU it has not been run; its parts are those that would run there."""
     script = SCRIPTS / "gpu" / "throughput.py"
-    printed = subprocess.check_output(
-        [sys.executable, str(script), "--tiny"], cwd=tmp_path, text=True, env=os.environ | {"COLUMNS": "200"}
-    )
+    done = warm.run(script, "--tiny", folder=tmp_path, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert "toy size" in printed
     for part in (
         "matrix product",

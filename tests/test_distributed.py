@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
@@ -133,13 +134,15 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     }
 
 
-def start(folder: Path, launcher: list[str], *overrides: str) -> subprocess.Popen[str]:
-    out = folder / ("two" if launcher else "one")
+def train(folder: Path, ranks: int, batch: int) -> Path:
+    out = folder / f"on {ranks}"
     (out / "seen").mkdir(parents=True)
-    environment = os.environ | {"SEEN": str(out / "seen"), "HF_DATASETS_CACHE": str(out / "datasets"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(folder / "wrapper.py"), "train", str(folder / "r.yaml")]
-    command += [f"output_dir={out / 'run'}", f"cache_dir={out / 'cache'}", *overrides]
-    return subprocess.Popen(command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [folder / "wrapper.py", "train", folder / "r.yaml", f"training.per_device_train_batch_size={batch}"]
+    command += [f"output_dir={out / 'run'}", f"cache_dir={out / 'cache'}"]
+    environment = {"SEEN": str(out / "seen"), "HF_DATASETS_CACHE": str(out / "datasets")}
+    done = warm.run(*command, folder=folder, ranks=ranks, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +151,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], ol
     folder = tmp_path_factory.mktemp("distributed")
     (folder / "wrapper.py").write_text(WRAPPER)
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe(folder, old_folder, folder_of["clip"])))
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
-    for done in (start(folder, launcher, "training.per_device_train_batch_size=4"), start(folder, [])):
-        output, _ = done.communicate()
-        assert done.returncode == 0, output
-    return folder / "one", folder / "two"
+    return train(folder, 1, 8), train(folder, 2, 4)
 
 
 def losses(run: Path, name: str) -> list[float]:
@@ -289,18 +288,7 @@ def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tm
 
 
 def test_an_error_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CPU_2),
-        "-m",
-        "xcompat",
-        "train",
-        "nowhere.yaml",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = warm.run("-m", "xcompat", "train", "nowhere.yaml", folder=tmp_path, ranks=2)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("xcompat: ")]
     assert lines == ["xcompat: the recipe nowhere.yaml does not exist"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from PIL import Image
 
 from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed
@@ -89,7 +89,7 @@ def test_a_build_that_was_killed_goes_on(
     command += ("--milvus", tmp_path / "vectors.db") if milvus else ()
     killing = f"import os, xcompat.retrieval.gallery; xcompat.retrieval.{dies_in} = lambda *_: os._exit(9)\n"
     killing += "from xcompat.cli import main; main()"
-    killed = subprocess.run([sys.executable, "-c", killing, "gallery", *map(str, command)], check=False, capture_output=True)
+    killed = warm.run("-c", killing, "gallery", *command, folder=tmp_path)
     assert killed.returncode == 9, killed.stderr
     assert (gallery / "gallery.json").exists() == milvus
     code, out, err = run(*command)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -17,7 +15,6 @@ from xcompat import FctModel, XbtModel
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
-CPU_2 = Path(__file__).resolve().parents[1] / "accelerate_configs" / "cpu_2.yaml"
 PICTURES, BUDGET = 203, 70  # four batches of 64, the last of them short
 BAD = 70  # in the second process's first batch
 
@@ -75,19 +72,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict
     folder = tmp_path_factory.mktemp("processes")
     photos, more = write_pictures(folder / "photos", range(PICTURES)), write_pictures(folder / "more", range(300, 305))
     (folder / "commands.py").write_text(COMMANDS)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CPU_2)]
     made = {}
-    for processes, start in ((1, [sys.executable]), (2, launch)):
+    for processes in (1, 2):
         out = folder / f"gallery-{processes}"
-        arguments = map(str, (folder / "commands.py", photos, more, *models, out))
-        ran = subprocess.run(
-            [*start, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            env=os.environ | {"COLUMNS": "400", "OMP_NUM_THREADS": "1"},
-        )
+        arguments = (folder / "commands.py", photos, more, *models, out)
+        ran = warm.run(*arguments, folder=folder, ranks=processes, COLUMNS="400")
         assert ran.returncode == 0, ran.stderr
         made[processes] = Gallery.open(out), ran.stdout.replace(out.name, "gallery")
     return made

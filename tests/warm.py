@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import torch.multiprocessing
@@ -22,3 +32,84 @@ def spawn(function: Callable[..., object], arguments: tuple[Any, ...], processes
         processes: how many.
     """
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
+
+
+@dataclass
+class Started:
+    """A program that runs.
+
+    Args:
+        processes: one, or one for each rank.
+        files: what they write to stdout and to stderr.
+    """
+
+    processes: list[BaseProcess]
+    files: tuple[str, str]
+
+    def wait(self, seconds: float = 300) -> CompletedProcess[str]:
+        """Wait for the end; the exit code is 0 only if that of every process is."""
+        for process in self.processes:
+            process.join(seconds)
+            assert process.exitcode is not None, f"it still runs after {seconds} s; it wrote {self.said()}"
+        code = next((process.exitcode for process in self.processes if process.exitcode), 0)
+        return CompletedProcess([], code, *self.said())
+
+    def said(self) -> list[str]:
+        """Return what was written so far."""
+        return [Path(file).read_text(encoding="utf-8") for file in self.files]
+
+
+def start(*arguments: object, folder: Path, ranks: int = 1, **environment: str) -> Started:
+    """Start Python with arguments as they are typed: ``-m MODULE``, ``-c CODE`` or a file, and those of the program.
+
+    What a library reads from the environment when it is imported has been read already.
+
+    Args:
+        arguments: after ``python``.
+        folder: where it works.
+        ranks: as many processes, as a launcher starts them.
+        environment: further variables.
+    """
+    files = tuple(tempfile.mkstemp(dir=tempfile.mkdtemp(), prefix=name)[1] for name in ("out", "err"))
+    if ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        environment |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
+    processes = []
+    for rank in range(ranks):
+        own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+        given = (list(map(str, arguments)), str(folder), own, files)
+        processes.append(multiprocessing.get_context("forkserver").Process(target=_python, args=given))
+        processes[-1].start()
+    return Started(processes, files)
+
+
+def run(*arguments: object, folder: Path, ranks: int = 1, **environment: str) -> CompletedProcess[str]:
+    """Start Python as :func:`start` does, and wait for its end."""
+    return start(*arguments, folder=folder, ranks=ranks, **environment).wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return chosen.getsockname()[1]
+
+
+def _python(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(folder)
+    os.environ.update(environment)
+    how, *rest = arguments
+    try:
+        if how == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102 - a test's own
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(how).parent))
+            runpy.run_path(how, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
