@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from xcompat.checksums import file_record
 from xcompat.data.glyphs import glyph_classes
 from xcompat.errors import XcompatError
 from xcompat.paths import is_local, nearest_path
@@ -116,6 +119,33 @@ def local_files(path: str | list[str]) -> list[Path] | None:
     if not found:
         raise XcompatError("an empty list of paths was given; name at least one file or folder")
     return found
+
+
+def files_digest(path: str | list[str]) -> str | None:
+    """Identify local files by their names and sizes, and texts by what they hold: a copy has the digest of what was copied.
+
+    Pictures that a captions file names outside of what ``path`` names are not looked at.
+
+    Args:
+        path: as in `PairSource`.
+
+    Returns:
+        64 hexadecimal digits; None for a data set on the Hub.
+
+    Raises:
+        XcompatError: something that is meant to be local does not exist.
+    """
+    places = local_files(path)
+    if places is None:
+        return None
+    digest = hashlib.sha256()
+    for place in places:
+        for file in sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]:
+            if not file.name.startswith("."):  # such as those that file managers leave
+                name = file.relative_to(place if place.is_dir() else place.parent).as_posix()
+                held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *TEXT_SUFFIXES, ".json")) else ""
+                digest.update(json.dumps([name, file.stat().st_size, held]).encode())
+    return digest.hexdigest()
 
 
 def _expand(pattern: str) -> list[str]:

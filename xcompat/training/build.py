@@ -79,7 +79,7 @@ def train_stage(stage: Stage) -> CompatModel:
         model, data = _model_and_labelled_data(stage)
     else:
         model, data = _model_and_pairs(stage)
-    return train(model, data, stage.part, stage.recipe.seed, stage.folder / "checkpoints")
+    return train(model, data, stage.part, stage.recipe.seed, stage.checkpoints_dir)
 
 
 def check_inputs(stage: Stage) -> None:
@@ -91,7 +91,7 @@ def check_inputs(stage: Stage) -> None:
     """
     part = stage.part
     if not issubclass(stage.method, ClosedFormModel):
-        check_services(part, training_arguments(part, stage.recipe.seed, stage.folder / "checkpoints"))
+        check_services(part, training_arguments(part, stage.recipe.seed, stage.checkpoints_dir))
     if issubclass(stage.method, ClassifiedModel) and stage.method.compares_with_old and (dim := stage.old_dim()) is not None:
         stage.method.check_plan(dim, part.options)
     if part.data.images is None:

@@ -20,6 +20,7 @@ from xcompat.report.comparison import (
     require_comparison_place,
     write_comparison,
 )
+from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe, StageRecipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe
@@ -48,6 +49,8 @@ def compare_recipe(recipe: Recipe) -> Path:
         )
     require_comparison_place(recipe.output_dir)
     runs = {seed: _run_of(recipe, seed) for seed in recipe.seeds or [recipe.seed]}
+    for run in runs.values():
+        require_places(run)
     folders = {seed: run_recipe(run) for seed, run in runs.items()}
     if is_main_process():
         contenders = [_contender(part, runs, folders) for part in evaluated]

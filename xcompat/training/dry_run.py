@@ -17,6 +17,7 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import XcompatError
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
+from xcompat.training.places import require_places
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings
@@ -33,13 +34,14 @@ def dry_run_recipe(recipe: Recipe) -> None:
         recipe: validated.
 
     Raises:
-        XcompatError: local files are missing, or a stage does not fit.
+        XcompatError: local files are missing, a stage does not fit, or something of the user's lies where it writes.
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
     table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
     for part in recipe.stages:
         table.add_row(part.name, part.method, _name(part.old), _name(part.new), "\n".join(check_paths(part)))
+    require_places(recipe)
     console.print(table)
     silence_libraries()
     mapped = [part.new for part in recipe.stages if part.options.get("input") == "penultimate"]

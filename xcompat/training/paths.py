@@ -1,13 +1,13 @@
-"""Every path that a stage names, looked for before the first stage is trained."""
+"""Every path that a stage names: looked for before the first stage is trained, and what its files were when it was judged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xcompat.data import CorpusSource
-from xcompat.data.sources import ImageSource, local_files
+from xcompat.data.sources import ImageSource, files_digest, local_files
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.models.stored import check_stored
@@ -39,7 +39,7 @@ def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
                 with _said_of(f"{part.name}: {role}"):
                     if not check_stored(Path(model.name)):
                         model.check_folder()
-    data = part.data.model_copy(update={"pairs": None, "texts": [], "images": None, "subset": None}) if is_trained else part.data
+    data = _judged(part.data) if is_trained else part.data
     described = []
     for key, source in _sources(data):
         with _said_of(f"{part.name}: data.{key}.path"):
@@ -51,6 +51,29 @@ def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
                 f"{part.name}: data.{key}: {file} does not exist; name a file with one class name a line ({nearest_path(file)})"
             )
     return list(dict.fromkeys(described))
+
+
+def judged_files(part: StageRecipe) -> dict[str, str]:
+    """Identify what a stage is judged on by the files it is read from.
+
+    Args:
+        part: the stage.
+
+    Returns:
+        Key of the recipe -> digest; what is on the Hub, or is gone, is left out.
+    """
+    data = _judged(part.data)
+    named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_class_files(data))
+    found = {}
+    for key, path in named.items():
+        with suppress(XcompatError):
+            found[key] = files_digest(path)
+    return {key: digest for key, digest in found.items() if digest is not None}
+
+
+def _judged(data: DataSettings) -> DataSettings:
+    """Leave out what is only learned from."""
+    return data.model_copy(update={"pairs": None, "texts": [], "images": None, "subset": None})
 
 
 @contextmanager

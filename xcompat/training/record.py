@@ -14,7 +14,7 @@ from xcompat.files import atomic_path, read_json
 from xcompat.training.recipe import StageRecipe, explain
 from xcompat.training.yaml_files import parse_yaml
 
-RECIPE, DONE, EVALUATED = "recipe.yaml", "done.json", "evaluated.json"
+RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
 JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset")
 """Settings that only the report depends on."""
 
@@ -44,6 +44,7 @@ class Evaluated(BaseModel):
         settings: how it was judged.
         models: digests of the models that were.
         data: what they were judged on; a report of a version that did not record it was made of what its recipe names.
+        files: digests of the files of that data; a report of a version that did not record them holds.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -51,6 +52,12 @@ class Evaluated(BaseModel):
     settings: dict[str, Any]
     models: dict[str, str]
     data: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)
+
+    def holds(self, wanted: Evaluated) -> bool:
+        """Return whether a report of this is one of what is wanted now; files that are gone are as they were."""
+        known = {key: self.files.get(key, digest) for key, digest in wanted.files.items()}
+        return self.model_copy(update={"files": known}) == wanted
 
 
 def read_record(file: Path, kind: type[R]) -> R:

@@ -19,14 +19,16 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
-from xcompat.report import load_report, print_report, require_report_place, write_report
+from xcompat.report import load_report, print_report, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
-from xcompat.training.paths import check_paths
+from xcompat.training.paths import check_paths, judged_files
+from xcompat.training.places import require_places
 from xcompat.training.provenance import provenance
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
 from xcompat.training.record import (
     DONE,
+    ENVIRONMENT,
     EVALUATED,
     RECIPE,
     Done,
@@ -53,19 +55,18 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         The folder of each stage's report, for stages that are evaluated.
 
     Raises:
-        XcompatError: a stage's folder was made by a different recipe, data are missing, or training diverged.
+        XcompatError: a stage's folder was made by a different recipe, or by none, data are missing, or training diverged.
     """
     process_state()
     silence_libraries()
     reports = {}
     runs = [StageRun(recipe, part) for part in recipe.stages]
+    require_places(recipe)
     for run in runs:
         if not run.is_finished:
             check_paths(run.part, run.is_done)
     for run in runs:
         run.require_old_queries()
-        if run.is_judged:
-            require_report_place(run.report_dir)
         if not run.is_done:
             check_inputs(run)
     for run in runs:
@@ -140,7 +141,7 @@ class StageRun(Stage):
                 )
         elif is_main_process():
             write_recipe(self.folder, settings)
-            write_json(self.folder / "environment.json", provenance())
+            write_json(self.folder / ENVIRONMENT, provenance())
         barrier()
 
     def _require_same(self) -> None:
@@ -210,13 +211,14 @@ class StageRun(Stage):
             settings=settings.model_dump(mode="json"),
             models={name: self.made(name) for name in (self.part.name, *settings.compare_with)} | self.inputs(),
             data=judged_on(settings_of(self.part, self.recipe.seed)),
+            files=judged_files(self.part),
         )
 
     def _is_evaluated(self) -> bool:
         """Return whether the stage's report is made of what it is to be made of."""
         with suppress(XcompatError):  # what cannot be read is no record of a report
             made = read_record(self.report_dir / EVALUATED, Evaluated)
-            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}) == self._wanted()
+            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}).holds(self._wanted())
         return False
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:

@@ -42,7 +42,7 @@ class Stage:
         self.part = part
         self.method = METHODS[part.method]
         self.folder = recipe.stage_dir(part.name)
-        self.model_dir = self.folder / "model"
+        self.model_dir, self.checkpoints_dir = self.folder / "model", self.folder / "checkpoints"
         # what a recipe is run for is its last stage: that report stands at the top
         self.report_dir = recipe.output_dir if part is recipe.stages[-1] else self.folder
 

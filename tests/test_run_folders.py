@@ -1,0 +1,150 @@
+"""Where a recipe writes is looked at before it begins, and a report holds for the files that it was made of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from xcompat.data import PairSource
+from xcompat.errors import XcompatError
+from xcompat.report import load_report
+from xcompat.training import run as run_module
+from xcompat.training.compare import compare_recipe
+from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.paths import judged_files
+from xcompat.training.places import require_places
+from xcompat.training.recipe import Recipe, StageRecipe, parse_recipe
+from xcompat.training.run import run_recipe
+from xcompat.training.settings import DataSettings, ZeroShotSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})  # slow, and tested elsewhere
+
+
+@pytest.fixture
+def photos(pairs_folder: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pairs_folder, tmp_path / "photos"))
+
+
+@pytest.fixture
+def recipe(folder_of: dict[str, str], old_folder: str, pairs_folder: str, photos: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    def make(**changes: Any) -> Recipe:
+        raw = {
+            "output_dir": str(tmp_path / "run"),
+            "cache_dir": str(tmp_path / "cache"),
+            "old": old_folder,
+            "new": folder_of["clip"],
+            "data": {"pairs": {"path": pairs_folder}, "test": {"path": str(photos)}, "embeddings_of": "images"},
+            "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0, "tsne_pairs": 0},
+            "method": "ridge",
+        }
+        return parse_recipe(raw | changes, "demo", "demo.yaml")
+
+    return make
+
+
+TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second", "method": "procrustes"}]}
+
+
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("check", [run_recipe, dry_run_recipe, compare_recipe])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("second/model/weights.bin", "second/checkpoints/mine", "second/done.json", "second/environment.json", "second"),
+        *("first/report/mine", "report/mine", "evaluated.json", "sequence.csv"),
+    ],
+)
+def test_what_no_recipe_made_is_refused_before_anything_is_trained(
+    name: str, check: Callable[[Recipe], object], recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "train_stage", lambda _: pytest.fail("trained"))
+    asked = recipe(**TWO_STAGES, seeds=[0, 1])
+    mine = asked.output_dir / ("seed-1" if check is compare_recipe else "") / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("a user's")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(XcompatError, match="; move it, ") as refusal:
+        check(asked)
+    assert str(refusal.value).startswith(f"{mine if name.count('/') < 2 else mine.parent} ".replace("report/mine", "report"))
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_what_a_recipe_made_is_in_nobodys_way(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    asked = recipe(**TWO_STAGES)
+    (tmp_path / "run" / "second" / "model").mkdir(parents=True)  # empty
+    (tmp_path / "run" / "notes.txt").write_text("a user's")
+    run_recipe(asked)
+    (tmp_path / "run" / "sequence.csv").touch()  # as after a sequence of updates
+    require_places(asked)
+    for stage in ("first", "second"):  # to make them again
+        shutil.rmtree(tmp_path / "run" / stage)
+    require_places(asked)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "a user's"
+
+
+# --------------------------------------------------------------------------------------------------------- judged files
+
+
+def test_a_report_is_made_anew_when_the_files_that_it_was_judged_on_change(
+    recipe: Callable[..., Recipe], photos: Path, tmp_path: Path
+) -> None:
+    run, times = tmp_path / "run", []
+
+    def course() -> list[int]:
+        run_recipe(recipe())
+        times.append((run / "report" / "report.json").stat().st_mtime_ns)
+        return times
+
+    course()
+    trained = (run / "done.json").read_bytes()
+    (photos / "captions.csv").touch()
+    assert len(set(course())) == 1, "nothing has changed but a time"
+    captions = (photos / "captions.csv").read_text()
+    (photos / "captions.csv").write_text(captions.replace("7.png,thing number 7 of many\n", "", 1))
+    assert len(set(course())) == 2
+    assert {case.n_queries for case in load_report(run).cases if case.direction == "text-to-image"} == {23}, "judged anew"
+    evaluated = json.loads((run / "evaluated.json").read_text())
+    del evaluated["files"]  # as a version wrote it that did not record them
+    (run / "evaluated.json").write_text(json.dumps(evaluated))
+    (photos / "captions.csv").write_text(captions)
+    assert len(set(course())) == 2
+    assert (run / "done.json").read_bytes() == trained
+
+
+def test_files_are_known_by_what_they_hold_wherever_they_lie(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("cat\n")
+
+    def found(folder: Path) -> list[str]:
+        zero_shot = ZeroShotSettings(images=PairSource(path=str(folder)), classes=str(tmp_path / "classes.txt"))
+        data = DataSettings(test=PairSource(path=str(folder / "*.csv")), zero_shot=zero_shot)
+        assert judged_files(StageRecipe(method="ridge", data=data)).keys() <= {
+            "test.path",
+            "zero_shot.images.path",
+            "zero_shot.classes",
+        }
+        return list(judged_files(StageRecipe(method="ridge", data=data)).values())
+
+    first = found(photos)
+    assert len(first) == 3
+    assert found(Path(shutil.copytree(photos, tmp_path / "copied", copy_function=shutil.copyfile))) == first
+    (photos / ".DS_Store").touch()
+    assert found(photos) == first
+    (tmp_path / "classes.txt").write_text("dog\n")
+    assert [one == other for one, other in zip(found(photos), first, strict=True)].count(False) == 1
+    Image.new("RGB", (3, 3)).save(photos / "7.png")
+    assert [one == other for one, other in zip(found(photos), first, strict=True)].count(False) == 2
+    (tmp_path / "classes.txt").unlink()
+    assert len(found(photos)) == 2, "what is gone is as it was"
+    on_the_hub = DataSettings(test=PairSource(path="somebody/pairs"))
+    assert judged_files(StageRecipe(method="ridge", data=on_the_hub)) == {}

@@ -1,0 +1,47 @@
+"""Where a recipe writes, looked at before its first stage is trained: nothing of the user's is replaced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from xcompat.errors import XcompatError
+from xcompat.report import report_file, require_report_place
+from xcompat.training.recipe import Recipe
+from xcompat.training.record import DONE, ENVIRONMENT, EVALUATED, RECIPE
+from xcompat.training.sequence import CSV_NAME
+from xcompat.training.stage import Stage
+
+
+def require_places(recipe: Recipe) -> None:
+    """Refuse to write where something lies that no stage wrote: whatever a stage wrote has its ``recipe.yaml`` beside it.
+
+    Args:
+        recipe: validated.
+
+    Raises:
+        XcompatError: naming what is in the way.
+    """
+    stages = [Stage(recipe, part) for part in recipe.stages]
+    for stage in stages:
+        if not (stage.folder / RECIPE).is_file():
+            _require_free(stage.folder, (stage.model_dir.name, stage.checkpoints_dir.name, ENVIRONMENT, DONE, EVALUATED))
+        if stage.is_judged:
+            require_report_place(stage.report_dir)
+    begun = any((stage.folder / RECIPE).is_file() for stage in stages)
+    if not begun and not report_file(recipe.output_dir).is_file():  # whose stages may have been deleted to be made again
+        _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
+
+
+def _require_free(folder: Path, names: Iterable[str]) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise XcompatError(f"{there} is no folder, and {folder} is where a recipe writes; move it, or choose another output_dir")
+    for path in (folder / name for name in names):
+        is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        if os.path.lexists(path) and not is_empty:
+            raise XcompatError(
+                f"{path} was made by no recipe, as {folder} has no {RECIPE}, and would be replaced; "
+                "move it, or choose another output_dir"
+            )
