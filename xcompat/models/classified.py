@@ -12,9 +12,11 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
 from xcompat.losses.classification import ClassificationHead, HeadKind
 from xcompat.models.backbone import BackboneConfig, BackboneModel
 from xcompat.models.base import CompatModel
+from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.outputs import CompatOutput
@@ -125,7 +127,8 @@ class ClassifiedModel(BackboneModel):
         Raises:
             XcompatError: naming what does not fit.
         """
-        cls._check_dims(cls.config_class(old={"dim": old_dim}, embedding_dim=cls.planned_dim(old_dim, options), **options))
+        old = describe_old(Fingerprint.from_string("planned"), old_dim)
+        cls._check_dims(cls.config_class(old=old, embedding_dim=cls.planned_dim(old_dim, options), **options))
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""
