@@ -448,6 +448,19 @@ def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
         found(gallery, vectors(3, 1), 5, parameters="nprobes=64")
 
 
+def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF8,Flat")
+    few, many = vectors(100), vectors(12_000, 1)
+    gallery.add(few, names(100))
+    gallery.commit()
+    with pytest.raises(XcompatError, match="do not fit the index"):
+        found(gallery, vectors(3, 1), 5, parameters="nprobe=8")
+    gallery.add(many, names(12_000, "more"))
+    gallery.commit()
+    stored = dict(zip(names(100), few, strict=True)) | dict(zip(names(12_000, "more"), many, strict=True))
+    assert found(gallery, vectors(3, 1), 5, parameters="nprobe=8") == naive(stored, vectors(3, 1), 5)
+
+
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no_kernels"])
 def test_gpus_search_where_faiss_has_kernels_for_it(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The card itself is stood in for: faiss-gpu has not been run."""

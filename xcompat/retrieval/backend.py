@@ -36,6 +36,10 @@ class VectorIndex(Protocol):
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every vector is compared, so that there is no parameter to set."""
+
     def set_parameters(self, parameters: str) -> None:
         """Set how hard the index looks."""
 

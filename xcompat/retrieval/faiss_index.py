@@ -56,6 +56,13 @@ class FaissIndex:
         """Dimension of the vectors."""
         return int(self.index.d)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every vector is compared."""
+        import faiss
+
+        return isinstance(faiss.downcast_index(self.index), faiss.IndexFlat)
+
     def set_parameters(self, parameters: str) -> None:
         """Set how hard the index looks, such as ``nprobe=32`` or ``efSearch=128``.
 

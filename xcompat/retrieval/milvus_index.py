@@ -129,6 +129,8 @@ class MilvusIndex:
         fields = self.client.describe_collection(self.collection)["fields"]
         return int(next(field for field in fields if field["name"] == "vector")["params"]["dim"])
 
+    is_exact = False
+
     def set_parameters(self, parameters: str) -> None:
         """Refuse: Milvus chooses them itself."""
         raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")

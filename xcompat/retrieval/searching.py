@@ -60,6 +60,8 @@ class Search:
         """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
+        if parameters is not None:
+            self._set_parameters(parameters)
         views = query_views(model, embeds_QD, self.manifest)
         found = []
         for version, queries_Qd in views:
@@ -68,7 +70,7 @@ class Search:
                     f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
                 )
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
-            candidates = self._candidates(version, queries_Qd, top_k, where, parameters)
+            candidates = self._candidates(version, queries_Qd, top_k, where)
             if merge == "standardised" and len(views) > 1:
                 candidates = candidates._replace(sample_QS=self._scores(queries_Qd, self._sample(version.digest)))
             found.append(candidates)
@@ -76,13 +78,18 @@ class Search:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
         return self._hits(*merge_candidates(found, top_k, merge))
 
+    def _set_parameters(self, parameters: str) -> None:
+        """Set how hard indexes look, but for those that compare everything anyway; where all do, there is nothing to set."""
+        indexes = [segment.index for segment in self.segments]
+        for index in [index for index in indexes if not index.is_exact] or indexes:
+            index.set_parameters(parameters)
+
     def _candidates(
         self,
         version: VersionRecord,
         queries_Qd: NDArray[np.float32],
         top_k: int,
         where: dict[str, Any] | None,
-        parameters: str | None,
     ) -> Candidates:
         """Find the nearest items of one version."""
         parts = []
@@ -90,8 +97,6 @@ class Search:
             if segment.record.version != version.digest:
                 continue
             kept_N = segment.kept if where is None else segment.matching(where)
-            if parameters is not None:
-                segment.index.set_parameters(parameters)
             scores_Qk, rows_Qk = segment.index.search(queries_Qd, min(top_k, segment.record.rows), kept_N)
             parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
         joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
