@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import typer
 from campaigns import Campaign, Row, campaigns
 from document import write_report
+from rich.progress import Progress, TaskID
 from syscalls import why_not
 
 from xcompat.progress import console, progress_bar, rate_of, silence_libraries
@@ -59,20 +61,29 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         wanted = [each for each in campaigns(folder / "shared", long) if _is_wanted(each, only)]
-        with progress_bar() as bar:
+        bar = progress_bar()
+        bar.live.auto_refresh = (
+            False  # a child forked while its thread holds a lock would wait for it for ever
+        )
+        with bar:
             for each in wanted:
                 kept = KEPT / f"{each.group} {each.name}.json".replace("/", "-")
                 if long and kept.exists():
                     yield _read(kept)
                     continue
                 task = bar.add_task(f"{each.group}: {each.name}", total=None, rate="")
-                row = each.run(folder / "trials", lambda task=task: rate_of(bar, task, 1, "trials"))
+                row = each.run(folder / "trials", partial(_tell, bar, task))
                 bar.remove_task(task)
                 shutil.rmtree(folder / "trials", ignore_errors=True)
                 if long:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     kept.write_text(json.dumps(asdict(row), indent=1))
                 yield row
+
+
+def _tell(bar: Progress, task: TaskID) -> None:
+    rate_of(bar, task, 1, "trials")
+    bar.refresh()
 
 
 def _is_wanted(campaign: Campaign, only: list[str]) -> bool:
