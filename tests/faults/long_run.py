@@ -62,9 +62,7 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
         folder = Path(name).resolve()
         wanted = [each for each in campaigns(folder / "shared", long) if _is_wanted(each, only)]
         bar = progress_bar()
-        bar.live.auto_refresh = (
-            False  # a child forked while its thread holds a lock would wait for it for ever
-        )
+        bar.live.auto_refresh = False  # a child forked while its thread holds a lock would wait for it for ever
         with bar:
             for each in wanted:
                 kept = KEPT / f"{each.group} {each.name}.json".replace("/", "-")
