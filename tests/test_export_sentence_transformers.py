@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from conftest import TEXTS
 from numpy.typing import NDArray
 from PIL import Image
@@ -126,7 +126,8 @@ def both(
     for flag in (False, True):
         chosen = [names[case] for case in CASES if (case in OWN_MODULE) is flag]
         arguments = [str(folder), *map(json.dumps, (chosen, TEXTS + LONG, flag))]
-        subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, capture_output=True)
+        done = warm.run("-c", FRESH, *arguments, folder=folder)
+        assert done.returncode == 0, done.stderr
     return lambda case: (ours[case], dict(np.load(folder / f"{names[case]}.npz")))
 
 
