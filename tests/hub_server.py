@@ -50,7 +50,8 @@ class Hub(ThreadingHTTPServer):
     """Repositories in memory, what was asked of them, and what is to go wrong.
 
     ``faults`` maps a regular expression on "METHOD path" to a status code, or to 0 for a dropped connection; each strikes as
-    often as ``strikes`` says, or for ever.
+    often as ``strikes`` says, or for ever. ``spoilt`` maps one on the name of a file to what is wrong with its content: it is
+    ``short`` of what was announced, or has ``moved`` on, with another ETag, since it was asked about.
     """
 
     daemon_threads = True
@@ -62,6 +63,7 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
         self.strikes: dict[str, int] = {}
+        self.spoilt: dict[str, str] = {}
         self.token: str | None = None
         self.is_full = False
         self.datasets: set[str] = set()
@@ -122,10 +124,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _dispatch
 
-    def _answer(self, status: int, content: Any = b"", code: str = "", **headers: str) -> None:
+    def _answer(self, status: int, content: Any = b"", code: str = "", missing: int = 0, **headers: str) -> None:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(raw)), **({"X-Error-Code": code} if code else {}), **headers}.items():
+        for name, value in {
+            "Content-Length": str(len(raw) + missing),
+            **({"X-Error-Code": code} if code else {}),
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -240,7 +246,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif content is None:
             self._answer(404, {"error": "Entry not found"}, code="EntryNotFound", X_Repo_Commit=sha)
         else:
-            self._answer(200, content, X_Repo_Commit=sha, ETag=f'"{_oid(content)}"')
+            spoilt = next((kind for pattern, kind in self.server.spoilt.items() if re.search(pattern, file)), "")
+            if spoilt == "moved" and self.command == "GET":
+                content = content[::-1]
+            headers = {"X_Repo_Commit": sha, "ETag": f'"{_oid(content)}"'}
+            if spoilt == "short" and self.command == "GET":
+                self.close_connection = True
+                self._answer(200, content[: len(content) // 2], missing=len(content) - len(content) // 2, **headers)
+            else:
+                self._answer(200, content, **headers)
 
 
 def _oid(content: bytes) -> str:

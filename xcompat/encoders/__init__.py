@@ -167,7 +167,8 @@ def reading_model(name: str) -> Iterator[None]:
         XcompatError: a file or revision is missing, weights are damaged, or a configuration is none or does not fit them.
     """
     try:
-        yield
+        with _fetching(name):
+            yield
     except (XcompatError, ImportError, MemoryError):
         raise
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
@@ -178,6 +179,24 @@ def reading_model(name: str) -> Iterator[None]:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # each library has its own ways to say that a configuration is none
         raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
+
+
+@contextmanager
+def _fetching(name: str) -> Iterator[None]:
+    """Make room for a whole copy where one in the Hub's cache turns out to be damaged."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        from xcompat.encoders.hub_cache import drop_damaged
+
+        if damaged := drop_damaged(name):
+            raise XcompatError(
+                f"cannot load {name}: what was fetched of it is damaged ({', '.join(damaged)}) and has been deleted; "
+                "do it again, which fetches it anew"
+            ) from error
+        raise
 
 
 def _load(source: EncoderSource) -> Encoder:
@@ -216,7 +235,8 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     try:
-        return _load_processor(description, source)
+        with _fetching(source.name):
+            return _load_processor(description, source)
     except Exception as error:  # transformers and tokenizers have many ways to say that a file is missing or damaged
         if isinstance(error, XcompatError | ImportError | MemoryError) or getattr(error, "errno", None) is not None:
             raise

@@ -27,8 +27,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.hub_cache import require_fetched
 from xcompat.encoders.permissions import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
@@ -222,12 +224,20 @@ def load_transformers_processor(
 
     Returns:
         The processor.
+
+    Raises:
+        XcompatError: there is no vocabulary; transformers would make a tokenizer that knows its special tokens alone.
+        OSError: a file cannot be fetched; transformers would do without it.
     """
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    for file in (TOKENIZER_CONFIG_FILE, FULL_TOKENIZER_FILE):
+        require_fetched(name, file, where["revision"])
     config = AutoConfig.for_model(**description["config"])
     # A generic tokenizer is loaded as it was saved; AutoTokenizer would rebuild the one its architecture usually has.
     generic = get_tokenizer_config(name, **where).get("tokenizer_class") in {"PreTrainedTokenizerFast", "TokenizersBackend"}
     tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name, **where)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise XcompatError(f"{name} holds no vocabulary; bring back its tokenizer.json from where the model came from")
     image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
     if type(image_processor).__name__.startswith("Siglip2"):
         image_processor = _square_siglip2_processor(config)
