@@ -19,6 +19,7 @@ from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, adopted, adoption
 from xcompat.retrieval.commands import read_ids
+from xcompat.retrieval.manifest import write_manifest
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
@@ -410,6 +411,33 @@ def test_scores_of_two_versions_are_standardised_by_the_metric_that_makes_them(t
         gallery.commit()
         rankings.append(found(gallery, unit(20, D, 6), query_map(), top_k=100))
     assert len(gallery.versions) == 2 and rankings[0] == rankings[1]
+
+
+def test_an_adoption_that_could_not_say_that_it_was_done_is_done_by_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_index(tmp_path / "own.faiss", unit(N, d, 0))
+
+    def adopt(ids: list[str] | None = None, model: Fingerprint = OLD) -> Gallery:
+        return Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", ids or names(N), model)
+
+    def published(folder: Path, manifest: Any) -> None:
+        write_manifest(folder, manifest)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adoption, "write_manifest", published)
+        with pytest.raises(OSError, match="Input/output error"):
+            adopt()
+    for other in (lambda: adopt(names(N)[::-1]), lambda: adopt(model=Fingerprint.from_string("another"))):
+        with pytest.raises(XcompatError, match="g is not empty"):
+            other()
+    assert found(adopt(), unit(N, d, 0)[:3]) == [["i0"], ["i1"], ["i2"]]
+    with adopt() as gallery:
+        gallery.remove(["i0"])
+        gallery.commit()
+    with pytest.raises(XcompatError, match="g is not empty"):  # it is in use
+        adopt()
 
 
 def test_ids_are_read_as_editors_write_them(tmp_path: Path) -> None:

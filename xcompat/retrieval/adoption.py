@@ -16,8 +16,9 @@ from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, write_array
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.adopted import look_at, stamp_of
+from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
-from xcompat.retrieval.leftovers import making, require_empty
+from xcompat.retrieval.leftovers import making, require_empty, was_not_reported
 from xcompat.retrieval.manifest import (
     SEGMENTS,
     AdoptedRecord,
@@ -25,6 +26,7 @@ from xcompat.retrieval.manifest import (
     Metric,
     SegmentRecord,
     VersionRecord,
+    read_manifest,
     write_manifest,
 )
 from xcompat.retrieval.probing import require_readable
@@ -79,7 +81,8 @@ def adopt_faiss(
     metadata: Sequence[dict[str, Any] | None] | None,
 ) -> tuple[Manifest, Look]:
     """Make a gallery around an index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
-    require_empty(folder)
+    if not was_not_reported(folder):
+        require_empty(folder)
     if not index_file.is_file():
         raise XcompatError(f"the faiss index {index_file} does not exist; name its file")
     path = index_file.resolve()
@@ -96,9 +99,24 @@ def adopt_faiss(
     look = look_through(index, path, known, ids)
     version = version.model_copy(update={"length": look.length})
     items = Items(ids=ids, metadata=as_json(ids, metadata))
+    if was_not_reported(folder) and (there := _the_same(folder, path, known, items, version, look)) is not None:
+        return there, look
     with making(folder):
         segment = _write(folder, path, known, items, version, look)
         return write_manifest(folder, Manifest(metric=look.metric, versions=(version,), segments=(segment,), by="adopt")), look
+
+
+def _the_same(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> Manifest | None:
+    """Return the state of a gallery if it is the one that would be made now."""
+    there = read_manifest(folder)
+    wanted = there.model_copy(update={"generation": 0, "metric": look.metric, "versions": (version,), "by": "adopt"})
+    if there != wanted:
+        return None
+    (record,) = there.segments
+    segment, rows_N = Segment(folder, record, open_backend(there)), np.arange(record.rows)
+    same = (record.adopted, record.adopted_file) == (str(path), known[0])
+    same = same and segment.ids(rows_N) == list(items.ids) and segment.metadata_text(rows_N) == list(items.metadata)
+    return there if same else None
 
 
 def resync_faiss(gallery: Gallery, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> Manifest:

@@ -63,6 +63,14 @@ def require_empty(folder: Path) -> None:
         )
 
 
+def was_not_reported(folder: Path) -> bool:
+    """Return whether a gallery was made there, and whoever made it was killed or failed before it could say so.
+
+    Nobody has written to it since: the next writer takes the marker away.
+    """
+    return (folder / BEGUN).is_file() and (folder / CURRENT).is_file()
+
+
 def _is_begun(entry: Path) -> bool:
     """Return whether something is left of a gallery that was begun and never there: its marker says that none was."""
     if entry.name in (LOCK, OWNER, BEGUN):
