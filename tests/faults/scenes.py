@@ -21,6 +21,7 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel, FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery, commands
 
 State = dict[str, NDArray[np.float32]] | None
@@ -313,7 +314,7 @@ def query_map() -> CompatModel:
 
 def leftovers(folder: Path) -> list[str]:
     """Return temporary files and journals that nobody needs any more."""
-    hidden = [path for path in folder.rglob(".*") if path.name != ".lock" and "milvus.db" not in path.parts]
+    hidden = [path for path in folder.rglob(".*") if path.name not in (".lock", MARKER) and "milvus.db" not in path.parts]
     return sorted(str(path.relative_to(folder)) for path in [*hidden, *folder.rglob("upgrade-*.json")])
 
 
