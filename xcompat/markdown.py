@@ -77,6 +77,19 @@ def _fence(text: str, least: int) -> str:
     return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 
 
+def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2's own
+    """Return the templates of a folder, where what is not given is an error and a line that holds a tag alone leaves none.
+
+    Args:
+        folder: where they lie.
+        how: what else jinja2 is to do, ``autoescape`` always.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    usual = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, **(usual | how))
+
+
 @cache  # compiling a template takes longer than filling it in
 def markdown_templates(folder: Path) -> Environment:
     """Return the templates of a folder, filling in texts by :func:`as_text`.
@@ -87,17 +100,7 @@ def markdown_templates(folder: Path) -> Environment:
     Returns:
         The environment. ``| safe`` takes what is Markdown already; ``| code`` and ``| block("yaml")`` show a text as code.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # which would escape for HTML
-        finalize=_shown,
-    )
+    environment = templates(folder, autoescape=False, finalize=_shown)  # autoescape would escape for HTML
     environment.filters |= {"safe": Markdown, "code": as_code, "block": as_block}
     return environment
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
-from xcompat.markdown import markdown_templates, one_line
+from xcompat.markdown import markdown_templates, one_line, templates
 
 _HERE = Path(__file__).parent
 
@@ -145,13 +145,9 @@ def _version(described: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(shown: dict[str, Any]) -> str:
     """Write the lines that load and use the model; names stand in strings and in comments, which no name can leave."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    environment = templates(
+        _HERE,
+        keep_trailing_newline=False,
         autoescape=False,  # Python
         finalize=lambda value: one_line(value) if isinstance(value, str) else value,
     )

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcompat.markdown import markdown_templates
+from xcompat.markdown import markdown_templates, templates
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
@@ -48,20 +48,8 @@ def page_template(name: str) -> Template:
     Returns:
         The template; texts that are filled in are shown as they are, and never read as HTML or Markdown.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     folder = Path(__file__).parent
-    if name.endswith(".md.j2"):
-        environment = markdown_templates(folder)
-    else:
-        environment = Environment(
-            loader=FileSystemLoader(folder),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
+    environment = markdown_templates(folder) if name.endswith(".md.j2") else templates(folder, autoescape=True)
     environment.filters |= {
         "percent": percent,
         "interval": interval,

@@ -34,8 +34,6 @@ def lock_writer(folder: Path) -> BaseFileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise XcompatError(f"another process is writing to {folder}; wait until it is done, and try again") from None
-    except NotImplementedError:  # what filelock made of ENOSYS before it had a fallback
-        return _owned(folder)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
