@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,31 @@ def test_files_are_known_by_what_they_hold_wherever_they_lie(photos: Path, tmp_p
     assert len(found(photos)) == 2, "what is gone is as it was"
     on_the_hub = DataSettings(test=PairSource(path="somebody/pairs"))
     assert judged_files(StageRecipe(method="ridge", data=on_the_hub)) == {}
+
+
+# ------------------------------------------------------------------------------------------- secrets, and who may read it
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=["022", "077"])
+def test_files_of_a_run_hold_no_secret_and_are_as_open_as_the_umask_says(
+    umask: int, recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "s3cr3t-of-mine")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:s3cr3t-of-mine@127.0.0.1:9")
+    monkeypatch.setattr("sys.argv", ["xcompat", "train", "demo.yaml", "tracker=https://user:s3cr3t-of-mine@host"])
+    before = os.umask(umask)
+    try:
+        training = {"max_steps": 2, "per_device_train_batch_size": 8, "save_steps": 1}
+        run_recipe(recipe(method="projection", training=training))
+        with pytest.raises(XcompatError) as refusal:
+            run_recipe(recipe(data={"test": {"path": "https://user:s3cr3t-of-mine@host/pairs.csv"}}))
+    finally:
+        os.umask(before)
+    printed = capsys.readouterr()
+    made = [path for folder in ("run", "cache") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert {"report.html", "environment.json", "recipe.yaml", "model.safetensors"} <= {path.name for path in made}
+    assert not [path for path in made if b"s3cr3t" in path.read_bytes()]
+    assert "s3cr3t" not in printed.out + printed.err + str(refusal.value)
+    modes = {str(path.relative_to(tmp_path)): oct(stat.S_IMODE(path.stat().st_mode)) for path in made}
+    assert {name: mode for name, mode in modes.items() if mode != oct(0o666 & ~umask)} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 _SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
@@ -11,6 +12,8 @@ _SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 _BREAKS = {ord("\t"): "\\t", ord("\n"): "\\n", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+_CREDENTIALS = re.compile(r"([A-Za-z][\w+.-]+:/{1,2})[^/\s@]+@")  # a path made of an address has one slash
 
 
 def visible(text: str) -> str:
@@ -36,12 +39,22 @@ def visible_line(text: str) -> str:
     return text.translate(_SPELLED | _BREAKS)
 
 
+def without_secrets(text: str) -> str:
+    """Leave out the user and password of addresses.
+
+    Example:
+        >>> without_secrets("https://me:secret@hub.example/x is not there")
+        'https://***@hub.example/x is not there'
+    """
+    return _CREDENTIALS.sub(r"\1***@", text)
+
+
 class XcompatError(ValueError):
     """A mistake the user can mend; the command line prints its message alone and exits with code 2."""
 
     def __str__(self) -> str:
         """Return the message in one line; it may repeat what a file or an answer holds."""
-        return visible_line(super().__str__())
+        return without_secrets(visible_line(super().__str__()))
 
 
 class FingerprintMismatchError(XcompatError):

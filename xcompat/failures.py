@@ -10,7 +10,7 @@ import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 
-from xcompat.errors import XcompatError, visible_line
+from xcompat.errors import XcompatError, visible_line, without_secrets
 from xcompat.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> str | None:
     while seen is not None:  # a library wraps what the machine refused in an error of its own
         line = _explain_one(seen)
         if line is not None:
-            return visible_line(line)
+            return without_secrets(visible_line(line))
         seen = seen.__cause__
     return None
 

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xcompat.errors import without_secrets
+
 LIBRARIES = ("xcompat", "transformers", "peft", "accelerate", "datasets", "open_clip_torch", "numpy")
 
 
@@ -24,7 +26,7 @@ def provenance() -> dict[str, Any]:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{_cpu_name()}, {os.cpu_count()} cores"
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": without_secrets(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "versions": {"python": platform.python_version(), "torch": torch.__version__} | _versions(),
         "machine": {"platform": platform.platform(), "device": device, "threads": torch.get_num_threads()},
         "git_revision": _git_revision(),
