@@ -133,6 +133,12 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out a report's drawings, which take most of the time of a run so short and are the same for all."""
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+
+
+@pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a real file system of 256 kB."""
     folder = tmp_path / "disk"

@@ -83,7 +83,7 @@ def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("method", [*SEEN, *MAPS])
-def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
+def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
     if METHODS[method].embeds_in_memory:
         changes["new"] = trained["independent"]

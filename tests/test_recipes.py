@@ -58,9 +58,8 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=named)
-def test_every_recipe_runs_on_stand_ins(file: Path, at_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_runs_on_stand_ins(file: Path, at_the_root: None, undrawn: None) -> None:
     # drawing is more than half of a dry run and the same for all of them; the subprocess below draws
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
     before = set(ROOT.iterdir())
     dry_run_recipe(load_or_skip(file))
     assert set(ROOT.iterdir()) == before, "a dry run leaves nothing behind"
@@ -107,8 +106,7 @@ def test_a_dry_run_finds_what_would_stop_the_real_one(changes: dict[str, object]
         dry_run_recipe(parse_recipe({**raw, **changes}, "demo", "demo.yaml"))
 
 
-def test_a_projection_from_elsewhere_is_a_stand_in_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+def test_a_projection_from_elsewhere_is_a_stand_in_too(undrawn: None) -> None:
     raw = {
         "method": "xbt",
         "old": "some/old",
@@ -119,8 +117,7 @@ def test_a_projection_from_elsewhere_is_a_stand_in_too(monkeypatch: pytest.Monke
     dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
 
 
-def test_a_stand_in_has_the_last_layer_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+def test_a_stand_in_has_the_last_layer_that_is_read(undrawn: None) -> None:
     raw = {
         "old": "some/old",
         "new": "some/new",
@@ -198,8 +195,7 @@ def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 gloo 1 cpu"] * 2
 
 
-def test_dimensions_that_are_tied_are_those_of_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+def test_dimensions_that_are_tied_are_those_of_the_stand_ins(undrawn: None) -> None:
     raw = {
         "method": "bt2",
         "old": "some/old",

@@ -279,7 +279,9 @@ def test_weights_that_changed_after_training_are_not_reused(raw: dict[str, Any],
         run_recipe(recipe)
 
 
-def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(
+    raw: dict[str, Any], tmp_path: Path, undrawn: None
+) -> None:
     run_recipe(recipe_of(raw))
     shutil.rmtree(tmp_path / "run" / "phi")
     raw["stages"][0]["options"] = {"noise_std": 0.3}
@@ -409,7 +411,7 @@ def test_no_old_encoder_is_in_memory_during_the_pair_stage(
 
 
 @pytest.mark.parametrize("method", sorted(name for name, model in METHODS.items() if "labels" not in model.columns))
-def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_path: Path) -> None:
+def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
     stage: dict[str, Any] = {"name": "it", "method": method}
     stages = [raw["stages"][0], stage]
     if METHODS[method].starts_from_projection:
@@ -440,7 +442,9 @@ def test_phi_from_images_leaves_unreadable_ones_out(raw: dict[str, Any], pairs_f
         run_recipe(changed)
 
 
-def test_a_chain_is_judged_against_every_earlier_gallery(raw: dict[str, Any], folder_of: dict[str, str], tmp_path: Path) -> None:
+def test_a_chain_is_judged_against_every_earlier_gallery(
+    raw: dict[str, Any], folder_of: dict[str, str], tmp_path: Path, undrawn: None
+) -> None:
     raw["stages"] += [
         {"name": "phi2", "method": "projection", "old": "stage:pair", "new": folder_of["siglip"]},
         {
@@ -523,7 +527,7 @@ def test_embed_recipe_fills_what_training_reads(raw: dict[str, Any], tmp_path: P
     assert {path.name for path in (tmp_path / "cache").iterdir()} == before
 
 
-def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder: str, tmp_path: Path, undrawn: None) -> None:
     labelled = tmp_path / "labelled"
     for label, name in enumerate(("cat", "dog")):
         (labelled / name).mkdir(parents=True)
