@@ -46,7 +46,7 @@ class Started:
     processes: list[BaseProcess]
     files: tuple[str, str]
 
-    def wait(self, seconds: float = 300) -> CompletedProcess[str]:
+    def wait(self, seconds: float = 1200) -> CompletedProcess[str]:
         """Wait for the end; the exit code is 0 only if that of every process is."""
         for process in self.processes:
             process.join(seconds)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from disks import Disk, Recorder, listing_of
 from injections import Fault, failing
 from kills import killed_before
@@ -19,9 +18,9 @@ RUN = Path(__file__).with_name("long_run.py")
 
 
 @pytest.mark.parametrize("groups", [["kills"], ["power cuts", "injected errors", "full disks", "histories"]])
-def test_nothing_is_lost(groups: list[str]) -> None:
+def test_nothing_is_lost(groups: list[str], tmp_path: Path) -> None:
     only = [argument for group in groups for argument in ("--only", group)]
-    done = subprocess.run([sys.executable, RUN, "--short", *only], capture_output=True, text=True, check=False)
+    done = warm.run(RUN, "--short", *only, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
