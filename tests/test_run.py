@@ -25,6 +25,7 @@ from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.record import settings_of, write_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.trainer import training_arguments
 
@@ -111,6 +112,15 @@ def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, A
         run_recipe(recipe_of(raw, training={**raw["training"], "learning_rate": 2e-3}))
     with pytest.raises(XcompatError, match="differs in seed"):
         run_recipe(recipe_of(raw, seed=1))
+
+
+def test_a_later_folder_of_another_recipe_is_refused_before_anything_is_trained(raw: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(raw)
+    later = recipe.stages[-1]
+    write_recipe(recipe.stage_dir(later.name), settings_of(later, seed=7))
+    with pytest.raises(XcompatError, match=f"{later.name} was made by a recipe that differs in seed"):
+        run_recipe(recipe)
+    assert not recipe.stage_dir(recipe.stages[0].name).exists()
 
 
 def test_several_gpus_without_a_launcher_are_one(

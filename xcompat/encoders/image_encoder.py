@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.permissions import open_weights
+from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 from xcompat.errors import XcompatError

@@ -1,7 +1,8 @@
-"""The files of a saved model: what they were is kept beside them, so that a damaged one is named and never embeds."""
+"""The files of a saved model: who may read them, and what they were, so that a damaged one is named and never embeds."""
 
 from __future__ import annotations
 
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,6 +22,19 @@ PATTERNS = (
     "*.model",
 )
 """Names of the files that a model and its preprocessing are read from."""
+
+
+def open_weights(folder: str | Path, config: str = "config.json") -> None:
+    """Give weights the permissions of the configuration beside them: safetensors writes them for their owner alone.
+
+    Args:
+        folder: where a model was saved just now; other files in it are the user's.
+        config: name of its configuration.
+    """
+    beside = Path(folder) / config
+    if beside.exists():  # only the first process of several writes
+        for weights in Path(folder).glob("*.safetensors"):
+            shutil.copymode(beside, weights)
 
 
 def record_model(folder: str | Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.permissions import open_weights
+from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json

@@ -31,7 +31,7 @@ from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.hub_cache import require_fetched
-from xcompat.encoders.permissions import open_weights
+from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 

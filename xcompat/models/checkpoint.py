@@ -18,8 +18,7 @@ from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.memory import own_memory
-from xcompat.encoders.model_files import record_model, require_whole
-from xcompat.encoders.permissions import open_weights
+from xcompat.encoders.model_files import open_weights, record_model, require_whole
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -353,7 +352,8 @@ def load_outside(described: dict[str, Any]) -> tuple[Any, Processor]:
     """
     name = described["name"]
     if described["library"] == "xcompat":
-        model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
+        with reading_model(name):
+            model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
         found, processor = model.stored_fingerprint(), model.processor
     else:
         model, processor = load_encoder(EncoderSource.described(described))

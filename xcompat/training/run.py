@@ -66,6 +66,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         if not run.is_finished:
             check_paths(run.part, run.is_done)
     for run in runs:
+        run.require_own_folder()
         run.require_old_queries()
         if not run.is_done:
             check_inputs(run)
@@ -113,7 +114,7 @@ class StageRun(Stage):
 
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
-        self._check_folder()
+        self._begin_folder()
         if self.is_done:
             self._require_same()
             console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
@@ -130,17 +131,21 @@ class StageRun(Stage):
         del model
         gc.collect()
 
-    def _check_folder(self) -> None:
-        """Record the resolved stage, or refuse a folder that another recipe began."""
+    def require_own_folder(self) -> None:
+        """Refuse a folder that another recipe began."""
+        if not (self.folder / RECIPE).exists():
+            return
         settings = settings_of(self.part, self.recipe.seed)
-        if (self.folder / RECIPE).exists():
-            if different := differences(settings, begun_with(self.folder), self.learns_from_texts):
-                raise XcompatError(
-                    f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
-                    "choose another output_dir, or delete the folder to start again"
-                )
-        elif is_main_process():
-            write_recipe(self.folder, settings)
+        if different := differences(settings, begun_with(self.folder), self.learns_from_texts):
+            raise XcompatError(
+                f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
+                "choose another output_dir, or delete the folder to start again"
+            )
+
+    def _begin_folder(self) -> None:
+        """Record the resolved stage where that has not been done."""
+        if not (self.folder / RECIPE).exists() and is_main_process():
+            write_recipe(self.folder, settings_of(self.part, self.recipe.seed))
             write_json(self.folder / ENVIRONMENT, provenance())
         barrier()
 
