@@ -45,6 +45,8 @@ RECIPE = {
     "evaluation": {"resamples": 100, "ks": [1], "examples": 1},
     "stages": [{"name": "phi", "method": "projection"}],
 }
+CACHES = 6
+"""Of texts, images and captions, each by two encoders."""
 
 
 def typed(*arguments: str) -> Callable[[Path], None]:
@@ -107,6 +109,11 @@ def unchanged(folder: Path) -> State:
     }
 
 
+def without_report(folder: Path) -> None:
+    """Take away what a trained stage was judged by, so that it is judged anew."""
+    shutil.rmtree(folder / "run" / "report")
+
+
 def faiss_scores(folder: Path) -> State:
     """Search an exported index."""
     if not (folder / "new.faiss").exists():
@@ -115,18 +122,18 @@ def faiss_scores(folder: Path) -> State:
     return {str(query): scores[np.argsort(rows)] for query, (scores, rows) in enumerate(zip(scores_Qk, rows_Qk, strict=True))}
 
 
-def trained(folder: Path) -> State:
+def trained(folder: Path, run: str = "run", ended_with: str = "run/report/report.json") -> State:
     """Read the weights of a finished run: they are the same, to the bit, whatever happened on the way."""
-    if not (folder / "run" / "report" / "report.json").exists():
+    if not (folder / ended_with).exists():
         return None
-    weights = load_file(folder / "run" / "phi" / "model" / "model.safetensors")
+    weights = load_file(folder / run / "model" / "model.safetensors")
     return {name: values.astype(np.float32) for name, values in weights.items()}
 
 
 def caches(folder: Path) -> State:
     """Read all embedding caches; None while one is not finished."""
     found = {path.name: cache_content(path) for path in (folder / "cache").glob("*") if not path.name.startswith(".")}
-    if len(found) < 4 or None in found.values():
+    if len(found) < CACHES or None in found.values():
         return None
     return {f"{name}/{row}": embed for name, rows in found.items() for row, embed in (rows or {}).items()}
 
@@ -170,6 +177,7 @@ def command_scenes(world: Path) -> list[Scene]:
         writer = write_once_more if read is in_gallery else None
         return Scene(name, after(*before, also=also), typed(*arguments), read, after=writer, **options)
 
+    compared = partial(trained, run="run/seed-0", ended_with="run/comparison/compare.json")
     upgrade = ("gallery", "upgrade", "gallery", "--model")
     return [
         scene(build, in_gallery, between=({},)),
@@ -189,7 +197,7 @@ def command_scenes(world: Path) -> list[Scene]:
         scene(("export", "onnx", "xbt", "--out", "onnx"), partial(exported, "onnx"), slow=True),
         scene(embed, caches, slow=True),
         scene(train, trained, slow=True),
-        scene(("evaluate", "recipe.yaml"), trained, train, slow=True),
+        scene(("evaluate", "recipe.yaml"), trained, train, also=without_report, slow=True),
         scene(("report", "run"), trained, train, slow=True),
-        scene(("compare", "recipe.yaml"), trained, slow=True),
+        scene(("compare", "recipe.yaml"), compared, slow=True),
     ]

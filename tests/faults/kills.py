@@ -42,6 +42,7 @@ class Stage:
         after = contents(scene, self.work)
         gc.freeze()  # else collecting garbage in a child copies every page of its parent
         self.states = scene.states or (before, *scene.between, after)
+        assert after is not None, f"{scene.name} leaves nothing that could be looked at"
         for found, expected in ((before, self.states[0]), (after, self.states[-1])):
             assert not isinstance(found, str), found
             assert same(found, expected), f"{scene.name} does not work even if nothing disturbs it"

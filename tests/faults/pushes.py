@@ -58,7 +58,9 @@ def pushes_that_are_killed(hub: Hub, versions: list[Path], trials: int) -> Itera
         held, coming = states[(trial + 1) % 2], states[trial % 2]
         assert hub.files(REPO) == held
         status = push_and_die(hub, versions[trial % 2], trial % steps)
-        problem = None if os.WIFSIGNALED(status) else f"it was not killed, and ended with status {status}"
+        if status == 0 and hub.files(REPO) == coming:
+            continue  # it asked less often than the one that was counted, and was done before
+        problem = None if os.WIFSIGNALED(status) else f"it ended with status {status}"
         if hub.files(REPO) not in (held, coming):
             problem = "half of a revision is visible"
         push(versions[trial % 2], REPO)
