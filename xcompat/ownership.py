@@ -75,7 +75,8 @@ def owned_path(
         files = {name: record for name, record in _records(temporary).items() if record is not None}
         made = Made(made_by=made_by, files=files, about=about or {})
         if temporary.is_dir():
-            write_json(temporary / MARKER, made.model_dump(mode="json"))
+            # as it is: nobody sees it yet, and a temporary folder that cannot be removed would be published beside it
+            (temporary / MARKER).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
         else:
             before = file_record(path) if path.is_file() else None
             write_json(_marker(path), made.model_copy(update={"before": before}).model_dump(mode="json"))
