@@ -16,7 +16,7 @@ quickstart: $(STAMP) ## Do the main job on embedded data: two models, one old ga
 	$(VENV)/bin/python -m xcompat quickstart $(OVERRIDES)
 
 test: lint ## Lint, types, layers, every test and documented example, and a shortened quickstart.
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py
