@@ -278,6 +278,16 @@ def test_what_a_folder_remembers_edited_by_hand(raw: dict[str, Any], tmp_path: P
     assert StageRun(recipe, recipe.stages[0]).is_finished
 
 
+def test_a_report_that_was_deleted_is_made_again(raw: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(raw, stages=[{"name": "ridge", "method": "ridge"}])
+    run_recipe(recipe)
+    report = tmp_path / "run" / "report" / "report.json"
+    before = json.loads(report.read_text())["cases"]
+    shutil.rmtree(report.parent)
+    run_recipe(recipe)
+    assert json.loads(report.read_text())["cases"] == before
+
+
 def test_weights_that_changed_after_training_are_not_reused(raw: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_of(raw, stages=[{"name": "ridge", "method": "ridge"}])
     run_recipe(recipe)

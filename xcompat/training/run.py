@@ -19,7 +19,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
-from xcompat.report import load_report, print_report, write_report
+from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.paths import check_paths, judged_files
@@ -220,7 +220,9 @@ class StageRun(Stage):
         )
 
     def _is_evaluated(self) -> bool:
-        """Return whether the stage's report is made of what it is to be made of."""
+        """Return whether the stage's report is there, and made of what it is to be made of."""
+        if not report_file(self.report_dir).is_file():
+            return False
         with suppress(XcompatError):  # what cannot be read is no record of a report
             made = read_record(self.report_dir / EVALUATED, Evaluated)
             return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}).holds(self._wanted())
