@@ -13,7 +13,7 @@ from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path, write_json
+from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -143,10 +143,13 @@ class StageRun(Stage):
             )
 
     def _begin_folder(self) -> None:
-        """Record the resolved stage where that has not been done."""
-        if not (self.folder / RECIPE).exists() and is_main_process():
-            write_recipe(self.folder, settings_of(self.part, self.recipe.seed))
-            write_json(self.folder / ENVIRONMENT, provenance())
+        """Record the resolved stage where that has not been done, and clear away what a killed run left."""
+        if is_main_process():
+            for folder in {self.folder, self.report_dir}:
+                clear_leftovers(folder)
+            if not (self.folder / RECIPE).exists():
+                write_recipe(self.folder, settings_of(self.part, self.recipe.seed))
+                write_json(self.folder / ENVIRONMENT, provenance())
         barrier()
 
     def _require_same(self) -> None:
