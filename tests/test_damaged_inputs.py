@@ -6,21 +6,26 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import datasets
 import faiss
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.arrays import map_array, read_lines
+from xcompat.data import load_pairs
 from xcompat.data.classes import load_classes
 from xcompat.data.schema import captions_of
 from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
+from xcompat.files import read_json, write_json
 from xcompat.hub.lineage import trace_lineage
 from xcompat.models import FctConfig, FctModel
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, upgrading
+from xcompat.retrieval.faiss_index import FaissIndex
 
 OLD = Fingerprint.from_string("old")
 
@@ -56,6 +61,47 @@ def test_class_names_that_are_no_text(tmp_path: Path) -> None:
     one_line(refused, path)
 
 
+def test_a_table_of_classes_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "classes.csv"
+    path.write_text("index,alphabet,charac")
+    with pytest.raises(XcompatError, match="holds no class names") as refused:
+        load_classes(path)
+    one_line(refused, path)
+
+
+def test_a_tower_of_more_layers_than_any_has(tmp_path: Path) -> None:
+    folder = Path(save_stand_in(tmp_path / "model", "open_clip", 8))
+    config = read_json(folder / "open_clip_config.json")
+    config["model_cfg"]["text_cfg"]["layers"] = 2**63
+    write_json(folder / "open_clip_config.json", config)
+    with pytest.raises(XcompatError, match="text_cfg.layers is 9223372036854775808") as refused:
+        load_encoder(str(folder))
+    one_line(refused, "open_clip_config.json")
+
+
+def test_a_saved_data_set_whose_texts_are_none(tmp_path: Path) -> None:
+    texts = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xbe\xbe"))
+    datasets.Dataset(pa.table({"image": pa.array([b"none"]), "caption": texts})).save_to_disk(tmp_path / "saved")
+    with pytest.raises(XcompatError, match="cannot be read .*write it again") as refused:
+        load_pairs(str(tmp_path / "saved"))
+    one_line(refused, tmp_path / "saved")
+
+
+def test_damage_that_shows_in_a_search_alone() -> None:
+    queries = np.eye(4, dtype=np.float32)
+    index = faiss.index_factory(4, "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(np.eye(4, dtype=np.float32).repeat(20, 0))
+    index.add(queries)
+    index.nprobe = 0
+    with pytest.raises(XcompatError, match="faiss cannot search the index: .*it is damaged"):
+        FaissIndex(index, "ip").search(queries, 1)
+    strange = mock.Mock(ntotal=4, search=lambda queries, k: (np.ones((4, 1), np.float32), np.full((4, 1), 140668605676512)))
+    found = FaissIndex(faiss.IndexFlatIP(4), "ip")
+    found.index = found.__dict__["_searched"] = strange
+    with pytest.raises(XcompatError, match="rows that are not in the index; it is damaged"):
+        found.search(queries, 1)
+
+
 @pytest.mark.parametrize("value", [float("nan"), 5, True, [float("nan"), 4]])
 def test_what_is_no_text_is_no_caption(value: object) -> None:
     assert captions_of(value) == []  # type: ignore[arg-type]
@@ -76,6 +122,7 @@ def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
         ("config.json", "[]"),
         ("tokenizer.json", "{}"),
         ("tokenizer_config.json", '{"tokenizer_class": 4}'),
+        ("tokenizer_config.json", '{"pad_token": null}'),
         ("preprocessor_config.json", "\ud800"),
     ],
 )

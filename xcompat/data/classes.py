@@ -54,7 +54,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
             if sorted(order) != list(range(len(table))):
                 raise XcompatError(f"{path}: the column index must hold 0 to {len(table) - 1}, each once")
             table = table.iloc[order.argsort()]
-        names = [text.strip() for text in _name_column(table, column, str(path))]
+        names = [text.strip() for text in _name_column(table, column, str(path))] if len(table) else []
     if not names:
         raise XcompatError(f"{path} holds no class names; write one a line")
     if not all(names):

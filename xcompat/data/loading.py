@@ -222,6 +222,8 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
             raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
         try:
             saved = datasets.load_from_disk(str(paths[0]))
+            for part in saved.values() if isinstance(saved, datasets.DatasetDict) else (saved,):
+                part.data.table.validate(full=True)  # offsets that lead elsewhere end a process, texts that are none an epoch
         except Exception as error:  # its JSON, its types and its Arrow files each fail in their own ways
             if isinstance(error, OSError) and error.errno is not None:
                 raise

@@ -26,6 +26,8 @@ from xcompat.files import atomic_path, read_json, write_json
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 HUB_PREFIX = "hf-hub:"
+MOST_LAYERS = 1000
+"""More are damage: they would be built one by one, for ever."""
 
 
 @dataclass
@@ -136,6 +138,9 @@ def open_clip_folder(name: str, revision: str | None) -> Path:
 def build_open_clip_encoder(description: dict[str, Any]) -> OpenClipEncoder:
     """Build the architecture without loading weights (see :func:`build_transformers_encoder`)."""
     model_cfg = {key: value for key, value in description["config"]["model_cfg"].items() if key != "custom_text"}
+    for tower in ("text_cfg", "vision_cfg"):
+        if isinstance(layers := model_cfg[tower].get("layers"), int) and layers > MOST_LAYERS:
+            raise XcompatError(f"{CONFIG_FILE}: {tower}.layers is {layers}, which no model has; fetch the model again")
     # towers of other libraries are built only: what open_clip would fetch for them is replaced by this model's own weights
     model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "hf_model_pretrained": False}
     if "timm_model_name" in model_cfg["vision_cfg"]:

@@ -238,6 +238,8 @@ def load_transformers_processor(
     tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name, **where)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise XcompatError(f"{name} holds no vocabulary; bring back its tokenizer.json from where the model came from")
+    if tokenizer.pad_token_id is None:
+        raise XcompatError(f"{name} says no padding token; bring back its tokenizer_config.json from where the model came from")
     image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
     if type(image_processor).__name__.startswith("Siglip2"):
         image_processor = _square_siglip2_processor(config)

@@ -18,6 +18,7 @@ EXACT = "Flat"
 PER_CENTROID = 39  # below so many samples for each centroid faiss itself warns that clusters mean little
 TRAINED_ON = 200_000
 WRITTEN_AT_ONCE = 1 << 22  # bytes
+_DAMAGED = "it is damaged: bring it back as it was, or write it again"
 
 
 class FaissIndex:
@@ -92,8 +93,22 @@ class FaissIndex:
 
         Returns:
             (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more.
+
+        Raises:
+            XcompatError: the index is damaged, in a way that shows in nothing but a search.
         """
-        queries_Qd = np.ascontiguousarray(queries_Qd)
+        try:
+            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
+        except (RuntimeError, IndexError) as error:
+            raise XcompatError(f"faiss cannot search the index: {_reason(error)}; {_DAMAGED}") from None
+        if rows_Qk.max(initial=-1) >= self.index.ntotal:
+            raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
+        return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+
+    def _find(
+        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return what faiss says of the nearest rows."""
         if kept_N is None:
             scores_Qk, rows_Qk = self._searched.search(queries_Qd, k)
         else:
@@ -103,7 +118,7 @@ class FaissIndex:
                 scores_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(self.index, kept_N))
             except RuntimeError:  # some, such as plain product quantisers, cannot leave rows out while they look
                 scores_Qk, rows_Qk = self._search_and_drop(queries_Qd, k, kept_N)
-        return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+        return scores_Qk, rows_Qk
 
     @cached_property
     def _searched(self) -> Any:  # noqa: ANN401 - faiss has no types
@@ -318,6 +333,6 @@ def _parameters(index: Any, selector: Any) -> Any:  # noqa: ANN401
     return faiss.SearchParameters(sel=selector)
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     """Return what faiss says without the place in its source."""
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]
