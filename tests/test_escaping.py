@@ -214,8 +214,9 @@ def test_an_error_of_a_worker_is_shown_without_its_traceback() -> None:
 
 @given(name=hostile)
 def test_what_is_literal_is_shown(name: str) -> None:
-    shown = printed(lambda console: console.print(literal(name), soft_wrap=True))
-    assert shown.split() == visible(name).split()
+    for text in (literal(name), f"[bold]{literal(name)}[/]"):
+        shown = printed(lambda console, text=text: console.print(text, soft_wrap=True))
+        assert shown.split() == visible(name).split()
 
 
 # ------------------------------------------------------------------------------------------------------- a comparison

@@ -37,7 +37,10 @@ def literal(text: object) -> str:
         >>> literal("[red]shoe")
         '\\[red]shoe'
     """
-    return escape(visible(str(text)))
+    shown = visible(str(text))
+    before = shown.rstrip("\\")
+    # what stands before a tag is read as an escape, and elsewhere as it is: an empty tag makes it the former, whatever follows
+    return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
 
 
 def progress_bar() -> Progress:
