@@ -99,9 +99,15 @@ def test_a_damaged_record_is_said_in_one_line(content: str, models: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_checksums_that_others_keep_are_theirs(models: Path) -> None:
+    write_json(models / "old" / "checksums.json", {"model.safetensors": "sha256:0"})
+    load_embedder(str(models / "old"))
+
+
 def test_saving_again_records_what_is_there_now(models: Path) -> None:
     """Other files of the user's beside the model are none of its business."""
     model = AutoModel.from_pretrained(models / "xbt")
+    (models / "xbt" / "former.model").mkdir()
     for name in ("report.json", "notes.txt"):
         (models / "xbt" / name).write_text("mine")
     next(model.parameters()).data.add_(1)

@@ -454,7 +454,7 @@ def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tm
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("projection.0.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "checksums.json").unlink()
+    (tmp_path / "xcompat_checksums.json").unlink()
     with pytest.raises(XcompatError, match="1 missing keys, such as projection.0.weight"):
         xcompat.ProjectionModel.from_pretrained(tmp_path)
 

@@ -11,7 +11,8 @@ from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS = "xcompat_checksums.json"
+"""A name of its own: others keep checksums of theirs beside a model, in forms of theirs."""
 _RECORDS = TypeAdapter(dict[str, FileRecord])
 
 

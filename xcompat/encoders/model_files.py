@@ -43,7 +43,7 @@ def record_model(folder: str | Path) -> None:
     Args:
         folder: the model's.
     """
-    write_checksums(Path(folder), (file for file in Path(folder).iterdir() if _is_read(file.name)))
+    write_checksums(Path(folder), (file for file in Path(folder).iterdir() if file.is_file() and _is_read(file.name)))
 
 
 def require_whole(folder: str | Path, in_part: bool = False) -> None:
