@@ -70,6 +70,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         run.require_old_queries()
         if not run.is_done:
             check_inputs(run)
+    barrier()  # before the first process writes what the others would take for the user's own
     for run in runs:
         with stage_line(f"{recipe.name}: {run.part.name}"):
             run.train_unless_done()
@@ -110,7 +111,7 @@ class StageRun(Stage):
         """Return whether the stage is trained, and judged if it is to be: nothing more is read for it."""
         made = (self.part.name, *(self.part.evaluation.compare_with if self.part.evaluation is not None else ()))
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
-        return trained and (not self.is_judged or self._is_evaluated())
+        return trained and (not self.is_judged or self._is_evaluated(self._wanted()))
 
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
@@ -191,7 +192,8 @@ class StageRun(Stage):
 
         All processes embed and rank queries; the first one writes.
         """
-        wanted, done = self._wanted(), self._is_evaluated()
+        wanted = self._wanted()
+        done = self._is_evaluated(wanted)
         barrier()
         if not done:
             test = load_test_set(self.part.data)
@@ -222,13 +224,13 @@ class StageRun(Stage):
             files=judged_files(self.part),
         )
 
-    def _is_evaluated(self) -> bool:
+    def _is_evaluated(self, wanted: Evaluated) -> bool:
         """Return whether the stage's report is there, and made of what it is to be made of."""
         if not report_file(self.report_dir).is_file():
             return False
         with suppress(XcompatError):  # what cannot be read is no record of a report
             made = read_record(self.report_dir / EVALUATED, Evaluated)
-            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}).holds(self._wanted())
+            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}).holds(wanted)
         return False
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
