@@ -100,7 +100,7 @@ class FaissIndex:
         try:
             scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
         except (RuntimeError, IndexError) as error:
-            raise XcompatError(f"faiss cannot search the index: {_reason(error)}; {_DAMAGED}") from None
+            raise XcompatError(f"faiss cannot search the index: {_reason(error)}; if memory is enough, {_DAMAGED}") from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
