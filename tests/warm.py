@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import shutil
 import socket
 import sys
 import tempfile
@@ -52,7 +53,9 @@ class Started:
             process.join(seconds)
             assert process.exitcode is not None, f"it still runs after {seconds} s; it wrote {self.said()}"
         code = next((process.exitcode for process in self.processes if process.exitcode), 0)
-        return CompletedProcess([], code, *self.said())
+        done = CompletedProcess([], code, *self.said())
+        shutil.rmtree(Path(self.files[0]).parent)
+        return done
 
     def said(self) -> list[str]:
         """Return what was written so far."""
@@ -70,7 +73,10 @@ def start(*arguments: object, folder: Path, ranks: int = 1, **environment: str) 
         ranks: as many processes, as a launcher starts them.
         environment: further variables.
     """
-    files = tuple(tempfile.mkstemp(dir=tempfile.mkdtemp(), prefix=name)[1] for name in ("out", "err"))
+    place = Path(tempfile.mkdtemp())
+    files = str(place / "out"), str(place / "err")
+    for file in files:
+        Path(file).touch()
     if ranks > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
         environment |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
