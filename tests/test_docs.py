@@ -23,14 +23,15 @@ from xcompat.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line] + [".git"]
 EXAMPLES = re.findall(r"<!-- runnable -->\n```(\w+)\n(.*?)```", README, re.DOTALL)
 
 
-def tree_of(readme: str) -> dict[str, str]:
-    """Return path -> caption of every line of the README's tree; folders end in a slash."""
-    block = re.search(r"```\n\.\n(.*?)```", readme, re.DOTALL)
-    assert block is not None, "the README has no tree"
+def tree_of(page: str) -> dict[str, str]:
+    """Return path -> caption of every line of a page's tree; folders end in a slash."""
+    block = re.search(r"```\n\.\n(.*?)```", page, re.DOTALL)
+    assert block is not None, "the page has no tree"
     captions: dict[str, str] = {}
     parents: list[str] = []
     for line in block[1].splitlines():
@@ -38,7 +39,9 @@ def tree_of(readme: str) -> dict[str, str]:
         assert found is not None, f"no name and caption in {line!r}"
         depth = len(found["indent"]) // 4
         parents[depth:] = [found["name"]]
-        captions["".join(parents)] = found["caption"]
+        path = "".join(parents)
+        assert path not in captions, f"{path} stands there twice"
+        captions[path] = found["caption"]
     return captions
 
 
@@ -50,11 +53,16 @@ def on_disk(folder: Path) -> set[str]:
 
 
 def test_the_tree_is_the_disk() -> None:
-    told = set(tree_of(README))
+    told = set(tree_of(STRUCTURE))
     folders = [ROOT, *(path for path in sorted((ROOT / "xcompat").rglob("*")) if path.is_dir() and path.name != "__pycache__")]
     there = set().union(*(on_disk(folder) for folder in [*folders, ROOT / "xcompat"]))
-    assert told - there == set(), "in the README's tree, but not on the disk"
-    assert there - told == set(), "on the disk, but without a caption in the README's tree"
+    assert told - there == set(), "in docs/structure.md, but not on the disk"
+    assert there - told == set(), "on the disk, but without a caption in docs/structure.md"
+
+
+def test_the_readme_shows_the_tree_down_to_the_packages() -> None:
+    upper = {path: caption for path, caption in tree_of(STRUCTURE).items() if re.fullmatch(r"[^/]+/?|xcompat/[^/]+/", path)}
+    assert tree_of(README) == upper
 
 
 def test_the_tree_is_read_as_it_is_written() -> None:
