@@ -21,8 +21,8 @@ from scenes import Scene, gallery_scenes, picture_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
 SAMPLED = {"xcompat train recipe.yaml": 200, "xcompat compare recipe.yaml": 100}
-"""Injected errors in commands of over a thousand file operations and several seconds. What they are made of, embedding, evaluating
-and reporting, meets an error at every one."""
+"""Injected errors in commands of over a thousand file operations that take seconds each. What they are made of, embedding,
+evaluating and reporting, meets an error at every one."""
 Trials = Iterator[str | None]
 
 
