@@ -16,7 +16,7 @@ import pytest
 
 from xcompat import XcompatError, files
 from xcompat.checksums import difference, file_record
-from xcompat.files import atomic_path, clear_leftovers, make_folder, read_json, write_array
+from xcompat.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -248,3 +248,25 @@ def test_an_array_is_written_byte_for_byte_as_numpy_writes_it(dtype: str, shape:
         write_array(tmp_path / "own.npy", given)
         np.save(tmp_path / "numpy.npy", np.array(given, order="C"), allow_pickle=False)
         assert (tmp_path / "own.npy").read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "kept" / "inner").mkdir(parents=True)
+    (tmp_path / "kept" / "inner" / "a.txt").write_text("a")
+    (tmp_path / "kept" / "b.txt").write_text("b")
+    (tmp_path / "kept" / "link").symlink_to("inner")
+    assert [file.relative_to(tmp_path).as_posix() for file in files_below(tmp_path)] == [
+        "kept/b.txt",
+        "kept/inner/a.txt",
+        "kept/link",
+    ]
+    assert listed(tmp_path / "kept", "*.txt") == [tmp_path / "kept" / "b.txt"] and listed(tmp_path / "none") == []
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "listdir", refuse)  # root may read whatever its permissions
+    monkeypatch.setattr(os, "scandir", refuse)
+    for look in (listed, lambda folder: list(files_below(folder))):
+        with pytest.raises(PermissionError):
+            look(tmp_path / "kept")

@@ -34,7 +34,7 @@ from xcompat.encoders.packed import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, read_json, write_json
+from xcompat.files import clear_leftovers, listed, read_json, write_json
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
@@ -337,7 +337,7 @@ def _check_plan(path: Path, info: CacheInfo) -> None:
                 f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
                 "choose another folder or delete it"
             )
-    elif any(path.glob("shard-*.npy")):
+    elif listed(path, "shard-*.npy"):
         raise XcompatError(f"{path} holds embeddings, and nothing that says of what; choose another folder or delete it")
     elif is_main_process():
         write_json(path / "plan.json", asdict(info))

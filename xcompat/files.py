@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import fnmatch
 import json
 import os
 import re
@@ -119,7 +120,7 @@ def _clear_one(leftover: Path) -> None:
 
 def _remove(holder: Path) -> None:
     """Remove a temporary folder; what it holds of a folder whose place is empty goes back there first."""
-    for previous in holder.glob(f"*{_PREVIOUS}"):
+    for previous in listed(holder, f"*{_PREVIOUS}"):
         place = holder.parent / previous.name.removesuffix(_PREVIOUS)
         if not os.path.lexists(place):
             previous.rename(place)
@@ -171,9 +172,38 @@ def _mode_of_new_files(folder: Path) -> int:
 
 def _follow_umask(path: Path, mode: int) -> None:
     """Give files the permissions of others: some libraries, such as safetensors, write them for their owner alone."""
-    for file in [path, *path.rglob("*")]:
+    for file in files_below(path) if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink() and (now := stat.S_IMODE(file.stat().st_mode)) | mode != now:
             file.chmod(now | mode)
+
+
+def listed(folder: Path, pattern: str = "*") -> list[Path]:
+    """List what is in a folder, in order; nothing where there is no folder.
+
+    Unlike ``Path.glob`` and ``Path.rglob`` it does not take a folder that may not be read for one that is empty.
+
+    Args:
+        folder: the folder.
+        pattern: of names, as of ``fnmatch``.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return sorted(file for file in folder.iterdir() if fnmatch.fnmatchcase(file.name, pattern))
+    except FileNotFoundError:
+        return []
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield every file and link in a folder and in those below it, in order; like :func:`listed` it passes over no folder."""
+    with os.scandir(folder) as scanned:
+        entries = sorted(scanned, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from files_below(Path(entry.path))
+        else:
+            yield Path(entry.path)
 
 
 def sync_tree(path: Path) -> None:

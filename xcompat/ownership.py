@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, clear_leftovers, read_json, write_json
+from xcompat.files import atomic_path, clear_leftovers, files_below, read_json, write_json
 
 MARKER = ".xcompat.json"
 """In a folder that a command made; behind a file's name it is the marker of that file."""
@@ -130,7 +130,7 @@ def _records(path: Path) -> dict[str, FileRecord | None]:
     """Return what every file is now; None for links and whatever else no command writes."""
     if not path.is_dir():
         return {path.name: file_record(path) if path.is_file() else None}
-    inside = (file for file in sorted(path.rglob("*")) if file != path / MARKER and (file.is_symlink() or not file.is_dir()))
+    inside = (file for file in files_below(path) if file != path / MARKER)
     return {
         file.relative_to(path).as_posix(): file_record(file) if file.is_file() and not file.is_symlink() else None
         for file in inside

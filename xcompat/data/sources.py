@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from xcompat.checksums import file_record
 from xcompat.data.glyphs import glyph_classes
 from xcompat.errors import XcompatError
+from xcompat.files import files_below
 from xcompat.paths import is_local, nearest_path
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -140,7 +141,7 @@ def files_digest(path: str | list[str]) -> str | None:
         return None
     digest = hashlib.sha256()
     for place in places:
-        for file in sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]:
+        for file in [each for each in files_below(place) if each.is_file()] if place.is_dir() else [place]:
             if not file.name.startswith("."):  # such as those that file managers leave
                 name = file.relative_to(place if place.is_dir() else place.parent).as_posix()
                 held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *TEXT_SUFFIXES, ".json")) else ""
@@ -253,4 +254,4 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
 
 
 def _images(path: Path) -> Iterator[Path]:
-    return (file for file in path.rglob("*") if has_suffix(file, IMAGE_SUFFIXES)) if path.is_dir() else iter(())
+    return (file for file in files_below(path) if has_suffix(file, IMAGE_SUFFIXES)) if path.is_dir() else iter(())

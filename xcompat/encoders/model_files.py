@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from xcompat.errors import XcompatError
+from xcompat.files import listed
 from xcompat.folder_checksums import CHECKSUMS, changes, write_checksums
 
 PATTERNS = (
@@ -33,7 +34,7 @@ def open_weights(folder: str | Path, config: str = "config.json") -> None:
     """
     beside = Path(folder) / config
     if beside.exists():  # only the first process of several writes
-        for weights in Path(folder).glob("*.safetensors"):
+        for weights in listed(Path(folder), "*.safetensors"):
             shutil.copymode(beside, weights)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.towers import Space
+from xcompat.files import listed
 from xcompat.models.embedder import load_checkpoint
 from xcompat.progress import console, literal, silence_libraries
 
@@ -37,6 +38,6 @@ def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
     onnx_towers.to_onnx(load_checkpoint(run), out, space, overwrite)
-    towers = " and ".join(path.name for path in sorted(out.glob("*.onnx")))
+    towers = " and ".join(path.name for path in listed(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
     console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")

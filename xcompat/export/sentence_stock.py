@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError, what_failed
 from xcompat.export.towers import Space
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
@@ -80,13 +82,14 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
         "return_token_type_ids": False,
     }
     loading = {"backend": "pil"}
-    transformer: Any = Transformer(
-        folder,
-        processor_kwargs=dict(loading),
-        processing_kwargs={"text": texts} if "text" in calls else None,
-        modality_config={name: {"method": call.method, "method_output_name": call.output} for name, call in calls.items()},
-        module_output_name="sentence_embedding" if calls["image"].pooling is None else "token_embeddings",
-    )
+    with _reading_back(folder):
+        transformer: Any = Transformer(
+            folder,
+            processor_kwargs=dict(loading),
+            processing_kwargs={"text": texts} if "text" in calls else None,
+            modality_config={name: {"method": call.method, "method_output_name": call.output} for name, call in calls.items()},
+            module_output_name="sentence_embedding" if calls["image"].pooling is None else "token_embeddings",
+        )
     if "text" in calls:
         transformer.max_seq_length = processor.max_length
     transformer.processor_kwargs = loading  # it reads them from its file, and does not write them there by itself
@@ -140,14 +143,32 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
         Whether they do; else there is no folder.
     """
     SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
-    found = SentenceTransformer(str(folder), device="cpu")
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
     probes: list[list[Any]] = [[picture]]
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
     if wanted.dtype != torch.float32:  # what is written is the same weights in float32
         wanted = copy.deepcopy(wanted).float()
-    alike = all(np.allclose(found.encode(probe), wanted.encode(probe), rtol=0, atol=TOLERANCE) for probe in probes)
+    embeds = [wanted.encode(probe) for probe in probes]
+    # twice: a disk that failed for a moment, which transformers takes for a missing file, is no reason to need this library
+    alike = any(_embeds_alike(folder, probes, embeds) for _ in range(2))
     if not alike:
         shutil.rmtree(folder)
     return alike
+
+
+def _embeds_alike(folder: Path, probes: list[list[Any]], embeds: list[np.ndarray]) -> bool:
+    with _reading_back(folder):
+        found = SentenceTransformer(str(folder), device="cpu")
+    return all(np.allclose(found.encode(probe), each, rtol=0, atol=TOLERANCE) for probe, each in zip(probes, embeds, strict=True))
+
+
+@contextmanager
+def _reading_back(folder: str | Path) -> Iterator[None]:
+    """Say in one line that a model cannot be read that was written just now, whatever transformers raises in the block."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise XcompatError(f"what was just written to {folder} cannot be read: {what_failed(error)}; check the disk") from error

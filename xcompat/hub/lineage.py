@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from xcompat.errors import XcompatError
+from xcompat.files import listed
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import CONFIGS, hub_errors, is_hub_name, plain_name, read_config, read_repository
 from xcompat.progress import literal
@@ -155,7 +156,7 @@ def _find_folder(folder: Path) -> _Found | str:
         for file in CONFIGS:
             if (place / file).exists():
                 return _Found(read_config(place / file), str(place.resolve()), None)
-    if any(folder.glob("*.npy")):
+    if listed(folder, "*.npy"):
         return _Found({"model_type": "embeddings"}, str(folder.resolve()), None)
     return f"{folder} holds no model"
 

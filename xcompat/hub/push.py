@@ -10,7 +10,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
-from xcompat.files import read_json, write_json
+from xcompat.files import files_below, read_json, write_json
 from xcompat.hub.endpoint import PUSHED, HubModel, Repository, hub_errors, public_name, published, read_repository
 
 CONFIG = "config.json"
@@ -153,7 +153,7 @@ def upload(folder: str | Path, repo: str, revision: str | None = None, replace: 
     with hub_errors(repo):
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        given = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        given = {path.relative_to(folder).as_posix(): path for path in files_below(folder) if path.is_file()}
         stale = sorted(_content(api, repo, revision).files - given.keys() - {".gitattributes"})
         if not replace:  # a picture or a licence beside the model is the user's own, old weights would be read
             stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]

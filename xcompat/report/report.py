@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path, read_json
+from xcompat.files import atomic_path, listed, read_json
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.html import render_html
 from xcompat.report.plots import draw_plots, figure_png
@@ -144,7 +144,7 @@ def _retire(directory: Path) -> None:
     """Remove the files of a report that an earlier version wrote beside the folder: they would be taken for this one."""
     if not _is_report(directory):
         return
-    for plot in (directory / PLOTS_NAME).glob("*.png"):
+    for plot in listed(directory / PLOTS_NAME, "*.png"):
         if plot.name.startswith(("cases-", "recall-", "cmc-", "tsne-")):
             plot.unlink()
     with suppress(OSError):  # it is missing, or holds something else

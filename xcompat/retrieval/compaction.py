@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.files import files_below
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import forget_earlier
@@ -56,4 +57,4 @@ def _untidy(gallery: Gallery) -> list[Segment]:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files_below(folder) if path.is_file())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, make_folder, read_json, sync_folder
+from xcompat.files import clear_leftovers, listed, make_folder, read_json, sync_folder
 from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
@@ -84,7 +84,7 @@ def _is_begun(entry: Path) -> bool:
 
 
 def _clear_begun(folder: Path) -> None:
-    for file in (folder / GENERATIONS).glob("*.json"):
+    for file in listed(folder / GENERATIONS, "*.json"):
         file.unlink()
     for segment in _ours(folder / SEGMENTS, _SEGMENT):
         shutil.rmtree(segment)

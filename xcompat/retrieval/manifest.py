@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.checksums import FileRecord
 from xcompat.errors import GenerationGoneError, XcompatError
-from xcompat.files import atomic_path, sync_folder
+from xcompat.files import atomic_path, listed, sync_folder
 from xcompat.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -238,7 +238,7 @@ def known_generations(folder: Path) -> list[int]:
         Their numbers, none above the current one: a later file is of a commit that was cut off.
     """
     current = read_manifest(folder).generation
-    found = sorted(int(path.stem) for path in (folder / GENERATIONS).glob("*.json") if _GENERATION.fullmatch(path.name))
+    found = sorted(int(path.stem) for path in listed(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
     return [number for number in found if number <= current]
 
 

@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import XcompatError
-from xcompat.files import read_json, sync_folder, sync_tree
+from xcompat.files import files_below, listed, read_json, sync_folder, sync_tree
 from xcompat.folder_checksums import changes, write_checksums
 from xcompat.progress import console
 
@@ -27,7 +27,7 @@ class CheckpointCallback(TrainerCallback):
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             sync_tree(folder)
             sync_folder(folder.parent)
-            write_checksums(folder, (file for file in folder.rglob("*") if file.is_file()))
+            write_checksums(folder, (file for file in files_below(folder) if file.is_file()))
         barrier()
 
 
@@ -42,7 +42,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     Returns:
         The checkpoint's folder.
     """
-    numbered = (path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
+    numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         wrong = _damage(checkpoint)
         if wrong is None:

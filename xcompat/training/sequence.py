@@ -8,7 +8,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from xcompat.files import atomic_path
+from xcompat.files import atomic_path, listed
 from xcompat.progress import literal
 from xcompat.report import Report, load_report, report_file
 
@@ -39,7 +39,7 @@ def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
 
 def _earlier(folder: Path) -> list[Path]:
     """Return the folders of the reports against earlier galleries."""
-    return [against for against in sorted(folder.glob(f"{AGAINST}*")) if report_file(against).exists()]
+    return [against for against in listed(folder, f"{AGAINST}*") if report_file(against).exists()]
 
 
 def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, object]]:

@@ -16,6 +16,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.penultimate import IMAGES_ALONE
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
+from xcompat.files import listed
 from xcompat.models import METHODS, CompatModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
@@ -222,7 +223,7 @@ def weights_digest(folder: Path) -> str:
         64 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in listed(folder, "*.safetensors"):
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
