@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from xcompat import XcompatError, files
 from xcompat.checksums import difference, file_record
-from xcompat.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array
+from xcompat.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array, write_json
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -270,3 +271,13 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, m
     for look in (listed, lambda folder: list(files_below(folder))):
         with pytest.raises(PermissionError):
             look(tmp_path / "kept")
+
+
+def test_a_temporary_folder_that_could_not_be_removed_is_not_published(tmp_path, monkeypatch):
+    kept = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None if ignore_errors else kept(folder))
+    with atomic_path(tmp_path / "made") as temporary:
+        temporary.mkdir()
+        write_json(temporary / "inner.json", 1)
+        assert len(list(temporary.iterdir())) == 2, "what the inner writer could not remove"
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["inner.json"]

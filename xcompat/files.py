@@ -60,10 +60,27 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     with _holder(path) as holder:
         temporary = holder / path.name
         yield temporary
+        drop_unfinished(temporary)
         _follow_umask(temporary, _mode_of_new_files(holder))
         sync_tree(temporary)
         _put_in_place(temporary, path)
         sync_folder(path.parent)
+
+
+def drop_unfinished(folder: Path) -> None:
+    """Remove the temporary folders of writers that could not do so, from what one writer made and nobody sees yet.
+
+    Raises:
+        OSError: one cannot be removed now either: it would be published.
+    """
+    for parent, names, _ in os.walk(folder, onerror=_raise) if folder.is_dir() else ():
+        for name in filter(_LEFTOVER.fullmatch, list(names)):
+            shutil.rmtree(Path(parent, name))
+            names.remove(name)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def make_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, clear_leftovers, files_below, read_json, write_json
+from xcompat.files import atomic_path, clear_leftovers, drop_unfinished, files_below, read_json, write_json
 
 MARKER = ".xcompat.json"
 """In a folder that a command made; behind a file's name it is the marker of that file."""
@@ -72,6 +72,7 @@ def owned_path(
     with atomic_path(path) as temporary:
         yield temporary
         require_replaceable(path, made_by, overwrite, read)  # it may have taken long
+        drop_unfinished(temporary)
         files = {name: record for name, record in _records(temporary).items() if record is not None}
         made = Made(made_by=made_by, files=files, about=about or {})
         if temporary.is_dir():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower, Tower, sources_of
+from xcompat.export.towers import ImageTower, Space, TextTower, Tower, reading_back, sources_of
 from xcompat.files import write_json
 from xcompat.models.base import CompatModel
 from xcompat.ownership import owned_path, require_replaceable
@@ -137,7 +137,8 @@ def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, An
     """Refuse a file that does not give PyTorch's embeddings, and return its inputs' types and shapes."""
     from onnxruntime import InferenceSession
 
-    session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    with reading_back(path):
+        session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for batch in batches:
         (found,) = session.run([OUTPUT], {name: tensor.numpy() for name, tensor in batch.items()})
         apart = float(np.abs(found - tower(**batch).numpy()).max())

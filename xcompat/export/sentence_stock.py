@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +20,7 @@ from torch import nn
 from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError, what_failed
-from xcompat.export.towers import Space
+from xcompat.export.towers import Space, reading_back
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
@@ -82,7 +80,7 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
         "return_token_type_ids": False,
     }
     loading = {"backend": "pil"}
-    with _reading_back(folder):
+    with reading_back(folder):
         transformer: Any = Transformer(
             folder,
             processor_kwargs=dict(loading),
@@ -158,17 +156,6 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
 
 
 def _embeds_alike(folder: Path, probes: list[list[Any]], embeds: list[np.ndarray]) -> bool:
-    with _reading_back(folder):
+    with reading_back(folder):
         found = SentenceTransformer(str(folder), device="cpu")
     return all(np.allclose(found.encode(probe), each, rtol=0, atol=TOLERANCE) for probe, each in zip(probes, embeds, strict=True))
-
-
-@contextmanager
-def _reading_back(folder: str | Path) -> Iterator[None]:
-    """Say in one line that a model cannot be read that was written just now, whatever transformers raises in the block."""
-    try:
-        yield
-    except (OSError, ImportError, MemoryError):
-        raise
-    except Exception as error:
-        raise XcompatError(f"what was just written to {folder} cannot be read: {what_failed(error)}; check the disk") from error

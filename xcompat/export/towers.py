@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor, nn
 
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, what_failed
 from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]
@@ -84,3 +86,21 @@ class TextTower(Tower):
             (B, dim) float32.
         """
         return self.place(self.model.embed_texts(input_ids, attention_mask))
+
+
+@contextmanager
+def reading_back(written: str | Path) -> Iterator[None]:
+    """Say in one line that what was just written cannot be read, whatever the library that reads it raises in the block.
+
+    Args:
+        written: the file or folder.
+
+    Raises:
+        XcompatError: the library cannot read it.
+    """
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # each library has its own ways
+        raise XcompatError(f"what was just written to {written} cannot be read: {what_failed(error)}; check the disk") from error
