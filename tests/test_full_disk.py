@@ -85,3 +85,10 @@ def test_a_file_is_whole_or_its_writer_says_that_it_is_not(
         assert {path.name for path in tiny_disk.iterdir()} <= {"filler", "file"}, "nothing half-written"
         subprocess.run(["rm", "-r", *tiny_disk.iterdir()], check=True)
     assert 0 < refused < PAGES, "some disks were too small, some were not"
+
+
+@pytest.mark.parametrize("numbers", [1, 10**6])
+def test_what_pytorch_says_of_a_full_disk_is_understood(numbers: int) -> None:
+    with pytest.raises(RuntimeError) as said:
+        torch.save({"state": torch.zeros(numbers)}, "/dev/full")
+    assert "no space left" in str(failures.explain(said.value))

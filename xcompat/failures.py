@@ -29,6 +29,7 @@ REMEDIES = {
 """What mends what the machine refuses."""
 WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
     "PytorchStreamWriter failed writing": errno.ENOSPC,
+    "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch again, where the last bytes do not go to disk
     ". unexpected pos ": errno.ENOSPC,
     "DefaultCPUAllocator: ": errno.ENOMEM,
     "std::bad_alloc": errno.ENOMEM,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from xcompat.encoders import load_encoder
+from xcompat.encoders import load_encoder, reading_model
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
@@ -116,7 +116,8 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
         return facts, run_facts(folder, known)
     from transformers import AutoModel
 
-    model: CompatModel = AutoModel.from_pretrained(str(folder))
+    with reading_model(str(folder)):
+        model: CompatModel = AutoModel.from_pretrained(str(folder))
     facts = model.facts()
     run = run_facts(folder, facts.fingerprint)
     if form == "merged":

@@ -19,7 +19,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.models import METHODS, CompatModel
 from xcompat.models.classified import ClassifiedModel
-from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
@@ -208,9 +208,7 @@ class Stage:
 
     def load_model(self, name: str) -> CompatModel:
         """Load a stage's finished model."""
-        from transformers import AutoModel
-
-        return AutoModel.from_pretrained(str(self.recipe.stage_dir(name) / "model")).for_inference().to(device())
+        return torch.nn.Module.to(load_checkpoint(str(self.recipe.stage_dir(name) / "model")), device())
 
 
 def weights_digest(folder: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from pydantic import ValidationError
 
 from xcompat.arrays import map_array, read_lines
@@ -18,7 +19,7 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedPairs
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, is_checkpoint, load_embedder
+from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.progress import console, literal
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
@@ -82,14 +83,12 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     Raises:
         XcompatError: no checkpoint, no data, or the old model is not the one it is compatible with.
     """
-    from transformers import AutoModel
-
     if not is_checkpoint(str(folder)):
         raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
     require_report_place(output)
     if data is None:
         raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
-    model: CompatModel = AutoModel.from_pretrained(str(folder)).for_inference().to(device())
+    model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     versions = model.compatible_with
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
