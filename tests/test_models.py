@@ -486,9 +486,9 @@ def test_fingerprint_reads_the_weights_once_until_they_change(
     before = model.fingerprint()
     hashed: list[torch.nn.Module] = []
 
-    def counted(module: torch.nn.Module, parts: dict[str, Any], whole: Any = Fingerprint.from_module) -> Fingerprint:
+    def counted(module: torch.nn.Module, *about: Any, whole: Any = Fingerprint.from_module, **further: Any) -> Fingerprint:
         hashed.append(module)
-        return whole(module, parts)
+        return whole(module, *about, **further)
 
     monkeypatch.setattr(Fingerprint, "from_module", counted)
     assert model.fingerprint() == before and not hashed

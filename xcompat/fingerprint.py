@@ -45,13 +45,14 @@ class Fingerprint:
         return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
 
     @classmethod
-    def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "") -> Fingerprint:
+    def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
         """Hash every parameter and persistent buffer of a module, and what stands beside them.
 
         Args:
             module: the model; its ``state_dict`` is hashed tensor by tensor, in order of name.
             parts: JSON-like description of architecture and preprocessing.
             name: what people call the model.
+            without: a submodule that is left out.
 
         Returns:
             The fingerprint.
@@ -60,6 +61,8 @@ class Fingerprint:
 
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
         for key, tensor in sorted(module.state_dict().items()):
+            if without is not None and key.startswith(f"{without}."):
+                continue
             digest.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(memoryview(raw.numpy()))

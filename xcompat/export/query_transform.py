@@ -120,7 +120,8 @@ def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
             f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
-            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one"
+            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one, "
+            "whose queries remember nothing"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"].float().cpu().contiguous()

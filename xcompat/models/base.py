@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import initialization as init
 
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
@@ -20,20 +18,20 @@ from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.heads import first_dims
-from xcompat.models.checkpoint import CheckpointModel, load_outside
+from xcompat.errors import XcompatError
+from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.query_memory import QueryMemory
+from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import CompatOutput
 
 
-class CompatModel(CheckpointModel):
+class CompatModel(SpacesModel):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what its forward reads, builds its own parts in ``__init__`` after ``super().__init__``,
-    and overrides ``forward``, and ``view`` or ``upgrade`` where the spaces differ.
+    and overrides ``forward``, and ``own_view`` or ``upgrade`` where the spaces differ.
     """
 
     config_class = CompatConfig
@@ -45,14 +43,10 @@ class CompatModel(CheckpointModel):
     """Batch columns the loss needs."""
     columns_if_known: ClassVar[tuple[str, ...]] = ()
     """Batch columns that change the loss where the data have them."""
-    embeds_in_memory: ClassVar[bool] = False
-    """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
     starts_from_projection: ClassVar[bool] = False
     """True when φ must come from a pretrained :class:`~xcompat.models.ProjectionModel`."""
     compares_with_old: ClassVar[bool] = True
     """False for a method that makes no promise about old galleries."""
-    maps_galleries: bool = False
-    """True when stored old embeddings are mapped towards the new model (:meth:`upgrade`), and queries stay as they are."""
     citation: ClassVar[str] = ""
 
     progress: float = 0.0
@@ -61,13 +55,15 @@ class CompatModel(CheckpointModel):
     """Shares of training after which :meth:`refresh` is called."""
 
     encoder: Encoder | None
-    _hashed: tuple[Any, str] | None = None
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config)
         self.encoder = None
         self._processor: Processor | None = None
         self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
+        self.memory: QueryMemory | None = None
+        if config.memory is not None:
+            self.memory = QueryMemory.described(config.memory, config.embedding_dim, self._dim_remembered())
         if not self.embeds_in_memory:
             if config.encoder is None:
                 raise XcompatError(
@@ -199,13 +195,6 @@ class CompatModel(CheckpointModel):
         return ()
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers that :meth:`view` for the nearest version normalises the output of (see :attr:`embed_layers`)."""
-        assert self.config.old is not None
-        dims = self.config.embedding_dim, self.config.old["dim"]
-        return () if dims[0] == dims[1] else (first_dims(*dims),)
-
-    @property
     def embeds_texts(self) -> bool:
         """Return whether the model, or what it is a map of, embeds texts beside images."""
         if self.encoder is not None:
@@ -215,115 +204,6 @@ class CompatModel(CheckpointModel):
             inner = self._get_encoder()
             return isinstance(inner, CompatModel) and inner.embeds_texts
         return library in ("transformers", "open_clip")
-
-    @property
-    def stores_view(self) -> bool:
-        """Return whether a gallery of this model holds its view of the old space, so that a chain of updates shares one space."""
-        return bool(self.compatible_with) and not self.maps_galleries
-
-    def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds."""
-        return self.view(embeds) if self.stores_view else embeds
-
-    def stored_fingerprint(self) -> Fingerprint:
-        """Return the identity of what :meth:`stored` gives."""
-        return self.fingerprint().derived("view") if self.stores_view else self.fingerprint()
-
-    @property
-    def stored_dim(self) -> int:
-        """Return the dimension of what :meth:`stored` gives."""
-        assert not self.stores_view or self.config.old is not None
-        return self.config.old["dim"] if self.stores_view else self.config.embedding_dim
-
-    # ------------------------------------------------------------------------------------------- compatibility
-
-    def fingerprint(self) -> Fingerprint:
-        """Return the identity of this model: encoder, adapters, heads and preprocessing."""
-        # a gallery asks with every query, and hashing gigabytes takes seconds
-        state = self._beside_weights(), Fingerprint.state(self)
-        if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, Fingerprint.from_module(self._unrounded(), json.loads(state[0])).digest
-        return Fingerprint(self._hashed[1], self.name_or_path or type(self).__name__)
-
-    def written_fingerprint(self) -> Fingerprint:
-        """Return the identity of what :meth:`save_pretrained` writes: of a model read in half precision, its rounded weights."""
-        own = self.fingerprint()
-        return own if self._read_from is None else Fingerprint.from_module(self, json.loads(self._beside_weights()), own.name)
-
-    def _beside_weights(self) -> str:
-        """Return what a fingerprint covers beside the weights."""
-        own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
-        own["encoder"] = (self.config.encoder or {}).get("fingerprint")
-        own["old"] = [version.digest for version in self.compatible_with]
-        # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
-        seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
-        return json.dumps(own | seen, default=str)
-
-    @property
-    def compatible_with(self) -> list[Fingerprint]:
-        """Return the versions whose galleries this model's queries can search, the nearest first."""
-        return [version for version, _ in self._version_dims()]
-
-    def _version_dims(self) -> list[tuple[Fingerprint, int]]:
-        """Return the versions whose galleries can be searched with the dimension of each, the nearest first."""
-        versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
-        return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
-
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into the space of an older gallery: here its number of first dimensions, normalised.
-
-        Args:
-            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-            version: the gallery's version; None for the old model this one was trained for.
-
-        Returns:
-            (B, d) float32, L2-normalised.
-
-        Raises:
-            FingerprintMismatchError: when the model was not made compatible with that version.
-            XcompatError: the model maps galleries, not queries.
-        """
-        self.require_version(version)
-        assert self.config.old is not None
-        if self.maps_galleries:
-            raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
-        dim = next((d for known, d in self._version_dims() if known == version), self.config.old["dim"])
-        return F.normalize(embeds[:, :dim].float(), dim=-1)
-
-    def require_version(self, version: Fingerprint | None) -> None:
-        """Refuse a gallery this model was not made compatible with.
-
-        Args:
-            version: the gallery's version; None for the old model this one was trained for.
-
-        Raises:
-            FingerprintMismatchError: naming what it is compatible with.
-            XcompatError: when it is compatible with nothing.
-        """
-        known = self.compatible_with
-        if not known:
-            raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
-        if version is not None and version not in known:
-            names = ", ".join(map(str, known))
-            raise FingerprintMismatchError(
-                f"this model is compatible with {names}, not with {version}; use a model trained for it"
-            )
-
-    def self_view(self, embeds: Tensor) -> Tensor:
-        """Return the form in which two of this model's own embeddings are compared (new/new): here as they are."""
-        return embeds
-
-    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings towards the new model; the identity unless a method maps galleries.
-
-        Args:
-            old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) side-information stored with them, for methods that use it.
-
-        Returns:
-            The embeddings to store instead.
-        """
-        return old_embeds
 
     # ------------------------------------------------------------------------------------------------ training
 

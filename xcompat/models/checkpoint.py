@@ -189,6 +189,7 @@ class CheckpointModel(PreTrainedModel):
             embeds_texts=self.embeds_texts,
             maps_galleries=self.maps_galleries,
             side_info=getattr(config, "side_info", None),
+            remembers=config.memory["entries"] if config.memory is not None else None,
         )
 
     def push_to_hub(  # type: ignore[override]  # transformers' own takes anything

@@ -106,18 +106,22 @@ def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None
     return weight_Dd, old_mean_d - new_mean_D @ weight_Dd
 
 
-def solve_procrustes(moments: Moments, centre: bool = False) -> tuple[Tensor, Tensor]:
+def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False) -> tuple[Tensor, Tensor]:
     """Return argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): UVᵀ of XᵀY = USVᵀ (Schönemann 1966).
 
     Args:
         moments: of the pairs.
         centre: whether both means are taken off first, and the bias brings one to the other.
+        scale: whether W is multiplied by argmin_s ‖s·XW − Y‖² = tr S / tr WᵀXᵀXW (Schönemann and Carroll 1970).
 
     Returns:
         Weight (D, d) and bias (d,), float64.
     """
-    left, _, right = torch.linalg.svd(moments.centred()[1] if centre else moments.new_old_Dd, full_matrices=False)
+    new_new_DD, new_old_Dd = moments.centred() if centre else (moments.new_new_DD, moments.new_old_Dd)
+    left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
     weight_Dd = left @ right
+    if scale:
+        weight_Dd = weight_Dd * (singular.sum() / (weight_Dd.T @ new_new_DD @ weight_Dd).diagonal().sum())
     new_mean_D, old_mean_d = moments.means()
     return weight_Dd, old_mean_d - new_mean_D @ weight_Dd if centre else torch.zeros_like(old_mean_d)
 
@@ -161,8 +165,8 @@ class ClosedFormModel(MappedModel):
         return F.normalize((embeds @ self.weight + self.bias).float(), dim=-1)
 
     @property
-    def view_layers(self) -> Iterable[torch.nn.Module] | None:
-        """See :attr:`CompatModel.view_layers`."""
+    def own_view_layers(self) -> Iterable[torch.nn.Module] | None:
+        """See :attr:`CompatModel.own_view_layers`."""
         layer = torch.nn.Linear(self.source_dim, self.target_dim)
         layer.load_state_dict({"weight": self.weight.T, "bias": self.bias})
         return (layer,)

@@ -29,6 +29,8 @@ class CompatConfig(PreTrainedConfig):
         weights: what the checkpoint holds; ``adapters`` for what differs from the encoder's own weights alone, which are those of
             ``encoder["name"]`` at ``encoder["revision"]``.
         logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
+        memory: what queries remember: ``entries``, ``sharpness`` and ``share`` of
+            :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
 
     Raises:
         XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
@@ -42,6 +44,7 @@ class CompatConfig(PreTrainedConfig):
     adapters: dict | None = None
     weights: Literal["all", "adapters"] = "all"
     logit_scale: float = 1 / 0.07
+    memory: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Refuse what transformers would accept silently, then let it set up the rest."""

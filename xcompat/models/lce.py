@@ -86,8 +86,8 @@ class LceModel(LearnedMapModel):
         return self.transform(embeds)
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.view_layers`."""
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.own_view_layers`."""
         return self.transform
 
     def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:

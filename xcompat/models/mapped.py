@@ -41,9 +41,9 @@ class MappedModel(CompatModel):
     embeds_in_memory = True
 
     def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
+        self.maps_galleries = config.direction == "old_to_new"  # first: only what maps queries can remember
         super().__init__(config, encoder)
         assert config.old is not None
-        self.maps_galleries = config.direction == "old_to_new"
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
 
     def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
@@ -54,14 +54,13 @@ class MappedModel(CompatModel):
     def map(self, embeds: Tensor) -> Tensor:
         """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
-        self.require_version(version)
-        return super().view(embeds, version) if self.maps_galleries else self.map(embeds.to(self.dtype))
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space (see :meth:`CompatModel.own_view`)."""
+        return self.map(embeds.to(self.dtype))
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return None, unless the map says which (see :attr:`CompatModel.view_layers`)."""
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """Return None, unless the map says which (see :attr:`CompatModel.own_view_layers`)."""
         return None
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:

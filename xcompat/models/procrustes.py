@@ -13,11 +13,13 @@ class ProcrustesConfig(MappedConfig):
 
     Args:
         centre: whether both means are taken off before the rotation is solved, and the map brings one to the other.
+        scale: whether the rotation is multiplied by the number that brings both nearest, which without centring changes nothing.
     """
 
     model_type = "xcompat-procrustes"
 
     centre: bool = False
+    scale: bool = False
 
 
 class ProcrustesModel(ClosedFormModel):
@@ -28,4 +30,4 @@ class ProcrustesModel(ClosedFormModel):
 
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """See :meth:`ClosedFormModel.solve`."""
-        return solve_procrustes(moments, self.config.centre)
+        return solve_procrustes(moments, self.config.centre, self.config.scale)

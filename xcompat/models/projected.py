@@ -56,14 +56,13 @@ class ProjectedModel(CompatModel):
                 used = part is self.projection or not any(word in name for word in self.encoder.unused)
                 parameter.requires_grad_((named and used) or id(parameter) in adapters)
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
-        self.require_version(version)
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space: φ (see :meth:`CompatModel.own_view`)."""
         return self.projection(embeds)
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.view_layers`."""
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.own_view_layers`."""
         return self.projection
 
     def self_view(self, embeds: Tensor) -> Tensor:

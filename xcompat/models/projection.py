@@ -59,14 +59,13 @@ class ProjectionModel(CompatModel):
         self.projection = Projection(config.embedding_dim, config.old["dim"])
         self.post_init()
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ (see :meth:`CompatModel.view`)."""
-        self.require_version(version)
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space: φ (see :meth:`CompatModel.own_view`)."""
         return self.projection(embeds)
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.view_layers`."""
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.own_view_layers`."""
         return self.projection
 
     def forward(

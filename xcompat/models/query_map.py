@@ -158,9 +158,8 @@ class QueryMapModel(CompatModel):
         """Return x: embeddings are of length 1 already, penultimate features are not."""
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space (see :meth:`CompatModel.view`)."""
-        self.require_version(version)
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space (see :meth:`CompatModel.own_view`)."""
         inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
             assert self.network is not None
@@ -171,8 +170,8 @@ class QueryMapModel(CompatModel):
         return F.normalize(mapped, dim=-1)
 
     @property
-    def view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.view_layers`."""
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """See :attr:`CompatModel.own_view_layers`."""
         if self.linear is None:
             return self.network
         return (self.linear,) if self.network is None else None
@@ -203,7 +202,7 @@ class QueryMapModel(CompatModel):
         """
         self._require(new_embeds=new_embeds, old_embeds=old_embeds)
         assert new_embeds is not None
-        output = CompatOutput(image_embeds=self.view(new_embeds))
+        output = CompatOutput(image_embeds=self.own_view(new_embeds))
         batch = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels, "index": index}
         return CompatOutput(loss=self.embeds_loss(output, batch), **output) if return_loss else output
 

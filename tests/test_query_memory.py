@@ -1,0 +1,220 @@
+"""Queries that remember: against loops over single embeddings, on every view that can wear them, and what stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModel
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.models import METHODS, ProcrustesModel, describe_old, query_memory
+from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, remember_classes
+
+NEW, OLD = 12, 8
+
+
+def unit(rows: int, dim: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+
+def clustered(classes: int, each: int, dim: int, seed: int, spread: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+    centres, labels = unit(classes, dim, seed), np.repeat(np.arange(classes), each)
+    noisy = centres[labels] + spread * unit(len(labels), dim, seed + 1)
+    return noisy / np.linalg.norm(noisy, axis=1, keepdims=True), labels
+
+
+def filled(entries: int = 6, seed: int = 0, **settings: Any) -> QueryMemory:
+    new, labels = clustered(entries, 5, NEW, seed)
+    old, _ = clustered(entries, 5, OLD, seed + 10)
+    memory = QueryMemory(NEW, OLD, entries, **settings)
+    statistics = ClassStatistics.of(old, labels, entries)
+    memory.metric = QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.25, 0.3)
+    remember_classes(memory, ClassStatistics.of(new, labels, entries), statistics, new, labels)
+    return memory
+
+
+def normalised(row: np.ndarray) -> np.ndarray:
+    return row / np.linalg.norm(row)
+
+
+def test_it_is_what_a_loop_over_queries_and_entries_gives() -> None:
+    memory = filled(sharpness=20.0, share=0.7)
+    state = {name: tensor.double().numpy() for name, tensor in memory.state_dict().items()}
+
+    def in_metric(row: np.ndarray, of: str) -> np.ndarray:
+        return normalised((normalised(row) - state[f"{of}.mean_d"]) @ state[f"{of}.matrix_dd"])
+
+    new, own = unit(4, NEW, 7), unit(4, OLD, 8)
+    for x, q, found in zip(new, own, memory(torch.from_numpy(new), torch.from_numpy(own)), strict=True):
+        key = in_metric(x, "key_metric")
+        cosines = [float(key @ entry) for entry in state["keys_KD"]]
+        weights = np.exp(20.0 * (np.array(cosines) - max(cosines)))
+        recalled = sum(weight * value for weight, value in zip(weights / weights.sum(), state["values_Kd"], strict=True))
+        gate = 1 / (1 + np.exp(-(state["gate"][0] * max(cosines) + state["gate"][1])))
+        expected = normalised(in_metric(q, "metric") + 0.7 * gate * recalled)
+        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+        assert memory.familiarity(torch.from_numpy(x[None])).item() == pytest.approx(gate, abs=1e-5)
+
+
+def test_a_metric_whitens_what_lies_within_classes() -> None:
+    old, labels = clustered(5, 400, OLD, 0)
+    within = old - np.stack([old[labels == label].mean(0) for label in range(5)])[labels]
+    statistics = ClassStatistics.of(old, labels, 5)
+    covariance = within.T @ within / len(old)
+    np.testing.assert_allclose(statistics.within_dd.numpy(), covariance, atol=1e-6)
+    whitened = within @ QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.5, 1e-9).matrix_dd.numpy()
+    found = np.cov(whitened.T, bias=True)
+    np.testing.assert_allclose(found, np.eye(OLD) * found[0, 0], atol=1e-3 * found[0, 0])
+    only_centred = QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.0, 0.3)
+    np.testing.assert_allclose(only_centred.matrix_dd.numpy(), np.eye(OLD), atol=1e-6)
+
+
+def test_statistics_do_not_depend_on_blocks_or_on_unreadable_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, labels = clustered(4, 9, OLD, 3)
+    whole = ClassStatistics.of(old, labels, 5)  # of the fifth class there is none
+    assert whole.counts_C.tolist() == [9, 9, 9, 9, 0] and not whole.means_Cd[4].any()
+    monkeypatch.setattr(query_memory, "ROWS", 7)
+    holes = np.insert(old, 5, np.nan, axis=0)
+    parts = ClassStatistics.of(holes, np.insert(labels, 5, 2), 5)
+    for name in ("counts_C", "means_Cd", "mean_d", "within_dd"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
+
+
+def test_the_gate_tells_classes_that_are_remembered_from_others() -> None:
+    both, labels = clustered(12, 30, NEW, 5, spread=0.8)
+    old, _ = clustered(12, 30, OLD, 6)
+    known = labels < 6
+    memory = QueryMemory(NEW, OLD, 6)
+    new_statistics, old_statistics = (ClassStatistics.of(side[known], labels[known], 6) for side in (both, old))
+    memory.metric = QueryMetric.solve(old_statistics.mean_d, old_statistics.within_dd, 0.25, 0.3)
+    remember_classes(memory, new_statistics, old_statistics, both[known], labels[known])
+    fresh, _ = clustered(12, 30, NEW, 5, spread=0.8)
+    opened = memory.familiarity(torch.from_numpy(fresh))
+    assert opened[: known.sum()].mean() > 0.7 > 0.3 > opened[known.sum() :].mean()
+
+
+def test_a_sample_does_not_recognise_itself() -> None:
+    """With two samples a class, each is compared with the other one; with itself in the mean all would look known."""
+    new, labels = clustered(40, 2, NEW, 9, spread=3.0)
+    old, _ = clustered(40, 2, OLD, 10)
+    memory = QueryMemory(NEW, OLD, 40)
+    statistics = [ClassStatistics.of(side, labels, 40) for side in (new, old)]
+    memory.metric = QueryMetric.solve(statistics[1].mean_d, statistics[1].within_dd, 0.25, 0.3)
+    remember_classes(memory, *statistics, new, labels)
+    assert memory.familiarity(torch.from_numpy(unit(200, NEW, 11))).std() < 0.15, "classes that mean nothing open no gate"
+
+
+WEARING = {
+    "procrustes": {},
+    "ridge": {},
+    "residual_mlp": {},
+    "query_map": {"shape": "residual"},
+    "projection": {},
+    "lce": {},
+}
+
+
+def wearing(method: str, **options: Any) -> Any:
+    older = Fingerprint.from_string("older")
+    old = describe_old(Fingerprint.from_string("old"), OLD, compatible_with=[older])
+    torch.manual_seed(0)
+    model = METHODS[method](METHODS[method].config_class(old=old, embedding_dim=NEW, **WEARING.get(method, {}), **options)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("method", WEARING)
+def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Path) -> None:
+    model, embeds = wearing(method), torch.from_numpy(unit(5, NEW, 1))
+    own, before, stored_as = model.view(embeds).detach(), model.fingerprint(), model.stored_fingerprint()
+    memory = filled(sharpness=25.0, share=0.5)
+    model.remember(memory)
+    worn = model.view(embeds).detach()
+    torch.testing.assert_close(worn, memory(embeds, own), rtol=0, atol=0)
+    assert not torch.allclose(worn, own, atol=1e-2)
+    torch.testing.assert_close(model.stored(embeds).detach(), own, rtol=0, atol=0)
+    torch.testing.assert_close(model.view(embeds, model.compatible_with[1]).detach(), own, rtol=0, atol=0)
+    assert model.stored_fingerprint() == stored_as and model.fingerprint() != before and model.view_layers is None
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(again.view(embeds).detach(), worn, rtol=0, atol=0)
+    assert again.fingerprint() == model.fingerprint() and again.config.memory == {"entries": 6, "sharpness": 25.0, "share": 0.5}
+    half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    torch.testing.assert_close(half.view(embeds).detach(), worn, rtol=0, atol=0.1)
+    assert again.remember(None).fingerprint() == before and torch.equal(again.view(embeds), own)
+
+
+def test_two_memories_are_two_models() -> None:
+    prints = {
+        wearing("procrustes").remember(memory).fingerprint().digest for memory in (filled(), filled(share=0.6), filled(seed=1))
+    }
+    assert len(prints) == 3
+
+
+def test_without_entries_only_the_metric_is_worn() -> None:
+    memory = QueryMemory(NEW, OLD, 0)
+    queries = torch.from_numpy(unit(3, OLD, 2))
+    torch.testing.assert_close(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries)
+    memory.metric = filled().metric
+    assert not torch.allclose(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"entries": 3, "sharpness": 20.0}, "memory.share is None"),
+        ({"entries": -1, "sharpness": 20.0, "share": 0.5}, "memory.entries is -1"),
+        ({"entries": 2.5, "sharpness": 20.0, "share": 0.5}, "memory.entries is 2.5"),
+        ({"entries": 3, "sharpness": float("nan"), "share": 0.5}, "memory.sharpness is nan"),
+        ({"entries": 3, "sharpness": float("inf"), "share": 0.5}, "memory.sharpness is inf"),
+        ({"entries": 3, "sharpnes": 20.0, "share": 0.5}, "did you mean 'sharpness'"),
+        ([3], "memory is"),
+    ],
+)
+def test_settings_that_are_none_are_refused(settings: Any, said: str) -> None:
+    with pytest.raises(XcompatError, match=said):
+        wearing("procrustes", memory=settings)
+
+
+def test_what_brings_no_queries_to_an_old_space_remembers_nothing() -> None:
+    with pytest.raises(XcompatError, match="brings no queries"):
+        wearing("procrustes", direction="old_to_new", memory=filled().settings)
+    with pytest.raises(XcompatError, match="brings no queries"):
+        wearing("procrustes", direction="old_to_new").remember(filled())
+
+
+def test_one_class_or_none_cannot_be_remembered() -> None:
+    new, labels = clustered(1, 6, NEW, 0)
+    statistics = ClassStatistics.of(new, labels, 1)
+    with pytest.raises(XcompatError, match="two classes"):
+        remember_classes(QueryMemory(NEW, NEW, 1), statistics, statistics, new, labels)
+    with pytest.raises(XcompatError, match="no readable one"):
+        ClassStatistics.of(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
+    single = ClassStatistics.of(np.eye(4, dtype=np.float32), np.arange(4), 4)
+    with pytest.raises(XcompatError, match="differ within their classes"):
+        QueryMetric.solve(single.mean_d, single.within_dd, 0.25, 0.3)
+
+
+def test_scaled_procrustes_is_the_nearest_multiple_of_a_rotation() -> None:
+    new, turn = unit(60, OLD, 1), np.linalg.qr(unit(OLD, OLD, 2))[0].astype(np.float32)
+    old = F.normalize(torch.from_numpy(0.5 * new @ turn + 0.8 * unit(1, OLD, 4)), dim=1)
+    model = ProcrustesModel(
+        ProcrustesModel.config_class(
+            old=describe_old(Fingerprint.from_string("old"), OLD), embedding_dim=OLD, centre=True, scale=True
+        )
+    ).fit([(torch.from_numpy(new), old)])
+    centred_new, centred_old = new - new.mean(0), (old - old.mean(0)).numpy()
+
+    def loss(scale: float) -> float:
+        rotation = model.weight.detach().numpy() / np.linalg.norm(model.weight.detach().numpy(), 2)
+        return float(((scale * centred_new @ rotation - centred_old) ** 2).sum())
+
+    scale = float(np.linalg.norm(model.weight.detach().numpy(), 2))
+    assert loss(scale) <= min(loss(scale * 1.01), loss(scale * 0.99)) and 0.2 < scale < 0.8

@@ -1,0 +1,277 @@
+"""Queries that remember: a metric that only queries are brought to, and what the old model said of what they resemble.
+
+A map of queries cannot say what the classes say, and a network learns those it is shown by heart. Both can be looked up: the
+training set holds pairs of a new and an old embedding, a query asks which of them it resembles in the new space and leans towards
+their old ones (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022). Nothing is trained, and
+the stored gallery stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.models.old_knowledge import ROWS, Rows
+
+KEY_POWER, KEY_DAMPING = 0.5, 0.1
+"""Of the metric in which queries are compared with what is remembered."""
+GATED = 5_000
+"""Samples at most that a gate is fitted on."""
+_SETTINGS = {"entries": 0, "sharpness": 1, "share": 0}
+"""What a configuration says of a memory, and the least that each may be."""
+
+
+class QueryMetric(nn.Module):
+    """q ↦ normalise((normalise(q) − μ)·A) with A = (C + ε·tr(C)/d·I)^(−α), symmetric.
+
+    A gallery ranked by ⟨g, (q − μ)·A⟩ counts those directions less in which what belongs together differs. Only the query is
+    multiplied, so that any index takes it.
+
+    Args:
+        dim: d.
+    """
+
+    mean_d: Tensor
+    matrix_dd: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean_d", torch.zeros(dim))
+        self.register_buffer("matrix_dd", torch.eye(dim))
+
+    @classmethod
+    def solve(cls, mean_d: Tensor, covariance_dd: Tensor, power: float, damping: float) -> Self:
+        """Return the metric of a mean and a covariance.
+
+        Args:
+            mean_d: μ.
+            covariance_dd: C, within classes, or of the stored gallery.
+            power: α; 0 only centres, 0.5 whitens.
+            damping: ε, in units of the mean variance.
+
+        Returns:
+            The metric, A divided by its mean eigenvalue.
+
+        Raises:
+            XcompatError: there is no variance, or the damping is not above 0.
+        """
+        strength = damping * covariance_dd.diagonal().mean()
+        if not strength > 0:
+            raise XcompatError("a query metric needs embeddings that differ within their classes, and a damping above 0")
+        values_d, vectors_dd = torch.linalg.eigh(covariance_dd.double())
+        scaled_d = (values_d.clamp(min=0) + strength) ** -power
+        metric = cls(len(mean_d))
+        metric.mean_d.copy_(mean_d)
+        metric.matrix_dd.copy_((vectors_dd * (scaled_d / scaled_d.mean())) @ vectors_dd.T)
+        return metric
+
+    def forward(self, embeds_Bd: Tensor) -> Tensor:
+        """Bring queries (B, d) of any length to the metric: (B, d) float32 of length 1."""
+        return self.centred(F.normalize(embeds_Bd.float(), dim=-1))
+
+    def centred(self, embeds_Bd: Tensor) -> Tensor:
+        """Bring what is not to be normalised first to the metric, such as means of classes: a wide class has a short one."""
+        return F.normalize((embeds_Bd.float() - self.mean_d.float()) @ self.matrix_dd.float(), dim=-1)
+
+
+class QueryMemory(nn.Module):
+    """q ↦ normalise(m(q) + λ·g(x)·Σ_k softmax_k(β·cos(key(x), key_k))·value_k), m and key metrics of the old and the new space.
+
+    x is what the new model made of the query and q its place in the old space, as the map gives it. g, the gate, says how much x
+    looks like anything remembered: a logistic function of its largest cosine to a key. Without entries only the metric is left.
+
+    Args:
+        new_dim: D.
+        old_dim: d.
+        entries: K.
+        sharpness: β.
+        share: λ.
+
+    Example:
+        >>> memory = QueryMemory(4, 3, entries=0)
+        >>> torch.allclose(memory(torch.eye(4), torch.eye(4, 3) + 1), F.normalize(torch.eye(4, 3) + 1))
+        True
+    """
+
+    keys_KD: Tensor
+    values_Kd: Tensor
+    gate: Tensor
+
+    def __init__(self, new_dim: int, old_dim: int, entries: int, sharpness: float = 30.0, share: float = 0.5) -> None:
+        super().__init__()
+        self.sharpness, self.share = sharpness, share
+        self.metric, self.key_metric = QueryMetric(old_dim), QueryMetric(new_dim if entries else 0)
+        self.register_buffer("keys_KD", torch.zeros(entries, new_dim))
+        self.register_buffer("values_Kd", torch.zeros(entries, old_dim))
+        self.register_buffer("gate", torch.zeros(2))  # slope and offset
+
+    @classmethod
+    def described(cls, settings: Mapping[str, Any], new_dim: int, old_dim: int) -> Self:
+        """Build an empty memory as a configuration describes it.
+
+        Args:
+            settings: as :attr:`settings` gives them.
+            new_dim: D.
+            old_dim: d.
+
+        Raises:
+            XcompatError: a setting is unknown, missing, or no number that it may be.
+        """
+        if not isinstance(settings, Mapping):
+            raise XcompatError(f"memory is {settings!r}; it has {', '.join(_SETTINGS)}")
+        for name in settings.keys() - _SETTINGS.keys():
+            raise XcompatError(f"a query memory has no setting {name!r}; {nearest(name, _SETTINGS)}")
+        for name, least in _SETTINGS.items():
+            value = settings.get(name)
+            kind = int if name == "entries" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < float("inf"):
+                raise XcompatError(f"memory.{name} is {value!r}; give a number from {least}")
+        return cls(new_dim, old_dim, **settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what a configuration says of the memory; what it holds is in the weights."""
+        return {"entries": len(self.keys_KD), "sharpness": self.sharpness, "share": self.share}
+
+    def resemblance(self, new_BD: Tensor) -> Tensor:
+        """Return the cosines (B, K) of what the new model made of queries to all keys."""
+        return self.key_metric(new_BD) @ self.keys_KD.float().T
+
+    def familiarity(self, new_BD: Tensor) -> Tensor:
+        """Return g (B,) in (0, 1): how much each query looks like anything remembered."""
+        return self._opened(self.resemblance(new_BD))
+
+    def forward(self, new_BD: Tensor, queries_Bd: Tensor) -> Tensor:
+        """Lean queries towards what is remembered.
+
+        Args:
+            new_BD: what the new model made of them.
+            queries_Bd: the same, mapped into the old space.
+
+        Returns:
+            (B, d) float32, L2-normalised, for galleries of the old model.
+        """
+        leaning_Bd = self.metric(queries_Bd)
+        if not len(self.keys_KD):
+            return leaning_Bd
+        cosines_BK = self.resemblance(new_BD)
+        recalled_Bd = (self.sharpness * cosines_BK).softmax(1) @ self.values_Kd.float()
+        return F.normalize(leaning_Bd + self.share * self._opened(cosines_BK)[:, None] * recalled_Bd, dim=-1)
+
+    def _opened(self, cosines_BK: Tensor) -> Tensor:
+        slope, offset = self.gate.float()
+        return torch.sigmoid(slope * cosines_BK.amax(1) + offset)
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """What a metric and a memory need of labelled embeddings, summed in one pass over blocks of rows.
+
+    Args:
+        counts_C: float64 readable samples of each class.
+        means_Cd: float64 mean of the normalised embeddings of each class; zeros where there is none.
+        mean_d: float64 mean of all.
+        within_dd: float64 covariance of the samples around the means of their classes.
+    """
+
+    counts_C: Tensor
+    means_Cd: Tensor
+    mean_d: Tensor
+    within_dd: Tensor
+
+    @classmethod
+    def of(cls, embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> ClassStatistics:
+        """Sum over embeddings, which need not fit into memory.
+
+        Args:
+            embeds_Nd: float embeddings, normalised here; rows of NaN are unreadable samples and left out.
+            labels_N: their classes, in [0, C).
+            n_classes: C.
+
+        Raises:
+            XcompatError: no sample is readable.
+        """
+        dim = embeds_Nd.shape[1]
+        counts_C = torch.zeros(n_classes, dtype=torch.float64)
+        sums_Cd = torch.zeros(n_classes, dim, dtype=torch.float64)
+        outer_dd = torch.zeros(dim, dim, dtype=torch.float64)
+        for start in range(0, len(labels_N), ROWS):
+            rows_Bd = torch.from_numpy(np.array(embeds_Nd[start : start + ROWS], np.float64))
+            labels_B = torch.from_numpy(np.asarray(labels_N[start : start + ROWS]))
+            kept_B = rows_Bd.isfinite().all(1)
+            rows_Bd, labels_B = F.normalize(rows_Bd[kept_B], dim=1), labels_B[kept_B]
+            counts_C += torch.bincount(labels_B, minlength=n_classes)
+            sums_Cd.index_add_(0, labels_B, rows_Bd)
+            outer_dd += rows_Bd.T @ rows_Bd
+        total = counts_C.sum()
+        if not total:
+            raise XcompatError("a query memory needs embeddings to remember, and there is no readable one")
+        means_Cd = sums_Cd / counts_C.clamp(min=1)[:, None]
+        between_dd = (means_Cd * counts_C[:, None]).T @ means_Cd
+        return cls(counts_C, means_Cd, sums_Cd.sum(0) / total, (outer_dd - between_dd) / total)
+
+
+def remember_classes(
+    memory: QueryMemory, new: ClassStatistics, old: ClassStatistics, new_ND: Rows, labels_N: NDArray[np.int64]
+) -> None:
+    """Fill a memory, whose metric is solved, with the classes of a training set, in closed form.
+
+    A key is a class's mean new embedding, its value its mean old one. The gate is fitted on what a known query looks like, each
+    sample beside its own class without itself, and on what an unknown one does, the same samples with their own class left out.
+
+    Args:
+        memory: with an entry for each class that has samples.
+        new: of the new embeddings.
+        old: of the old embeddings of the same samples.
+        new_ND: the new embeddings; NaN where unreadable.
+        labels_N: their classes.
+
+    Raises:
+        XcompatError: fewer than two classes have samples.
+    """
+    known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
+    if len(known_K) < 2:
+        raise XcompatError("a memory of classes needs two classes with readable samples at least")
+    memory.key_metric = QueryMetric.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
+    memory.keys_KD.copy_(memory.key_metric.centred(new.means_Cd[known_K]))
+    memory.values_Kd.copy_(memory.metric.centred(old.means_Cd[known_K]))
+    memory.gate.copy_(_fitted_gate(memory.key_metric, memory.keys_KD, known_K, new, new_ND, labels_N))
+
+
+def _fitted_gate(
+    metric: QueryMetric,
+    keys_KD: Tensor,
+    known_K: Tensor,
+    new: ClassStatistics,
+    new_ND: Rows,
+    labels_N: NDArray[np.int64],
+) -> Tensor:
+    """Return slope and offset of the logistic function that tells known queries from unknown ones by their largest cosine."""
+    from sklearn.linear_model import LogisticRegression
+
+    place_C = torch.full((len(new.counts_C),), -1)
+    place_C[known_K] = torch.arange(len(known_K))
+    twice_N = np.flatnonzero((new.counts_C[torch.from_numpy(labels_N)] > 1).numpy())  # left out, one of one leaves nothing
+    if len(twice_N) == 0:
+        return torch.zeros(2)  # half open: nothing says what a known query looks like
+    rows_S = np.sort(np.random.default_rng(0).permutation(twice_N)[:GATED])
+    samples_SD = torch.from_numpy(np.array(new_ND[rows_S], np.float32))
+    labels_S = torch.from_numpy(labels_N[rows_S])
+    kept_S = samples_SD.isfinite().all(1) & (place_C[labels_S] >= 0)
+    samples_SD, labels_S = F.normalize(samples_SD[kept_S], dim=1), labels_S[kept_S]
+    cosines_SK = metric(samples_SD) @ keys_KD.T
+    counts_S1 = new.counts_C[labels_S][:, None]
+    without_SD = (new.means_Cd[labels_S] * counts_S1 - samples_SD) / (counts_S1 - 1)
+    own_S = (metric(samples_SD) * metric.centred(without_SD)).sum(1)
+    unknown_S = cosines_SK.scatter(1, place_C[labels_S][:, None], -torch.inf).amax(1)
+    known_S = torch.maximum(own_S, unknown_S)
+    seen = LogisticRegression(C=1e4).fit(torch.cat([known_S, unknown_S])[:, None].numpy(), np.repeat([1, 0], len(known_S)))
+    return torch.tensor([float(seen.coef_[0, 0]), float(seen.intercept_[0])])

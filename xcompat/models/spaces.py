@@ -1,0 +1,190 @@
+"""Which older spaces a model's queries can enter and in which form, and which model it is: the other part of the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.heads import first_dims
+from xcompat.models.checkpoint import CheckpointModel
+from xcompat.models.query_memory import QueryMemory
+
+
+class SpacesModel(CheckpointModel):
+    """The part of :class:`~xcompat.models.base.CompatModel` that knows older spaces, and what identifies what lies in them."""
+
+    embeds_in_memory: ClassVar[bool] = False
+    """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
+    maps_galleries: bool = False
+    """True when stored old embeddings are mapped towards the new model (:meth:`upgrade`), and queries stay as they are."""
+    memory: QueryMemory | None
+    _hashed: tuple[Any, str, str] | None = None
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the identity of this model: encoder, adapters, heads, preprocessing, and what its queries remember."""
+        return Fingerprint(self._digests()[1], self.name_or_path or type(self).__name__)
+
+    def _digests(self) -> tuple[str, str]:
+        """Return the digest of the model without what it remembers, which nothing stored depends on, and of all of it."""
+        # a gallery asks with every query, and hashing gigabytes takes seconds
+        state = self._beside_weights(), Fingerprint.state(self)
+        if self._hashed is None or self._hashed[0] != state:
+            self._hashed = state, *self._hash(self._unrounded(), state[0])
+        return self._hashed[1:]
+
+    @staticmethod
+    def _hash(model: SpacesModel, beside: str) -> tuple[str, str]:
+        plain = Fingerprint.from_module(model, json.loads(beside), without="memory")
+        if model.memory is None:
+            return plain.digest, plain.digest
+        return plain.digest, plain.derived(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
+
+    def written_fingerprint(self) -> Fingerprint:
+        """Return the identity of what :meth:`save_pretrained` writes: of a model read in half precision, its rounded weights."""
+        own = self.fingerprint()
+        return own if self._read_from is None else Fingerprint(self._hash(self, self._beside_weights())[1], own.name)
+
+    def _beside_weights(self) -> str:
+        """Return what a fingerprint covers beside the weights."""
+        own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
+        own["encoder"] = (self.config.encoder or {}).get("fingerprint")
+        own["old"] = [version.digest for version in self.compatible_with]
+        # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
+        seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
+        return json.dumps(own | seen, default=str)
+
+    @property
+    def compatible_with(self) -> list[Fingerprint]:
+        """Return the versions whose galleries this model's queries can search, the nearest first."""
+        return [version for version, _ in self._version_dims()]
+
+    def _version_dims(self) -> list[tuple[Fingerprint, int]]:
+        """Return the versions whose galleries can be searched with the dimension of each, the nearest first."""
+        versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
+        return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
+
+    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Bring own embeddings into the space of an older gallery, as its queries: :meth:`own_view`, and what it remembers.
+
+        Args:
+            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
+            version: the gallery's version; None for the old model this one was trained for. Of others nothing is remembered.
+
+        Returns:
+            (B, d) float32, L2-normalised.
+
+        Raises:
+            FingerprintMismatchError: when the model was not made compatible with that version.
+            XcompatError: the model maps galleries, not queries.
+        """
+        self.require_version(version)
+        if self.maps_galleries:
+            raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
+        own = self.own_view(embeds, version)
+        return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
+
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Bring own embeddings into an older space, which they must have: here its number of first dimensions, normalised.
+
+        Args:
+            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
+            version: one of :attr:`compatible_with`; None for the old model this one was trained for.
+
+        Returns:
+            (B, d) float32, L2-normalised.
+        """
+        assert self.config.old is not None
+        dim = next((d for known, d in self._version_dims() if known == version), self.config.old["dim"])
+        return F.normalize(embeds[:, :dim].float(), dim=-1)
+
+    def remember(self, memory: QueryMemory | None) -> Self:
+        """Let queries wear a metric and a memory, or nothing more.
+
+        Args:
+            memory: what they remember, of this model's dimensions; None to forget.
+
+        Returns:
+            The model itself; its fingerprint is another, that of what it stores in galleries stays.
+        """
+        self._dim_remembered()
+        self.memory = memory.to(self.device).requires_grad_(False) if memory is not None else None
+        self.config.memory = memory.settings if memory is not None else None
+        return self
+
+    def _dim_remembered(self) -> int:
+        if self.config.old is None or self.maps_galleries:
+            raise XcompatError(f"{type(self).__name__} brings no queries to an old space: leave memory out")
+        return int(self.config.old["dim"])
+
+    def require_version(self, version: Fingerprint | None) -> None:
+        """Refuse a gallery this model was not made compatible with.
+
+        Args:
+            version: the gallery's version; None for the old model this one was trained for.
+
+        Raises:
+            FingerprintMismatchError: naming what it is compatible with.
+            XcompatError: when it is compatible with nothing.
+        """
+        known = self.compatible_with
+        if not known:
+            raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
+        if version is not None and version not in known:
+            names = ", ".join(map(str, known))
+            raise FingerprintMismatchError(
+                f"this model is compatible with {names}, not with {version}; use a model trained for it"
+            )
+
+    def self_view(self, embeds: Tensor) -> Tensor:
+        """Return the form in which two of this model's own embeddings are compared (new/new): here as they are."""
+        return embeds
+
+    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings towards the new model; the identity unless a method maps galleries.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) side-information stored with them, for methods that use it.
+
+        Returns:
+            The embeddings to store instead.
+        """
+        return old_embeds
+
+    @property
+    def view_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers that :meth:`view` for the nearest version normalises the output of (see :attr:`embed_layers`)."""
+        return self.own_view_layers if self.memory is None else None
+
+    @property
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers that :meth:`own_view` normalises the output of, likewise."""
+        assert self.config.old is not None
+        dims = self.config.embedding_dim, self.config.old["dim"]
+        return () if dims[0] == dims[1] else (first_dims(*dims),)
+
+    @property
+    def stores_view(self) -> bool:
+        """Return whether a gallery of this model holds its view of the old space, so that a chain of updates shares one space."""
+        return bool(self.compatible_with) and not self.maps_galleries
+
+    def stored(self, embeds: Tensor) -> Tensor:
+        """Return what a gallery of this model holds: what is stored remembers nothing, only queries do."""
+        return self.own_view(embeds) if self.stores_view else embeds
+
+    def stored_fingerprint(self) -> Fingerprint:
+        """Return the identity of what :meth:`stored` gives."""
+        plain = Fingerprint(self._digests()[0], self.fingerprint().name)
+        return plain.derived("view") if self.stores_view else plain
+
+    @property
+    def stored_dim(self) -> int:
+        """Return the dimension of what :meth:`stored` gives."""
+        assert not self.stores_view or self.config.old is not None
+        return self.config.old["dim"] if self.stores_view else self.config.embedding_dim
