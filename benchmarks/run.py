@@ -18,7 +18,7 @@ from pathlib import Path
 
 from measuring import COLUMNS, KEPT, Row
 
-from xcompat.training.provenance import provenance
+from xcompat.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"

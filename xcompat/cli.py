@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Literal, NoReturn, Optional
 
 import typer
 
@@ -62,6 +62,33 @@ def train(
         from xcompat.training.run import run_recipe
 
         run_recipe(loaded)
+
+
+@app.command("map")
+def map_(
+    old: Annotated[Path, typer.Option(help="What the old model made: a folder, or an array as .npy.")],
+    new: Annotated[Path, typer.Option(help="What the new model made of the same items, likewise.")],
+    out: Annotated[Path, typer.Option(help="Folder that gets the model and report.json.")] = Path("runs/map"),
+    old_model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given."),
+    ] = None,
+    new_model: Annotated[Optional[str], typer.Option(help="The new model, so that texts and pictures can be asked.")] = None,  # noqa: UP045
+    searched_classes: Annotated[
+        Literal["known", "open", "unknown"],
+        typer.Option(help="Whether all classes that will be searched are given."),
+    ] = "unknown",
+    seed: Annotated[int, typer.Option(min=0, help="Of what is held out.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out.")] = False,
+) -> None:
+    """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
+
+    A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line). What each way finds on
+    items and classes that were held out decides.
+    """
+    from xcompat.mapping.commands import map_embeddings
+
+    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite)
 
 
 @app.command()

@@ -43,9 +43,9 @@ from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import Embedder
+from xcompat.provenance import provenance
 from xcompat.training.cached_gradients import backward_in_parts
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.provenance import provenance
 
 TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}

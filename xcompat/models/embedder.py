@@ -94,6 +94,16 @@ class Embedder:
             ]
         return described
 
+    def describe_encoder(self) -> dict[str, Any]:
+        """Describe this model as the encoder of a configuration, so that a map over its embeddings can load it later."""
+        model = self.model
+        if isinstance(model, CompatModel):
+            own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": model.revision, "config": {}}
+        else:
+            assert isinstance(model, Encoder)
+            own = model.description
+        return own | {"fingerprint": self.fingerprint.digest, "dim": self.dim}
+
     def _revision(self) -> str | None:
         if isinstance(self.model, CompatModel):
             return self.model.revision

@@ -25,7 +25,6 @@ from xcompat.data.schema import (
 from xcompat.distributed import is_main_process
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
-from xcompat.encoders.base import Encoder
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -126,7 +125,7 @@ def fill_caches(stage: Stage, role: str) -> None:
 def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
     """Build a map and what it learns from; the encoders are gone when this returns."""
     plain, old = stage.embedder("new"), stage.old()
-    described, new = _describe_encoder(plain), stage.as_input(plain)
+    described, new = plain.describe_encoder(), stage.as_input(plain)
     sides: dict[str, Any] = {role: stage.remembered(role).describe_old() for role in SIDES if _reads(stage, role)}
     config = stage.method.config_class(
         encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **stage.part.options
@@ -309,14 +308,3 @@ def _warn_of_overlap(stage: Stage, pairs: datasets.Dataset) -> None:
     shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
     if shared:
         notice(f"{len(shared)} of {len(test)} captions of data.test are in data.pairs too: the result will flatter the model")
-
-
-def _describe_encoder(embedder: Embedder) -> dict[str, Any]:
-    """Describe a frozen model so that a map over its embeddings can load it later."""
-    model = embedder.model
-    if isinstance(model, CompatModel):
-        own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": model.revision, "config": {}}
-    else:
-        assert isinstance(model, Encoder)
-        own = model.description
-    return own | {"fingerprint": embedder.fingerprint.digest, "dim": embedder.dim}

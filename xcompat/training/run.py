@@ -19,12 +19,12 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
+from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
-from xcompat.training.provenance import provenance
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
 from xcompat.training.record import (
     DONE,

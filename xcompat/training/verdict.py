@@ -22,9 +22,9 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.progress import console, literal
+from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
-from xcompat.training.provenance import provenance
 from xcompat.training.recipe import apply_override, explain, load_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings, EvaluationSettings

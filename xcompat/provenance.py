@@ -48,7 +48,7 @@ def _cpu_name() -> str:
 
 @cache
 def _git_revision() -> str | None:
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     if not (folder / ".git").exists():
         return None
     described = subprocess.run(

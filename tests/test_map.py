@@ -1,0 +1,241 @@
+"""``xcompat map``: embeddings brought together, what is held out, what is chosen, and the model that is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModel
+from typer.testing import CliRunner
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.cli import app
+from xcompat.evaluation import cmc
+from xcompat.mapping import Candidate, PairedEmbeddings, choose, load_paired
+from xcompat.mapping.candidates import Known, fit
+from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
+from xcompat.retrieval import Gallery
+
+CLASSES, EACH, NEW, OLD = 24, 30, 24, 16
+
+
+def normalised(rows: np.ndarray) -> np.ndarray:
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def made(seed: int = 0, new_noise: float = 0.2, old_noise: float = 1.2) -> PairedEmbeddings:
+    """Two models that see the same classes, the new one more clearly."""
+    draw = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(CLASSES), EACH)
+    meant = draw.standard_normal((CLASSES, OLD))[labels]
+    turn = np.linalg.qr(draw.standard_normal((NEW, NEW)))[0][:OLD]
+    shared = draw.standard_normal(meant.shape) * 0.3
+    new = (meant + shared + new_noise * draw.standard_normal(meant.shape)) @ turn
+    old = meant + shared + old_noise * draw.standard_normal(meant.shape)
+    return PairedEmbeddings(normalised(new), normalised(old), labels)
+
+
+def write(folder: Path, embeds: np.ndarray, ids: list[str] | None = None, labels: list[str] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    np.save(folder / "image_embeds.npy", embeds)
+    names = ids if ids is not None else [f"item {row}" for row in range(len(embeds))]
+    (folder / "image_ids.txt").write_text("\n".join(names) + "\n")
+    if labels is not None:
+        (folder / "labels.txt").write_text("\n".join(labels) + "\n")
+    return folder
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Path, Path]:
+    pairs = made()
+    assert pairs.labels_N is not None
+    labels = [f"class {label}" for label in pairs.labels_N]
+    return write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND)
+
+
+def test_both_sides_come_into_the_order_of_the_old_one(tmp_path: Path) -> None:
+    pairs = made()
+    ids = [f"item {row}" for row in range(len(pairs))]
+    order = np.random.default_rng(1).permutation(len(pairs))[:-3]
+    old = write(tmp_path / "old", pairs.old_Nd, ids)
+    new = write(tmp_path / "new", pairs.new_ND[order], [ids[row] for row in order], [str(pairs.labels_N[row]) for row in order])
+    found = load_paired(old, new)
+    kept = np.sort(order)
+    np.testing.assert_array_equal(found.old_Nd, pairs.old_Nd[kept])
+    np.testing.assert_array_equal(found.new_ND, pairs.new_ND[kept])
+    assert found.labels_N is not None and found.n_classes == CLASSES
+    same = found.labels_N[:, None] == found.labels_N
+    np.testing.assert_array_equal(same, pairs.labels_N[kept][:, None] == pairs.labels_N[kept])
+    assert found.notes == ("Both sides have 717 items; 720 old and 717 new ones were given.",)
+
+
+def test_bare_arrays_are_row_by_row(tmp_path: Path) -> None:
+    pairs = made()
+    np.save(tmp_path / "old.npy", pairs.old_Nd.astype(np.float16))
+    np.save(tmp_path / "new.npy", pairs.new_ND)
+    found = load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
+    assert len(found) == len(pairs) and found.labels_N is None
+    np.save(tmp_path / "new.npy", pairs.new_ND[1:])
+    with pytest.raises(XcompatError, match="720 rows and .* 719"):
+        load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
+
+
+def _nan(embeds: np.ndarray) -> np.ndarray:
+    embeds[3, 1] = np.nan
+    return embeds
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "NaN": (lambda new: np.save(new / "image_embeds.npy", _nan(made().new_ND)), "row 3 of .* not finite"),
+    "length": (lambda new: np.save(new / "image_embeds.npy", 2 * made().new_ND), "row 0 of .* is of length 2, not 1"),
+    "integers": (lambda new: np.save(new / "image_embeds.npy", np.ones((720, 4), np.int64)), "embeddings are floats"),
+    "empty": (lambda new: np.save(new / "image_embeds.npy", np.ones((0, 4), np.float32)), "of shape"),
+    "too few ids": (lambda new: (new / "image_ids.txt").write_text("a\nb\n"), "has 2 lines, but image_embeds.npy has 720 rows"),
+    "other ids": (lambda new: (new / "image_ids.txt").write_text("\n".join(map(str, range(720)))), "share no id"),
+    "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "names 'a' more than once"),
+    "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt"),
+    "other classes": (
+        lambda new: (new / "labels.txt").write_text("\n".join(["x"] * 720)),
+        "is 'class 0' in .* and 'x' in",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_embeddings_are_one_line(what: str, sides: tuple[Path, Path]) -> None:
+    damage, said = BAD[what]
+    damage(sides[1])
+    with pytest.raises(XcompatError, match=said):
+        load_paired(*sides)
+
+
+@given(st.lists(st.integers(1, 14), min_size=8, max_size=20), st.sampled_from(list(PROTOCOLS)), st.integers(0, 5))
+def test_nothing_that_is_searched_was_learned_from(counts: list[int], searched: Any, seed: int) -> None:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    try:
+        found = list(folds(labels, searched, seed))
+    except XcompatError:
+        assert sum(count >= FEWEST for count in counts) < 8, "enough classes of enough items"
+        return
+    new_classes = []
+    for fold in found:
+        assert tuple(fold.searched) == PROTOCOLS[searched]
+        learned = set(labels[fold.fit_F])
+        for protocol, rows in fold.searched.items():
+            assert not set(rows) & set(fold.fit_F) and len(set(rows)) == len(rows)
+            classes = set(labels[rows])
+            if protocol == "known classes":
+                assert classes <= learned
+            if protocol == "new classes":
+                assert not classes & learned
+                new_classes.append(classes)
+        known, both = fold.searched["known classes"], fold.searched.get("half of them new")
+        assert both is None or set(both) == set(known) | set(fold.searched.get("new classes", both))
+        assert all((labels[known] == label).sum() >= 2 for label in labels[known]), "each query has somebody to find"
+    assert len(new_classes) < 2 or not new_classes[0] & new_classes[1], "each half is new once"
+
+
+def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
+    pairs = made()
+    assert pairs.labels_N is not None
+    choice = choose(pairs, "unknown")
+    trial = next(trial for trial in choice.trials if trial.candidate == Candidate("procrustes"))
+    gains, floor = [], []
+    for fold in folds(pairs.labels_N, "unknown"):
+        rows = fold.searched["new classes"]
+        labels = pairs.labels_N[rows]
+        queries = Known(pairs.take(fold.fit_F)).queries(Candidate("procrustes"), pairs.new_ND[rows])
+        old = cmc(pairs.old_Nd[rows], pairs.old_Nd[rows], labels, labels, rows, rows)[1]
+        gains += [cmc(queries, pairs.old_Nd[rows], labels, labels, rows, rows)[1] - old] * len(rows)
+        floor += [old] * len(rows)
+    assert trial.gains["new classes"]["cmc@1"].mean == pytest.approx(np.mean(gains))
+    assert choice.floor["new classes"]["cmc@1"] == pytest.approx(np.mean(floor))
+    assert choice.n_queries["new classes"] == len(gains)
+
+
+def test_the_worst_gain_decides_and_then_the_mean() -> None:
+    choice = choose(made(), "unknown")
+    tenths = [round(1000 * trial.worst) for trial in choice.trials]
+    assert round(1000 * choice.chosen.worst) == max(tenths) and choice.chosen.worst > 0
+    best = [trial.mean for trial, worst in zip(choice.trials, tenths, strict=True) if worst == max(tenths)]
+    assert choice.chosen.mean == max(best)
+    known = choose(made(), "known")
+    assert set(known.floor) == {"known classes"} and known.chosen.mean >= choice.chosen.gains["known classes"]["cmc@1"].low
+    assert choose(made(), "unknown").chosen == choice.chosen, "the same seed chooses the same"
+
+
+def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    report = json.loads((out / "report.json").read_text())
+    assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
+    settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
+    model, pairs = AutoModel.from_pretrained(out / "model"), load_paired(*sides)
+    expected = Known(pairs).queries(Candidate(**settings), pairs.new_ND)
+    torch.testing.assert_close(model.view(torch.from_numpy(np.array(pairs.new_ND))), expected)
+    assert model.compatible_with == [Fingerprint.from_string("old")]
+    chosen = max(report["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
+    assert chosen["name"] == report["model"]["name"] and report["without_new_model"]["mean"] < chosen["mean"]
+    assert CliRunner().invoke(app, command).exit_code == 0, "the same command replaces what it made"
+    (out / "notes.txt").write_text("mine")
+    assert "notes.txt was not made by" in str(CliRunner().invoke(app, command).exception)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0 and not (out / "notes.txt").exists()
+
+
+def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
+    pairs = made()
+    model = fit(choose(pairs, "known").chosen.candidate, Known(pairs))
+    gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=OLD)
+    gallery.add(pairs.old_Nd, [str(row) for row in range(len(pairs))])
+    gallery.commit()
+    hits = Gallery.open(tmp_path / "gallery").search(pairs.new_ND[:5], model, top_k=3)
+    scores = model.view(torch.from_numpy(pairs.new_ND[:5])) @ torch.from_numpy(pairs.old_Nd).T
+    assert [[int(hit.id) for hit in found] for found in hits] == scores.topk(3).indices.tolist()
+
+
+def test_without_classes_it_says_that_it_guesses(tmp_path: Path) -> None:
+    pairs = made()
+    for name, embeds in (("old", pairs.old_Nd), ("new", pairs.new_ND)):
+        np.save(tmp_path / f"{name}.npy", embeds)
+    done = CliRunner().invoke(
+        app, ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 0 and "is a guess" in " ".join(done.output.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["model"]["name"] == "procrustes" and not report["verdict"] and "trials" not in report
+
+
+def test_too_few_items_to_hold_any_out_are_a_guess_too(tmp_path: Path) -> None:
+    pairs = made()
+    labels = [str(row) for row in range(len(pairs))]
+    old, new = write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND)
+    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0 and "too few items to hold any out" in said and "is a guess" in said
+
+
+def test_where_nothing_beats_old_queries_it_says_so(tmp_path: Path) -> None:
+    pairs = made(new_noise=8.0, old_noise=0.1)
+    assert pairs.labels_N is not None
+    old = write(tmp_path / "old", pairs.old_Nd, labels=list(map(str, pairs.labels_N)))
+    new = write(tmp_path / "new", pairs.new_ND)
+    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "No map finds more than old queries" in " ".join(done.output.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert not report["verdict"] and report["model"]["name"] == "procrustes"
+
+
+def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folder_of: dict[str, str], tmp_path: Path) -> None:
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"]])
+    assert "--new-model" in str(done.exception) and "dimensions" in str(done.exception) and not (tmp_path / "out").exists()

@@ -1,0 +1,9 @@
+"""From two folders of embeddings to a map of queries, chosen by what each finds on items and classes that it was not shown."""
+
+from __future__ import annotations
+
+from xcompat.mapping.candidates import Candidate, fit
+from xcompat.mapping.choosing import Choice, choose
+from xcompat.mapping.paired import PairedEmbeddings, load_paired
+
+__all__ = ["Candidate", "Choice", "PairedEmbeddings", "choose", "fit", "load_paired"]

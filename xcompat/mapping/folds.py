@@ -1,0 +1,91 @@
+"""What a training set can simulate: queries about items, and about classes, that a map was not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.models.old_knowledge import samples_of_classes
+
+Searched = Literal["known", "open", "unknown"]
+"""What a user says of the classes that will be searched: all in the training set, some, or nothing."""
+
+PROTOCOLS: dict[Searched, tuple[str, ...]] = {
+    "known": ("known classes",),
+    "open": ("known classes", "half of them new"),
+    "unknown": ("known classes", "half of them new", "new classes"),
+}
+HELD_OUT = 0.3
+"""Share of the items of a class that is learned from which is not."""
+LEARNED = 100_000
+"""Items that a fold learns from at most: more take longer and change little."""
+QUERIES = 1000
+"""Held-out items of known classes, and of new ones, at most: each is a query, and each is searched."""
+FEWEST = 4
+"""Items of a class of which some can be held out: two to find each other, two to learn from."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A split of a training set.
+
+    Args:
+        fit_F: rows that are learned from.
+        searched: rows by protocol, which search each other.
+    """
+
+    fit_F: NDArray[np.int64]
+    searched: dict[str, NDArray[np.int64]]
+
+
+def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int = 0) -> Iterator[Fold]:
+    """Split a training set twice, so that each half of the classes is new once.
+
+    Args:
+        labels_N: classes of the items.
+        searched: which protocols are wanted; with ``known`` no class is held out.
+        seed: of the split.
+
+    Yields:
+        Two folds.
+
+    Raises:
+        XcompatError: there are too few items to hold any out.
+    """
+    draw = np.random.default_rng(seed)
+    rows_C = [draw.permutation(rows) for rows in samples_of_classes(labels_N, int(labels_N.max()) + 1) if len(rows) > 1]
+    draw.shuffle(rows_C)
+    halves = (rows_C[::2], rows_C[1::2]) if searched != "known" else (rows_C, rows_C)
+    if min(sum(len(rows) >= FEWEST for rows in half) for half in halves) < 2:
+        raise XcompatError(
+            f"too few items to hold any out: it takes {2 * len(set(map(id, halves)))} classes of {FEWEST} items each, "
+            f"and there are {sum(len(rows) >= FEWEST for rows in rows_C)}"
+        )
+    for number, half in enumerate(halves):
+        split = [_split(rows, number) for rows in half]
+        fit_F = np.sort(draw.permutation(np.concatenate([fit for fit, _ in split]))[:LEARNED])
+        known_K = _enough([held for _, held in split if len(held)])
+        shown = {"known classes": known_K}
+        if searched != "known":
+            typical = max(2, int(np.median([len(held) for _, held in split if len(held)])))
+            new_U = _enough([rows[:typical] for rows in halves[1 - number]])
+            shown |= {"half of them new": np.concatenate([known_K, new_U]), "new classes": new_U}
+        yield Fold(fit_F, {name: np.sort(shown[name]) for name in PROTOCOLS[searched]})
+
+
+def _split(rows: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what is learned from and what is held out of a class; the second fold holds out others where all are learned."""
+    held = max(2, round(HELD_OUT * len(rows))) if len(rows) >= FEWEST else 0
+    rows = np.roll(rows, number * held)
+    return rows[held:], rows[:held]
+
+
+def _enough(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return whole groups until there are enough rows."""
+    ends = np.cumsum([len(group) for group in groups])
+    return np.concatenate(groups[: int(np.searchsorted(ends, QUERIES)) + 1])
