@@ -6,6 +6,9 @@ OVERRIDES ?=
 # Named after what was installed: a changed pyproject.toml makes the environment stale, a fresh clone does not.
 STAMP := $(VENV)/installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
+# Tests write many small files: into memory, where there is room for 4 GB.
+MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
+
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-quickstart lint bench faults
 
@@ -16,7 +19,7 @@ quickstart: $(STAMP) ## Do the main job on embedded data: two models, one old ga
 	$(VENV)/bin/python -m xcompat quickstart $(OVERRIDES)
 
 test: lint ## Lint, types, layers, every test and documented example, and a shortened quickstart.
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py
