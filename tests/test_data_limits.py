@@ -16,7 +16,7 @@ import pytest
 from xcompat.data import PairSource, load_classes, load_pairs, load_texts, shards, text_files
 from xcompat.errors import XcompatError
 
-DEEP, LONG = "[" * 1000 + "]" * 1000, "1" * 5000
+DEEP, LONG = "[" * 100_000 + "]" * 100_000, "1" * 5000  # deeper than any limit that a library may set
 MEMORY = 100_000_000
 """Bytes that may be held while something is refused."""
 
