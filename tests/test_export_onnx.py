@@ -26,9 +26,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "closed form, SigLIP reads padding": ("ridge", "siglip", "own", {}),
     "trained on classes": ("bct", "resnet", "old", {"classes": ["cat", "dog"]}),
     "penultimate, images alone": ("query_map", "clip", "old", {"input": "penultimate"}),
-    "timm": ("ridge", "timm_wrapper", "old", {}),
+    "timm, remembering": ("ridge", "timm_wrapper", "old", {"memory": {"entries": 5, "sharpness": 20.0, "share": 0.5}}),
 }
-IMAGES_ALONE = {"trained on classes", "penultimate, images alone", "timm"}
+IMAGES_ALONE = {"trained on classes", "penultimate, images alone", "timm, remembering"}
 
 
 def build(method: str, folder: str, options: dict[str, Any]) -> CompatModel:
@@ -36,6 +36,9 @@ def build(method: str, folder: str, options: dict[str, Any]) -> CompatModel:
     for name, parameter in model.named_parameters():
         if "lora_" in name or not name.startswith("encoder."):
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    if model.memory is not None:
+        for buffer in model.memory.buffers():
+            buffer.add_(0.3 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(2)))
     return model
 
 

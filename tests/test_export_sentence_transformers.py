@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "direct on SigLIP": ("direct", "siglip", "old", {}),
     "BLIP, which masks padding": ("xbt", "blip", "old", {}),
     "query map": ("query_map", "clip", "old", {}),
-    "query map of open_clip": ("query_map", "open_clip", "old", {"shape": "residual"}),
+    "remembering": ("query_map", "open_clip", "old", {"memory": {"entries": 5, "sharpness": 20.0, "share": 0.5}}),
     "closed form": ("procrustes", "vision-text-dual-encoder", "old", {}),
     "a map of galleries": ("fct", "clip", "own", {}),
     "penultimate, images alone": ("query_map", "clip", "old", {"input": "penultimate"}),
@@ -56,7 +56,7 @@ OWN_MODULE = {
     "xbt",
     "xbt in its own space",
     "BLIP, which masks padding",
-    "query map of open_clip",
+    "remembering",
     "penultimate, images alone",
     "parts turned",
     "timm",
@@ -91,6 +91,9 @@ def build(case: str, folder: str) -> CompatModel:
     for name, parameter in model.named_parameters():
         if not name.startswith("encoder."):
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    if model.memory is not None:
+        for buffer in model.memory.buffers():
+            buffer.add_(0.3 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(2)))
     return model
 
 

@@ -21,6 +21,7 @@ from xcompat.evaluation import cmc
 from xcompat.mapping import Candidate, PairedEmbeddings, choose, load_paired
 from xcompat.mapping.candidates import Known, fit
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
 CLASSES, EACH, NEW, OLD = 24, 30, 24, 16
@@ -239,3 +240,20 @@ def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folde
     command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"]])
     assert "--new-model" in str(done.exception) and "dimensions" in str(done.exception) and not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], tmp_path: Path) -> None:
+    new = load_embedder(folder_of["clip"])
+    texts = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
+    embeds = new.embed(new.processor.texts(texts)).numpy()
+    turn = np.linalg.qr(np.random.default_rng(0).standard_normal((embeds.shape[1], 8)))[0]
+    old = write(tmp_path / "old", normalised(embeds @ turn), texts, [text.split()[1] for text in texts])
+    command = ["map", "--old", str(old), "--new", str(write(tmp_path / "new", embeds, texts)), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"], "--old-model", "clip-b32"])
+    assert done.exit_code == 0, done.output
+    model = AutoModel.from_pretrained(tmp_path / "out" / "model")
+    assert model.compatible_with == [Fingerprint.from_string("clip-b32")]
+    own = model.embed_texts(**model.processor.texts(texts[:4]))
+    np.testing.assert_allclose(own.numpy(), embeds[:4], atol=1e-6)
+    assert model.view(own).shape == (4, 8)

@@ -88,14 +88,13 @@ def _choice(pairs: PairedEmbeddings, searched: Searched, seed: int) -> tuple[Cho
 
 
 def _described_old(name: str | None, path: Path, pairs: PairedEmbeddings) -> dict[str, Any]:
-    """Describe the gallery's model: loaded, or known by its name alone, as adopted galleries know theirs."""
+    """Describe the gallery's model: loaded, or known by its name alone, as galleries that adopted an index know theirs."""
     dim = pairs.old_Nd.shape[1]
     if name is None:
         return describe_old(Fingerprint.from_string(path.stem), dim)
-    try:
-        old = load_embedder(name)
-    except XcompatError:
+    if "/" not in name and not Path(name).exists():  # no model of a Hub: the gallery's name for it
         return describe_old(Fingerprint.from_string(name), dim)
+    old = load_embedder(name)
     _require_dim(old, dim, "--old-model")
     return old.describe_old()
 
