@@ -52,3 +52,13 @@ def test_one_that_was_saved_before_there_were_checksums_is_continued_from(tmp_pa
     (tmp_path / "checkpoint-mine").mkdir()
     assert last_complete_checkpoint(tmp_path) is None
     assert last_complete_checkpoint(tmp_path) != save(tmp_path, 3, recorded=False) == last_complete_checkpoint(tmp_path)
+
+
+def test_what_a_process_left_in_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    left = checkpoint / f".{CHECKSUMS}.bhly0w8w.partial"
+    left.mkdir(parents=True)
+    (left / CHECKSUMS).write_text("{")
+    (checkpoint / STATE).write_text("{}")
+    assert last_complete_checkpoint(tmp_path) == checkpoint
+    assert [file.name for file in checkpoint.iterdir()] == [STATE]

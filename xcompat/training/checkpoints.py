@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import XcompatError
-from xcompat.files import files_below, listed, read_json, sync_folder, sync_tree
+from xcompat.files import clear_leftovers, files_below, listed, read_json, sync_folder, sync_tree
 from xcompat.folder_checksums import changes, write_checksums
 from xcompat.progress import console
 
@@ -44,6 +44,8 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     """
     numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if is_main_process():
+            clear_leftovers(checkpoint)  # of a process that was killed, or could not remove its own
         wrong = _damage(checkpoint)
         if wrong is None:
             return checkpoint
