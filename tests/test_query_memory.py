@@ -23,9 +23,11 @@ def unit(rows: int, dim: int, seed: int) -> np.ndarray:
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
-def clustered(classes: int, each: int, dim: int, seed: int, spread: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+def clustered(
+    classes: int, each: int, dim: int, seed: int, spread: float = 0.5, noise: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     centres, labels = unit(classes, dim, seed), np.repeat(np.arange(classes), each)
-    noisy = centres[labels] + spread * unit(len(labels), dim, seed + 1)
+    noisy = centres[labels] + spread * unit(len(labels), dim, seed + 1 if noise is None else noise)
     return noisy / np.linalg.norm(noisy, axis=1, keepdims=True), labels
 
 
@@ -94,7 +96,7 @@ def test_the_gate_tells_classes_that_are_remembered_from_others() -> None:
     new_statistics, old_statistics = (ClassStatistics.of(side[known], labels[known], 6) for side in (both, old))
     memory.metric = QueryMetric.solve(old_statistics.mean_d, old_statistics.within_dd, 0.25, 0.3)
     remember_classes(memory, new_statistics, old_statistics, both[known], labels[known])
-    fresh, _ = clustered(12, 30, NEW, 5, spread=0.8)
+    fresh, _ = clustered(12, 30, NEW, 5, spread=0.8, noise=77)  # other samples of the same classes
     opened = memory.familiarity(torch.from_numpy(fresh))
     assert opened[: known.sum()].mean() > 0.7 > 0.3 > opened[known.sum() :].mean()
 

@@ -72,7 +72,7 @@ def owned_path(
     with atomic_path(path) as temporary:
         yield temporary
         require_replaceable(path, made_by, overwrite, read)  # it may have taken long
-        drop_unfinished(temporary)
+        drop_unfinished(temporary)  # before what is there is recorded
         files = {name: record for name, record in _records(temporary).items() if record is not None}
         made = Made(made_by=made_by, files=files, about=about or {})
         if temporary.is_dir():

@@ -9,7 +9,7 @@ import numpy as np
 
 from xcompat.evaluation import PairedDifference, RankedQueries, paired_bootstrap, ranking_per_query
 from xcompat.mapping.candidates import Candidate, Known
-from xcompat.mapping.folds import PROTOCOLS, Fold, Searched, folds
+from xcompat.mapping.folds import PROTOCOLS, Searched, folds
 from xcompat.mapping.paired import PairedEmbeddings
 
 METRICS = ("cmc@1", "cmc@5", "map@1.0")
@@ -75,26 +75,24 @@ class _HeldOut:
         self.pairs, self.protocols = pairs, PROTOCOLS[searched]
         self.folds = list(folds(pairs.labels_N, searched, seed))
         self.known = [Known(pairs.take(fold.fit_F)) for fold in self.folds]
-        self.floor = self._values(lambda fold, _, rows: pairs.old_Nd[rows])
+        self.floor = self._values(lambda _, rows: pairs.old_Nd[rows])
         self.seed = seed
 
-    def _values(self, queries: Callable[[Fold, Known, np.ndarray], np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    def _values(self, queries: Callable[[Known, np.ndarray], np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
         """Return protocol -> metric -> value of each query of every fold."""
         assert self.pairs.labels_N is not None
         found: dict[str, dict[str, list[np.ndarray]]] = {name: {metric: [] for metric in METRICS} for name in self.protocols}
         for fold, known in zip(self.folds, self.known, strict=True):
             for protocol, rows_Q in fold.searched.items():
                 labels = self.pairs.labels_N[rows_Q]
-                ranked = ranking_per_query(
-                    queries(fold, known, rows_Q), self.pairs.old_Nd[rows_Q], labels, labels, rows_Q, rows_Q
-                )
+                ranked = ranking_per_query(queries(known, rows_Q), self.pairs.old_Nd[rows_Q], labels, labels, rows_Q, rows_Q)
                 for metric, values_Q in _metrics(ranked).items():
                     found[protocol][metric].append(values_Q)
         return {name: {metric: np.concatenate(parts) for metric, parts in found[name].items()} for name in self.protocols}
 
     def try_(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        found = self._values(lambda _, known, rows: known.queries(candidate, self.pairs.new_ND[rows]).numpy())
+        found = self._values(lambda known, rows: known.queries(candidate, self.pairs.new_ND[rows]).numpy())
         gains = {
             protocol: {
                 metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)

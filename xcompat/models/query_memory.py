@@ -25,6 +25,7 @@ KEY_POWER, KEY_DAMPING = 0.5, 0.1
 """Of the metric in which queries are compared with what is remembered."""
 GATED = 5_000
 """Samples at most that a gate is fitted on."""
+_GATED_AT_ONCE = 256
 _SETTINGS = {"entries": 0, "sharpness": 1, "share": 0}
 """What a configuration says of a memory, and the least that each may be."""
 
@@ -267,11 +268,15 @@ def _fitted_gate(
     labels_S = torch.from_numpy(labels_N[rows_S])
     kept_S = samples_SD.isfinite().all(1) & (place_C[labels_S] >= 0)
     samples_SD, labels_S = F.normalize(samples_SD[kept_S], dim=1), labels_S[kept_S]
-    cosines_SK = metric(samples_SD) @ keys_KD.T
+    queries_SD, own_S1 = metric(samples_SD), place_C[labels_S][:, None]
+    unknown_S = torch.cat(
+        [
+            (queries_BD @ keys_KD.T).scatter(1, own_B1, -torch.inf).amax(1)
+            for queries_BD, own_B1 in zip(queries_SD.split(_GATED_AT_ONCE), own_S1.split(_GATED_AT_ONCE), strict=True)
+        ]
+    )
     counts_S1 = new.counts_C[labels_S][:, None]
     without_SD = (new.means_Cd[labels_S] * counts_S1 - samples_SD) / (counts_S1 - 1)
-    own_S = (metric(samples_SD) * metric.centred(without_SD)).sum(1)
-    unknown_S = cosines_SK.scatter(1, place_C[labels_S][:, None], -torch.inf).amax(1)
-    known_S = torch.maximum(own_S, unknown_S)
+    known_S = torch.maximum((queries_SD * metric.centred(without_SD)).sum(1), unknown_S)
     seen = LogisticRegression(C=1e4).fit(torch.cat([known_S, unknown_S])[:, None].numpy(), np.repeat([1, 0], len(known_S)))
     return torch.tensor([float(seen.coef_[0, 0]), float(seen.intercept_[0])])
