@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.models import METHODS, ProcrustesModel, describe_old, query_memory
-from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, remember_classes
+from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses
 
 NEW, OLD = 12, 8
 
@@ -34,11 +34,13 @@ def clustered(
 def filled(entries: int = 6, seed: int = 0, **settings: Any) -> QueryMemory:
     new, labels = clustered(entries, 5, NEW, seed)
     old, _ = clustered(entries, 5, OLD, seed + 10)
-    memory = QueryMemory(NEW, OLD, entries, **settings)
-    statistics = ClassStatistics.of(old, labels, entries)
-    memory.metric = QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.25, 0.3)
-    remember_classes(memory, ClassStatistics.of(new, labels, entries), statistics, new, labels)
-    return memory
+    return remembering(new, old, labels, **settings)
+
+
+def remembering(new: np.ndarray, old: np.ndarray, labels: np.ndarray, sharpness: float = 30.0, share: float = 0.5) -> QueryMemory:
+    of_new, of_old = (ClassStatistics.of(side, labels, labels.max() + 1) for side in (new, old))
+    metric = QueryMetric.solve(of_old.mean_d, of_old.within_dd, 0.25, 0.3)
+    return RememberedClasses.of(of_new, of_old, new, labels).memory(metric, sharpness, share)
 
 
 def normalised(row: np.ndarray) -> np.ndarray:
@@ -92,10 +94,7 @@ def test_the_gate_tells_classes_that_are_remembered_from_others() -> None:
     both, labels = clustered(12, 30, NEW, 5, spread=0.8)
     old, _ = clustered(12, 30, OLD, 6)
     known = labels < 6
-    memory = QueryMemory(NEW, OLD, 6)
-    new_statistics, old_statistics = (ClassStatistics.of(side[known], labels[known], 6) for side in (both, old))
-    memory.metric = QueryMetric.solve(old_statistics.mean_d, old_statistics.within_dd, 0.25, 0.3)
-    remember_classes(memory, new_statistics, old_statistics, both[known], labels[known])
+    memory = remembering(both[known], old[known], labels[known])
     fresh, _ = clustered(12, 30, NEW, 5, spread=0.8, noise=77)  # other samples of the same classes
     opened = memory.familiarity(torch.from_numpy(fresh))
     assert opened[: known.sum()].mean() > 0.7 > 0.3 > opened[known.sum() :].mean()
@@ -105,10 +104,7 @@ def test_a_sample_does_not_recognise_itself() -> None:
     """With two samples a class, each is compared with the other one; with itself in the mean all would look known."""
     new, labels = clustered(40, 2, NEW, 9, spread=3.0)
     old, _ = clustered(40, 2, OLD, 10)
-    memory = QueryMemory(NEW, OLD, 40)
-    statistics = [ClassStatistics.of(side, labels, 40) for side in (new, old)]
-    memory.metric = QueryMetric.solve(statistics[1].mean_d, statistics[1].within_dd, 0.25, 0.3)
-    remember_classes(memory, *statistics, new, labels)
+    memory = remembering(new, old, labels)
     assert memory.familiarity(torch.from_numpy(unit(200, NEW, 11))).std() < 0.15, "classes that mean nothing open no gate"
 
 
@@ -196,7 +192,7 @@ def test_one_class_or_none_cannot_be_remembered() -> None:
     new, labels = clustered(1, 6, NEW, 0)
     statistics = ClassStatistics.of(new, labels, 1)
     with pytest.raises(XcompatError, match="two classes"):
-        remember_classes(QueryMemory(NEW, NEW, 1), statistics, statistics, new, labels)
+        RememberedClasses.of(statistics, statistics, new, labels)
     with pytest.raises(XcompatError, match="no readable one"):
         ClassStatistics.of(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
     single = ClassStatistics.of(np.eye(4, dtype=np.float32), np.arange(4), 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -15,7 +15,7 @@ from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models import CompatModel, ProcrustesModel, RidgeModel
 from xcompat.models.closed_form import ClosedFormModel, readable_pairs
 from xcompat.models.config import describe_old
-from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, remember_classes
+from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses
 
 Line = Literal["procrustes", "ridge"]
 
@@ -64,7 +64,7 @@ class Known:
         self.pairs = pairs
         self.old = old or describe_old(Fingerprint.from_string("old"), pairs.old_Nd.shape[1])
         self._lines: dict[Line, ClosedFormModel] = {}
-        self._worn: dict[Candidate, QueryMemory] = {}
+        self._metrics: dict[tuple[float, float], QueryMetric] = {}
 
     def line(self, kind: Line) -> ClosedFormModel:
         """Return a solved line; it is made once."""
@@ -78,47 +78,36 @@ class Known:
         return self._lines[kind]
 
     @cached_property
-    def _classes(self) -> np.ndarray:
-        """Classes, or one for all items: then the covariance within it is that of the gallery."""
-        labels_N = self.pairs.labels_N
-        return labels_N if labels_N is not None else np.zeros(len(self.pairs), np.int64)
+    def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
+        """Means and covariances of the new and of the old embeddings."""
+        assert self.pairs.labels_N is not None
+        new, old = (
+            ClassStatistics.of(side, self.pairs.labels_N, self.pairs.n_classes) for side in (self.pairs.new_ND, self.pairs.old_Nd)
+        )
+        return new, old
 
     @cached_property
-    def new_statistics(self) -> ClassStatistics:
-        """Return means and covariance of the new embeddings."""
-        return ClassStatistics.of(self.pairs.new_ND, self._classes, int(self._classes.max()) + 1)
+    def _remembered(self) -> RememberedClasses:
+        assert self.pairs.labels_N is not None
+        return RememberedClasses.of(*self._statistics, self.pairs.new_ND, self.pairs.labels_N)
 
-    @cached_property
-    def old_statistics(self) -> ClassStatistics:
-        """Return means and covariance of the old embeddings."""
-        return ClassStatistics.of(self.pairs.old_Nd, self._classes, int(self._classes.max()) + 1)
+    def _metric(self, power: float, damping: float) -> QueryMetric:
+        """Return a solved metric; it is made once."""
+        if (power, damping) not in self._metrics:
+            _, old = self._statistics
+            self._metrics[power, damping] = QueryMetric.solve(old.mean_d, old.within_dd, power, damping)
+        return self._metrics[power, damping]
 
     def worn(self, candidate: Candidate) -> QueryMemory | None:
         """Return the metric and the memory of a candidate."""
         if candidate.power is None:
             return None
-        held = replace(candidate, line="procrustes", sharpness=30.0, share=1.0 if candidate.share else 0.0)
-        if held not in self._worn:
-            self._worn[held] = self._filled(held)
-        memory = self._worn[held]
-        worn = QueryMemory(*self._dims, **memory.settings | {"sharpness": candidate.sharpness, "share": candidate.share})
-        worn.load_state_dict(memory.state_dict())
-        return worn
-
-    @property
-    def _dims(self) -> tuple[int, int]:
-        return self.pairs.new_ND.shape[1], self.pairs.old_Nd.shape[1]
-
-    def _filled(self, candidate: Candidate) -> QueryMemory:
-        old = self.old_statistics
-        assert candidate.power is not None
-        metric = QueryMetric.solve(old.mean_d, old.within_dd, candidate.power, candidate.damping)
-        entries = int((old.counts_C > 0).sum()) if candidate.share else 0
-        memory = QueryMemory(*self._dims, entries)
-        memory.metric = metric
-        if entries:
-            remember_classes(memory, self.new_statistics, old, self.pairs.new_ND, self._classes)
-        return memory
+        metric = self._metric(candidate.power, candidate.damping)
+        if candidate.share:
+            return self._remembered.memory(metric, candidate.sharpness, candidate.share)
+        alone = QueryMemory(self.pairs.new_ND.shape[1], self.pairs.old_Nd.shape[1], entries=0)
+        alone.metric = metric
+        return alone
 
     def queries(self, candidate: Candidate, new_QD: np.ndarray) -> Tensor:
         """Bring queries into the old space as a candidate would (Q, d)."""

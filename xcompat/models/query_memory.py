@@ -220,31 +220,59 @@ class ClassStatistics:
         return cls(counts_C, means_Cd, sums_Cd.sum(0) / total, (outer_dd - between_dd) / total)
 
 
-def remember_classes(
-    memory: QueryMemory, new: ClassStatistics, old: ClassStatistics, new_ND: Rows, labels_N: NDArray[np.int64]
-) -> None:
-    """Fill a memory, whose metric is solved, with the classes of a training set, in closed form.
+@dataclass(frozen=True)
+class RememberedClasses:
+    """What a memory holds of classes, whatever metric the queries wear.
 
     A key is a class's mean new embedding, its value its mean old one. The gate is fitted on what a known query looks like, each
     sample beside its own class without itself, and on what an unknown one does, the same samples with their own class left out.
 
     Args:
-        memory: with an entry for each class that has samples.
-        new: of the new embeddings.
-        old: of the old embeddings of the same samples.
-        new_ND: the new embeddings; NaN where unreadable.
-        labels_N: their classes.
-
-    Raises:
-        XcompatError: fewer than two classes have samples.
+        key_metric: in which queries are compared with keys.
+        keys_KD: float32, of the K classes that have samples.
+        gate: float32 (2,), slope and offset.
+        old_means_Kd: float64.
     """
-    known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
-    if len(known_K) < 2:
-        raise XcompatError("a memory of classes needs two classes with readable samples at least")
-    memory.key_metric = QueryMetric.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
-    memory.keys_KD.copy_(memory.key_metric.centred(new.means_Cd[known_K]))
-    memory.values_Kd.copy_(memory.metric.centred(old.means_Cd[known_K]))
-    memory.gate.copy_(_fitted_gate(memory.key_metric, memory.keys_KD, known_K, new, new_ND, labels_N))
+
+    key_metric: QueryMetric
+    keys_KD: Tensor
+    gate: Tensor
+    old_means_Kd: Tensor
+
+    @classmethod
+    def of(cls, new: ClassStatistics, old: ClassStatistics, new_ND: Rows, labels_N: NDArray[np.int64]) -> RememberedClasses:
+        """Look at the classes of a training set, in closed form.
+
+        Args:
+            new: of the new embeddings.
+            old: of the old embeddings of the same samples.
+            new_ND: the new embeddings; NaN where unreadable.
+            labels_N: their classes.
+
+        Raises:
+            XcompatError: fewer than two classes have samples.
+        """
+        known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
+        if len(known_K) < 2:
+            raise XcompatError("a memory of classes needs two classes with readable samples at least")
+        metric = QueryMetric.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
+        keys_KD = metric.centred(new.means_Cd[known_K])
+        gate = _fitted_gate(metric, keys_KD, known_K, new, new_ND, labels_N)
+        return cls(metric, keys_KD, gate, old.means_Cd[known_K])
+
+    def memory(self, metric: QueryMetric, sharpness: float, share: float) -> QueryMemory:
+        """Return the memory for queries that wear a metric.
+
+        Args:
+            metric: of the old space.
+            sharpness: β.
+            share: λ.
+        """
+        entries, new_dim = self.keys_KD.shape
+        memory = QueryMemory(new_dim, self.old_means_Kd.shape[1], entries, sharpness, share)
+        memory.metric, memory.key_metric = metric, self.key_metric
+        memory.keys_KD, memory.gate, memory.values_Kd = self.keys_KD, self.gate, metric.centred(self.old_means_Kd)
+        return memory
 
 
 def _fitted_gate(
