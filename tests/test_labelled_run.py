@@ -20,12 +20,14 @@ import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.files import read_json
 from xcompat.models import METHODS
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.remembering import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.stage import Stage
@@ -80,6 +82,24 @@ def trained(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
     return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+@pytest.mark.parametrize("method", ["bct", "oca", "query_map", "ridge"])
+def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
+    if METHODS[method].embeds_in_memory:
+        changes["new"] = trained["independent"]
+    run_recipe(recipe_of(trained, **changes, memory="classes", searched_classes="known"))
+    said = read_json(tmp_path / "run" / CHOICE)
+    assert said["kind"] == "classes" and set(said["floor"]) == {"known classes"}
+    assert {trial["line"] for trial in said["trials"]} == {method}
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    labels = {f"{case.query}/{case.gallery}" for case in load_report(tmp_path / "run").cases}
+    chosen = max(said["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
+    assert said["chosen"] == chosen["name"] and (model.memory is not None) == (" + " in said["chosen"])
+    assert (model.memory is not None) == ({"old+memory/old", "without memory/old"} <= labels)
+    entries = 4 if chosen["share"] else 0
+    assert (said["memory"] or {}).get("entries", 0) == entries
 
 
 @pytest.mark.parametrize("method", [*SEEN, *MAPS])

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from xcompat.mapping.candidates import Candidate, fit
 from xcompat.mapping.choosing import Choice, choose
-from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, load_paired
 
-__all__ = ["Candidate", "Choice", "PairedEmbeddings", "choose", "fit", "load_paired"]
+__all__ = ["Candidate", "CaptionedEmbeddings", "Choice", "PairedEmbeddings", "choose", "fit", "load_paired"]

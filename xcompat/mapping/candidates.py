@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.models import CompatModel, ProcrustesModel, RidgeModel
-from xcompat.models.closed_form import ClosedFormModel, readable_pairs
 from xcompat.models.config import describe_old
-from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses
+from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses, RememberedPairs
 
-Line = Literal["procrustes", "ridge"]
+Paired = PairedEmbeddings | CaptionedEmbeddings
+Described = dict[str, object]
+Solver = Callable[[Paired, Described], CompatModel]
+
+
+def solve_procrustes(pairs: Paired, old: Described) -> CompatModel:
+    """Return the centred rotation with its scale."""
+    config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=True, scale=True)
+    return ProcrustesModel(config).fit(pairs.batches()).eval()
+
+
+def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
+    """Return the ridge regression."""
+    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit(pairs.batches()).eval()
+
+
+LINES: dict[str, Solver] = {"procrustes": solve_procrustes, "ridge": solve_ridge}
+"""What brings the new space to the old one, by name."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +41,14 @@ class Candidate:
     """A map of queries and its settings.
 
     Args:
-        line: what brings the new space to the old one.
-        power: α of the metric; None for no metric, and then no memory either.
+        line: what brings the new space to the old one, by its name.
+        power: α of the metric; None for no metric.
         damping: ε of the metric.
         sharpness: β of the memory.
         share: λ of the memory; 0 for none.
     """
 
-    line: Line
+    line: str
     power: float | None = None
     damping: float = 0.3
     sharpness: float = 30.0
@@ -41,15 +57,12 @@ class Candidate:
     @property
     def kind(self) -> str:
         """What people call it."""
-        if self.power is None:
-            return self.line
-        return f"{self.line} + metric" if not self.share else f"{self.line} + metric + memory"
+        return self.line + " + metric" * (self.power is not None) + " + memory" * bool(self.share)
 
     def __str__(self) -> str:
-        if self.power is None:
-            return self.kind
-        metric = f"{self.kind}, α {self.power:g}, ε {self.damping:g}"
-        return metric if not self.share else f"{metric}, β {self.sharpness:g}, λ {self.share:g}"
+        settings = [f"α {self.power:g}, ε {self.damping:g}"] if self.power is not None else []
+        settings += [f"β {self.sharpness:g}, λ {self.share:g}"] if self.share else []
+        return ", ".join([self.kind, *settings])
 
 
 class Known:
@@ -58,64 +71,65 @@ class Known:
     Args:
         pairs: the training set.
         old: the old model as ``describe_old`` gives it; made up if None.
+        lines: what solves each line, by its name.
     """
 
-    def __init__(self, pairs: PairedEmbeddings, old: dict[str, object] | None = None) -> None:
+    def __init__(self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES) -> None:
         self.pairs = pairs
-        self.old = old or describe_old(Fingerprint.from_string("old"), pairs.old_Nd.shape[1])
-        self._lines: dict[Line, ClosedFormModel] = {}
+        self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[1])
+        self._solvers = lines
+        self._lines: dict[str, CompatModel] = {}
         self._metrics: dict[tuple[float, float], QueryMetric] = {}
 
-    def line(self, kind: Line) -> ClosedFormModel:
-        """Return a solved line; it is made once."""
-        if kind not in self._lines:
-            described = {"old": self.old, "embedding_dim": self.pairs.new_ND.shape[1]}
-            if kind == "ridge":
-                model: ClosedFormModel = RidgeModel(RidgeModel.config_class(**described))
-            else:
-                model = ProcrustesModel(ProcrustesModel.config_class(**described, centre=True, scale=True))
-            self._lines[kind] = model.fit(readable_pairs(self.pairs.new_ND, self.pairs.old_Nd)).eval()
-        return self._lines[kind]
+    def line(self, name: str) -> CompatModel:
+        """Return a line; it is solved once."""
+        if name not in self._lines:
+            self._lines[name] = self._solvers[name](self.pairs, self.old)
+        return self._lines[name]
 
     @cached_property
     def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
-        """Means and covariances of the new and of the old embeddings."""
-        assert self.pairs.labels_N is not None
-        new, old = (
-            ClassStatistics.of(side, self.pairs.labels_N, self.pairs.n_classes) for side in (self.pairs.new_ND, self.pairs.old_Nd)
-        )
+        """Means and covariances of the new and of the old embeddings of labelled items."""
+        pairs = self.pairs
+        assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
+        new, old = (ClassStatistics.of(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
         return new, old
 
     @cached_property
-    def _remembered(self) -> RememberedClasses:
-        assert self.pairs.labels_N is not None
-        return RememberedClasses.of(*self._statistics, self.pairs.new_ND, self.pairs.labels_N)
+    def _remembered(self) -> RememberedClasses | RememberedPairs:
+        pairs = self.pairs
+        if isinstance(pairs, CaptionedEmbeddings):
+            new, old = ((getattr(pairs.images, side), getattr(pairs.texts, side)) for side in ("new_ND", "old_Nd"))
+            return RememberedPairs.of(new, old, pairs.groups)
+        assert pairs.labels_N is not None
+        return RememberedClasses.of(*self._statistics, pairs.new_ND, pairs.labels_N)
 
-    def _metric(self, power: float, damping: float) -> QueryMetric:
-        """Return a solved metric; it is made once."""
-        if (power, damping) not in self._metrics:
+    def _metric(self, candidate: Candidate) -> QueryMetric:
+        """Return the metric of a candidate; it is solved once."""
+        if candidate.power is None:
+            return QueryMetric(self.pairs.dims[1])
+        key = candidate.power, candidate.damping
+        if key not in self._metrics:
             _, old = self._statistics
-            self._metrics[power, damping] = QueryMetric.solve(old.mean_d, old.within_dd, power, damping)
-        return self._metrics[power, damping]
+            self._metrics[key] = QueryMetric.solve(old.mean_d, old.within_dd, *key)
+        return self._metrics[key]
 
     def worn(self, candidate: Candidate) -> QueryMemory | None:
-        """Return the metric and the memory of a candidate."""
-        if candidate.power is None:
+        """Return the metric and the memory of a candidate, None where it has neither."""
+        if candidate.power is None and not candidate.share:
             return None
-        metric = self._metric(candidate.power, candidate.damping)
         if candidate.share:
-            return self._remembered.memory(metric, candidate.sharpness, candidate.share)
-        alone = QueryMemory(self.pairs.new_ND.shape[1], self.pairs.old_Nd.shape[1], entries=0)
-        alone.metric = metric
+            return self._remembered.memory(self._metric(candidate), candidate.sharpness, candidate.share)
+        alone = QueryMemory(*self.pairs.dims, entries=0)
+        alone.metric = self._metric(candidate)
         return alone
 
+    @torch.inference_mode()
     def queries(self, candidate: Candidate, new_QD: np.ndarray) -> Tensor:
         """Bring queries into the old space as a candidate would (Q, d)."""
-        with torch.inference_mode():
-            inputs_QD = torch.from_numpy(np.array(new_QD, np.float32))
-            own_Qd = self.line(candidate.line).own_view(inputs_QD)
-            memory = self.worn(candidate)
-            return own_Qd if memory is None else memory(inputs_QD, own_Qd)
+        line, inputs_QD = self.line(candidate.line), torch.from_numpy(np.array(new_QD, np.float32))
+        own_Qd, memory = line.own_view(inputs_QD.to(line.device)).cpu(), self.worn(candidate)
+        return own_Qd if memory is None else memory(inputs_QD, own_Qd)
 
 
 def fit(candidate: Candidate, known: Known) -> CompatModel:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xcompat.evaluation import PairedDifference, RankedQueries, paired_bootstrap, ranking_per_query
-from xcompat.mapping.candidates import Candidate, Known
-from xcompat.mapping.folds import PROTOCOLS, Searched, folds
-from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
+from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
+from xcompat.mapping.folds import PROTOCOLS, Searched, caption_folds, folds
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 
-METRICS = ("cmc@1", "cmc@5", "map@1.0")
 RESAMPLES = 1000
-LINES = (Candidate("procrustes"), Candidate("ridge"))
 POWERS, DAMPINGS = (0.15, 0.25, 0.35, 0.5), (0.1, 0.3, 1.0)
-SHARPNESSES, SHARES = (20.0, 30.0, 40.0), (0.3, 0.5, 0.8, 1.2)
+RECALLS = (1, 5, 10)
+Values = dict[str, dict[str, np.ndarray]]
+"""Protocol -> metric -> value of each query."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +69,42 @@ class Choice:
         return [better(trial for trial in self.trials if trial.candidate.kind == kind) for kind in kinds]
 
 
-class _HeldOut:
-    """Folds of a training set, what is learned from each, and what old queries find there."""
+class _HeldOut(ABC):
+    """Folds of a training set, what is learned from each, and what old queries find there.
 
-    def __init__(self, pairs: PairedEmbeddings, searched: Searched, seed: int) -> None:
-        assert pairs.labels_N is not None
-        self.pairs, self.protocols = pairs, PROTOCOLS[searched]
-        self.folds = list(folds(pairs.labels_N, searched, seed))
-        self.known = [Known(pairs.take(fold.fit_F)) for fold in self.folds]
-        self.floor = self._values(lambda _, rows: pairs.old_Nd[rows])
-        self.seed = seed
+    Args:
+        lines: what solves each line.
+        seed: of the folds and of the intervals.
+    """
 
-    def _values(self, queries: Callable[[Known, np.ndarray], np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-        """Return protocol -> metric -> value of each query of every fold."""
-        assert self.pairs.labels_N is not None
-        found: dict[str, dict[str, list[np.ndarray]]] = {name: {metric: [] for metric in METRICS} for name in self.protocols}
-        for fold, known in zip(self.folds, self.known, strict=True):
-            for protocol, rows_Q in fold.searched.items():
-                labels = self.pairs.labels_N[rows_Q]
-                ranked = ranking_per_query(queries(known, rows_Q), self.pairs.old_Nd[rows_Q], labels, labels, rows_Q, rows_Q)
-                for metric, values_Q in _metrics(ranked).items():
-                    found[protocol][metric].append(values_Q)
-        return {name: {metric: np.concatenate(parts) for metric, parts in found[name].items()} for name in self.protocols}
+    sharpnesses: Sequence[float]
+    shares: Sequence[float]
+    powers: Sequence[float]
+
+    def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
+        self.lines, self.seed = lines, seed
+        self.known = [Known(pairs, lines=lines) for pairs in self.learned()]
+        self.floor = self.values(lambda number, old_Nd, new_ND: old_Nd)
+
+    @abstractmethod
+    def learned(self) -> Iterable[Paired]:
+        """Return what is learned from in each fold."""
+
+    @abstractmethod
+    def values(self, queries: Callable[[int, np.ndarray, np.ndarray], np.ndarray]) -> Values:
+        """Measure every query of every fold.
+
+        Args:
+            queries: of the number of a fold and the old and new embeddings of what is asked, queries in the old space.
+        """
+
+    @abstractmethod
+    def with_old_queries(self) -> _HeldOut:
+        """Return the same with the old model in the place of the new one."""
 
     def try_(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        found = self._values(lambda known, rows: known.queries(candidate, self.pairs.new_ND[rows]).numpy())
+        found = self.values(lambda number, _, new_ND: self.known[number].queries(candidate, new_ND).numpy())
         gains = {
             protocol: {
                 metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)
@@ -103,13 +115,74 @@ class _HeldOut:
         return Trial(candidate, gains)
 
 
-def _metrics(ranked: RankedQueries) -> dict[str, np.ndarray]:
-    known_Q = ranked.positives_Q > 0
-    first_Q = ranked.first_hit_ranks_Q[known_Q]
+class _HeldOutClasses(_HeldOut):
+    """Items that search items of their own class."""
+
+    sharpnesses, shares, powers = (20.0, 30.0, 40.0), (0.3, 0.5, 0.8, 1.2), POWERS
+
+    def __init__(self, pairs: PairedEmbeddings, searched: Searched, lines: Mapping[str, Solver], seed: int) -> None:
+        assert pairs.labels_N is not None
+        self.pairs, self.labels_N, self.searched = pairs, pairs.labels_N, searched
+        self.folds = list(folds(pairs.labels_N, searched, seed))
+        super().__init__(lines, seed)
+
+    def learned(self) -> Iterable[Paired]:
+        return [self.pairs.take(fold.fit_F) for fold in self.folds]
+
+    def values(self, queries: Callable[[int, np.ndarray, np.ndarray], np.ndarray]) -> Values:
+        parts = []
+        for number, fold in enumerate(self.folds):
+            for protocol, rows_Q in fold.searched.items():
+                old_Qd, labels_Q = self.pairs.old_Nd[rows_Q], self.labels_N[rows_Q]
+                asked = queries(number, old_Qd, self.pairs.new_ND[rows_Q])
+                ranked = ranking_per_query(asked, old_Qd, labels_Q, labels_Q, rows_Q, rows_Q)
+                known_Q = ranked.positives_Q > 0
+                first_Q = ranked.first_hit_ranks_Q[known_Q]
+                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map@1.0": ranked.average_precision_Q[known_Q]}
+                parts.append((protocol, found))
+        return _joined(PROTOCOLS[self.searched], parts)
+
+    def with_old_queries(self) -> _HeldOut:
+        return _HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
+
+
+class _HeldOutCaptions(_HeldOut):
+    """Captions that search images, and images that search captions."""
+
+    sharpnesses, shares, powers = (40.0, 60.0, 100.0), (0.3, 0.5, 0.8, 1.2), ()
+
+    def __init__(self, pairs: CaptionedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
+        self.pairs = pairs
+        self.folds = list(caption_folds(int(pairs.groups[0].max()) + 1, seed))
+        self.searched = [pairs.take(searched_K) for _, searched_K in self.folds]
+        super().__init__(lines, seed)
+
+    def learned(self) -> Iterable[Paired]:
+        return [self.pairs.take(learned_K) for learned_K, _ in self.folds]
+
+    def values(self, queries: Callable[[int, np.ndarray, np.ndarray], np.ndarray]) -> Values:
+        parts = []
+        for number, pairs in enumerate(self.searched):
+            sides = pairs.images, pairs.texts
+            for protocol, asking, searched in ((TEXT_TO_IMAGE, 1, 0), (IMAGE_TO_TEXT, 0, 1)):
+                asked = queries(number, sides[asking].old_Nd[:], sides[asking].new_ND[:])
+                groups = pairs.groups
+                first_Q = first_hit_ranks(asked, sides[searched].old_Nd[:], groups[asking], groups[searched])
+                parts.append((protocol, {f"recall@{k}": first_Q < k for k in RECALLS}))
+        return _joined((TEXT_TO_IMAGE, IMAGE_TO_TEXT), parts)
+
+    def with_old_queries(self) -> _HeldOut:
+        return _HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
+
+
+def _joined(protocols: Iterable[str], parts: Sequence[tuple[str, Mapping[str, np.ndarray]]]) -> Values:
+    """Put the folds of each protocol behind one another."""
     return {
-        "cmc@1": (first_Q < 1).astype(np.float64),
-        "cmc@5": (first_Q < 5).astype(np.float64),
-        "map@1.0": ranked.average_precision_Q[known_Q],
+        name: {
+            metric: np.concatenate([found[metric] for protocol, found in parts if protocol == name]).astype(np.float64)
+            for metric in parts[0][1]
+        }
+        for name in protocols
     }
 
 
@@ -118,13 +191,14 @@ def better(trials: Iterable[Trial]) -> Trial:
     return max(trials, key=lambda trial: (round(1000 * trial.worst), trial.mean))
 
 
-def choose(pairs: PairedEmbeddings, searched: Searched = "unknown", seed: int = 0) -> Choice:
+def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: Mapping[str, Solver] = LINES) -> Choice:
     """Try what a map can be made of, a part after the other: a line, its metric, its memory, and then finer settings.
 
     Args:
-        pairs: the training set, with classes.
+        pairs: the training set, with classes or with captions.
         searched: what is known of the classes that will be searched.
         seed: of the folds and of the intervals.
+        lines: what brings the new space to the old one, by name.
 
     Returns:
         Every trial, and the best.
@@ -132,7 +206,11 @@ def choose(pairs: PairedEmbeddings, searched: Searched = "unknown", seed: int = 
     Raises:
         XcompatError: there are too few items to hold any out.
     """
-    held = _HeldOut(pairs, searched, seed)
+    held: _HeldOut
+    if isinstance(pairs, CaptionedEmbeddings):
+        held = _HeldOutCaptions(pairs, lines, seed)
+    else:
+        held = _HeldOutClasses(pairs, searched, lines, seed)
     trials: dict[Candidate, Trial] = {}
 
     def best_of(candidates: Sequence[Candidate]) -> Candidate:
@@ -141,15 +219,17 @@ def choose(pairs: PairedEmbeddings, searched: Searched = "unknown", seed: int = 
                 trials[each] = held.try_(each)
         return better(trials[each] for each in candidates).candidate
 
-    best_of(LINES)
-    metric = best_of([replace(line, power=power) for line in LINES for power in POWERS])
-    memory = best_of([replace(metric, sharpness=beta, share=share) for beta in SHARPNESSES for share in SHARES])
-    best_of([memory, *(replace(memory, damping=damping) for damping in DAMPINGS)])
+    alone = [Candidate(name) for name in lines]
+    best = best_of(alone)
+    if held.powers:
+        best = best_of([replace(line, power=power) for line in alone for power in held.powers])
+    best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
+    if held.powers:
+        best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
     chosen = better(trials.values())
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
-    counts = {name: len(metrics["cmc@1"]) for name, metrics in held.floor.items()}
+    counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
-    if chosen.candidate.power is not None:  # a rotation of old embeddings to themselves is none
-        old_queries = _HeldOut(replace(pairs, new_ND=pairs.old_Nd), searched, seed)
-        without_new_model = old_queries.try_(replace(chosen.candidate, line="procrustes"))
+    if chosen.candidate.power is not None or chosen.candidate.share:  # a rotation of old embeddings to themselves is none
+        without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
     return Choice(list(trials.values()), chosen, without_new_model, floor, counts)

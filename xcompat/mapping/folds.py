@@ -28,6 +28,8 @@ QUERIES = 1000
 """Held-out items of known classes, and of new ones, at most: each is a query, and each is searched."""
 FEWEST = 4
 """Items of a class of which some can be held out: two to find each other, two to learn from."""
+FEWEST_GROUPS = 10
+"""Captioned images of which some can be held out: fewer say nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,28 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
             new_U = _enough([rows[:typical] for rows in halves[1 - number]])
             shown |= {"half of them new": np.concatenate([known_K, new_U]), "new classes": new_U}
         yield Fold(fit_F, {name: np.sort(shown[name]) for name in PROTOCOLS[searched]})
+
+
+def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Split captioned images twice; nothing that is searched shares an image or a caption with what is learned from.
+
+    Args:
+        n_groups: how many groups of images and captions there are.
+        seed: of the split.
+
+    Yields:
+        Groups that are learned from, and others that search each other, twice.
+
+    Raises:
+        XcompatError: there are too few to hold any out.
+    """
+    if n_groups < FEWEST_GROUPS:
+        raise XcompatError(f"too few items to hold any out: it takes {FEWEST_GROUPS} captioned images, and there are {n_groups}")
+    order_K = np.random.default_rng(seed).permutation(n_groups)
+    held = min(QUERIES, round(HELD_OUT * n_groups))
+    for number in range(2):
+        rows_K = np.roll(order_K, -number * held)
+        yield np.sort(rows_K[held:][:LEARNED]), np.sort(rows_K[:held])
 
 
 def _split(rows: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

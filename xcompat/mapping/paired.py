@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xcompat.arrays import map_array, read_lines
 from xcompat.errors import XcompatError
+from xcompat.models.closed_form import readable_pairs
+from xcompat.models.old_knowledge import Rows
 
 EMBEDDINGS, IDS, LABELS = "image_embeds.npy", "image_ids.txt", "labels.txt"
 UNIT = 1e-2
@@ -30,14 +35,23 @@ class PairedEmbeddings:
         notes: what a reader must know of how they were brought together, one sentence each.
     """
 
-    new_ND: NDArray[Any]
-    old_Nd: NDArray[Any]
+    new_ND: Rows
+    old_Nd: Rows
     labels_N: NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return N."""
         return len(self.new_ND)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Return D and d."""
+        return self.new_ND.shape[1], self.old_Nd.shape[1]
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of new and old embeddings."""
+        return readable_pairs(self.new_ND, self.old_Nd)
 
     @property
     def n_classes(self) -> int:
@@ -48,6 +62,101 @@ class PairedEmbeddings:
         """Return some of the items."""
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
         return PairedEmbeddings(self.new_ND[rows_R], self.old_Nd[rows_R], labels_R)
+
+    def of_old(self) -> PairedEmbeddings:
+        """Return the same items with the old model in the place of the new one."""
+        return replace(self, new_ND=self.old_Nd)
+
+
+@dataclass(frozen=True)
+class CaptionedEmbeddings:
+    """What both models made of images and of their captions.
+
+    Args:
+        images: the images; their class is the number of their group.
+        texts: the captions, likewise: a caption describes the images of its group, and each group has both.
+        notes: as those of :class:`PairedEmbeddings`.
+    """
+
+    images: PairedEmbeddings
+    texts: PairedEmbeddings
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = ()) -> Self:
+        """Bring images and captions together, without those whose group, of a number below 0 or not, lacks the other kind.
+
+        Args:
+            images: with the number of their group for a class.
+            texts: likewise.
+            notes: what a reader must know.
+
+        Raises:
+            XcompatError: nothing has both.
+        """
+        assert images.labels_N is not None and texts.labels_N is not None
+        both_K = np.intersect1d(images.labels_N, texts.labels_N)
+        both_K = both_K[both_K >= 0]
+        if not len(both_K):
+            raise XcompatError("no image has a caption, and no caption an image: there is nothing to remember")
+        return cls(images, texts, notes).take(both_K)
+
+    def of_old(self) -> CaptionedEmbeddings:
+        """Return the same items with the old model in the place of the new one."""
+        return replace(self, images=self.images.of_old(), texts=self.texts.of_old())
+
+    def __len__(self) -> int:
+        """Return how many embeddings each model made."""
+        return len(self.images) + len(self.texts)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Return D and d."""
+        return self.images.dims
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of new and old embeddings, of images and then of captions."""
+        return chain(self.images.batches(), self.texts.batches())
+
+    @property
+    def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the group of each image and of each caption."""
+        assert self.images.labels_N is not None and self.texts.labels_N is not None
+        return self.images.labels_N, self.texts.labels_N
+
+    def take(self, groups_K: NDArray[np.int64]) -> Self:
+        """Return what belongs to some of the groups, numbered anew."""
+        sides = []
+        for side, groups in zip((self.images, self.texts), self.groups, strict=True):
+            rows = np.flatnonzero(np.isin(groups, groups_K))
+            sides.append(replace(side.take(rows), labels_N=np.searchsorted(np.sort(groups_K), groups[rows])))
+        return type(self)(sides[0], sides[1], self.notes)
+
+
+def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
+    """Number what belongs together: an image and its captions, and all images of captions that read alike.
+
+    Args:
+        image_ids: N ids.
+        text_ids: M ids of the images that the captions describe; one that is no image's gives a group without images.
+        texts: M captions.
+
+    Returns:
+        The groups of the images (N,) and of the captions (M,), from 0; groups without an image or without a caption are -1.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    ids, codes = np.unique([*image_ids, *text_ids], return_inverse=True)
+    _, said_M = np.unique(list(texts), return_inverse=True)
+    images_N, texts_M = codes[: len(image_ids)], codes[len(image_ids) :]
+    size = len(ids) + (int(said_M.max()) + 1 if len(said_M) else 0)
+    edges = coo_array((np.ones(len(texts_M), bool), (texts_M, len(ids) + said_M)), shape=(size, size))
+    _, group = connected_components(edges, directed=False)
+    both = np.intersect1d(group[images_N], group[texts_M])
+    number = np.full(int(group.max()) + 1 if size else 0, -1, np.int64)
+    number[both] = np.arange(len(both))
+    return number[group[images_N]], number[group[texts_M]]
 
 
 @dataclass(frozen=True)

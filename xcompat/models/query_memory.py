@@ -26,6 +26,7 @@ KEY_POWER, KEY_DAMPING = 0.5, 0.1
 GATED = 5_000
 """Samples at most that a gate is fitted on."""
 _GATED_AT_ONCE = 256
+_OPEN = 30.0  # the logistic function of it is 1 in float32
 _SETTINGS = {"entries": 0, "sharpness": 1, "share": 0}
 """What a configuration says of a memory, and the least that each may be."""
 
@@ -272,6 +273,53 @@ class RememberedClasses:
         memory = QueryMemory(new_dim, self.old_means_Kd.shape[1], entries, sharpness, share)
         memory.metric, memory.key_metric = metric, self.key_metric
         memory.keys_KD, memory.gate, memory.values_Kd = self.keys_KD, self.gate, metric.centred(self.old_means_Kd)
+        return memory
+
+
+@dataclass(frozen=True)
+class RememberedPairs:
+    """What a memory holds of captioned images: for a caption where its images lie in the old space, for an image its captions.
+
+    Both are asked at once: the new model tells a query that is a text from one that is an image, and of what it resembles only
+    the other kind is recalled, centred, as a gallery of that kind is searched. Nothing says what an unknown query looks like, so
+    that the gate is open.
+
+    Args:
+        keys_KD: float32 new embeddings of the captions, then of the images.
+        values_Kd: float32 mean old embedding of the other kind, minus that of all of them, normalised.
+    """
+
+    keys_KD: Tensor
+    values_Kd: Tensor
+
+    @classmethod
+    def of(cls, new: tuple[Rows, Rows], old: tuple[Rows, Rows], groups: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Self:
+        """Look at captioned images, in closed form.
+
+        Args:
+            new: new embeddings (N, D) of images and (M, D) of captions, all readable.
+            old: old embeddings (N, d) and (M, d) of the same.
+            groups: (N,) and (M,) numbers from 0; a caption describes the images of its group, and each group has both.
+        """
+        keys, values = [], []
+        for own, other in ((1, 0), (0, 1)):
+            means = ClassStatistics.of(old[other], groups[other], int(groups[other].max()) + 1)
+            centred_Cd = F.normalize(means.means_Cd - means.mean_d, dim=1).float()
+            keys.append(F.normalize(torch.from_numpy(np.array(new[own], np.float32)), dim=1))
+            values.append(centred_Cd[torch.from_numpy(groups[own])])
+        return cls(torch.cat(keys), torch.cat(values))
+
+    def memory(self, metric: QueryMetric, sharpness: float, share: float) -> QueryMemory:
+        """Return the memory for queries that wear a metric.
+
+        Args:
+            metric: of the old space.
+            sharpness: β.
+            share: λ.
+        """
+        memory = QueryMemory(self.keys_KD.shape[1], self.values_Kd.shape[1], len(self.keys_KD), sharpness, share)
+        memory.metric, memory.keys_KD, memory.gate = metric, self.keys_KD, torch.tensor([0.0, _OPEN])
+        memory.values_Kd = F.normalize(self.values_Kd @ metric.matrix_dd, dim=1)
         return memory
 
 

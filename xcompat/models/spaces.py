@@ -178,9 +178,13 @@ class SpacesModel(CheckpointModel):
         """Return what a gallery of this model holds: what is stored remembers nothing, only queries do."""
         return self.own_view(embeds) if self.stores_view else embeds
 
+    def embeds_fingerprint(self) -> Fingerprint:
+        """Return the identity of what the model embeds: of all but what its queries remember."""
+        return Fingerprint(self._digests()[0], self.fingerprint().name)
+
     def stored_fingerprint(self) -> Fingerprint:
         """Return the identity of what :meth:`stored` gives."""
-        plain = Fingerprint(self._digests()[0], self.fingerprint().name)
+        plain = self.embeds_fingerprint()
         return plain.derived("view") if self.stores_view else plain
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.query_memory import QueryMemory
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.report import ReportContent
 from xcompat.training.settings import EvaluationSettings
@@ -35,6 +36,8 @@ from xcompat.training.test_sets import EvaluationSet, display_name, map_contesta
 
 KS = (1, 5, 10, 50)
 CMC_KS = (1, 5)
+WITHOUT_MEMORY = "without memory"
+"""The case of new queries that remember nothing, of a model whose queries do."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Contestants:
     new_view: Any
     new: Any = None
     independent: Any = None
-    extra: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
     upgraded: Any = None
     side_info: Any = None
 
@@ -90,16 +93,33 @@ def embed_new(
         own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
         raw = _map_input(model, independent, test, cache_dir)
     else:
-        raw = test.embed(Embedder(model, model.processor, fingerprint, model.config.embedding_dim), cache_dir)
+        raw = test.embed(Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim), cache_dir)
         own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
     if model.maps_galleries:
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
         return Contestants(old, own, own, independent, upgraded=upgraded, side_info=side_info)
-    view = map_contestant(
-        raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, old.fingerprint), model.device
-    )
-    return Contestants(old, view, own, independent)
+    version = old.fingerprint
+    view = map_contestant(raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
+    extra = {}
+    if model.memory is not None:
+        plain = model.embeds_fingerprint().derived("view")
+        extra[WITHOUT_MEMORY] = map_contestant(raw, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
+    return Contestants(old, view, own, independent, extra)
+
+
+def with_memory(old: C, memory: QueryMemory) -> C:
+    """Let old queries wear a metric and a memory: what of a gain needs no new model.
+
+    Args:
+        old: the old model's embeddings.
+        memory: whose keys are old embeddings as well.
+
+    Returns:
+        The queries.
+    """
+    named = f"{old.name} that remembers", old.fingerprint.derived("memory")
+    return map_contestant(old, *named, lambda embeds: memory(embeds, embeds), torch.device("cpu"))
 
 
 def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:

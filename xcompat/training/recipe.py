@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
+from xcompat.mapping.folds import Searched
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.settings import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
@@ -48,6 +49,10 @@ class StageRecipe(Section):
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
         encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
             pretrained and the head is not, whose first gradients would undo them.
+        memory: what queries remember of what was learned from, chosen by what is held out of it: ``classes`` of ``data.images``,
+            ``pairs`` of images and captions of ``data.pairs``; null for nothing.
+        searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
+            are in ``data.images`` (known), some are (open), or nothing (unknown).
         evaluation: how the result is judged; null for no evaluation.
     """
 
@@ -65,6 +70,8 @@ class StageRecipe(Section):
     mini_batch_size: int | None = Field(None, ge=1)
     prompt_lr_factor: float = Field(100.0, gt=0)
     encoder_lr_factor: float = Field(1.0, gt=0)
+    memory: Literal["classes", "pairs"] | None = None
+    searched_classes: Searched = "unknown"
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
     @field_validator(*ROLES, mode="before")
@@ -119,6 +126,21 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:
         self.name = self.name or self.method
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_something_to_remember(self) -> StageRecipe:
+        from xcompat.models import METHODS
+
+        if self.memory is None:
+            return self
+        method = METHODS[self.method]
+        if not method.compares_with_old or method.maps_galleries or self.options.get("direction") == "old_to_new":
+            raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
+        if self.memory == "classes" and self.data.images is None:
+            raise ValueError("memory: classes are those of labelled images; name them under data.images")
+        if self.memory == "pairs" and (self.data.pairs is None or self.data.pairs.streaming):
+            raise ValueError("memory: pairs are those of data.pairs, which are read more than once; name them, without streaming")
         return self
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
-from xcompat.training.evaluate import Contestants, embed_new, make_report
+from xcompat.training.evaluate import Contestants, embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
@@ -40,6 +40,7 @@ from xcompat.training.record import (
     settings_of,
     write_recipe,
 )
+from xcompat.training.remembering import old_memory, remember
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
@@ -122,6 +123,7 @@ class StageRun(Stage):
             return
         started = time.perf_counter()
         model = train_stage(self)
+        remember(self, model)
         if is_main_process():
             with atomic_path(self.model_dir) as temporary:
                 model.export(temporary)
@@ -261,7 +263,9 @@ class StageRun(Stage):
                 "its queries do not search the old one; leave it out"
             )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
-        return replace(contestants, extra=extra)
+        if (memory := old_memory(self)) is not None:
+            extra["old+memory"] = with_memory(old, memory)
+        return replace(contestants, extra={**contestants.extra, **extra})
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
         """Embed the test set with every version before the old one, whose galleries a chain of upgrades still serves."""

@@ -1,0 +1,145 @@
+"""A stage's queries remember what it learned from: chosen by what is held out, saved, judged beside old queries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel
+
+from xcompat.data import PairSource, flatten_captions, load_pairs
+from xcompat.errors import XcompatError
+from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
+from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.paired import grouped
+from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.report import load_report
+from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.remembering import CHOICE, OLD_MEMORY
+from xcompat.training.run import run_recipe
+
+
+@pytest.fixture
+def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "method": "projection",
+        "memory": "pairs",
+        "data": {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
+        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1, "tsne_pairs": 0},
+    }
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+def cases_of(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
+    return {(f"{case.query}/{case.gallery}", case.direction): case.metrics for case in load_report(folder).cases}
+
+
+def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: Path) -> None:
+    run_recipe(recipe_of(raw))
+    run = tmp_path / "run"
+    said = json.loads((run / CHOICE).read_text())
+    assert said["kind"] == "pairs" and set(said["floor"]) == {"text-to-image", "image-to-text"}
+    assert {trial["line"] for trial in said["trials"]} == {"projection"}
+    model = AutoModel.from_pretrained(run / "model")
+    assert (model.memory is None) == (said["memory"] is None)
+    labels = {label for label, _ in cases_of(run)}
+    assert {"old+memory/old", "without memory/old"} <= labels if said["memory"] is not None else "new/old" in labels
+
+
+@torch.no_grad()
+def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str], old_folder: str, pairs_folder: str) -> None:
+    pairs = load_pairs(PairSource(path=pairs_folder))
+    new, old = load_embedder(folder_of["clip"]), load_embedder(old_folder)
+    texts, _ = flatten_captions(pairs)
+    sides = []
+    for side in (new, old):
+        images = side.embed({"pixel_values": side.processor.images([_picture(value) for value in pairs["image"]])})
+        sides.append((images.numpy(), side.embed(side.processor.texts(texts)).numpy()))
+    rows = np.arange(len(pairs))
+    captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
+    memory = Known(captioned).worn(Candidate("procrustes", sharpness=1e7, share=1e6))
+    assert memory is not None
+    (new_images, new_texts), (old_images, old_texts) = sides
+    for asked, found in ((new_texts, old_images), (new_images, old_texts)):
+        leant = memory(torch.from_numpy(asked), torch.zeros(len(rows), old_images.shape[1]))
+        expected = torch.nn.functional.normalize(torch.from_numpy(found - found.mean(0)), dim=1)
+        torch.testing.assert_close(leant, expected, atol=1e-4, rtol=0)
+    assert torch.equal(memory.familiarity(torch.from_numpy(new_texts)), torch.ones(len(rows)))
+
+
+def _picture(value: Any) -> Image.Image:
+    return Image.open(value["path"]).convert("RGB")
+
+
+def test_what_belongs_together_is_one_group() -> None:
+    images, texts = grouped(["a", "b", "c", "d", "e"], ["a", "a", "b", "c", "x"], ["red", "round", "round", "blue", "green"])
+    assert images[0] == images[1] and images[2] not in (images[0], -1), "images of captions that read alike belong together"
+    assert images[3] == images[4] == -1 and texts[4] == -1, "an image without captions, a caption without an image"
+    assert list(texts[:4]) == [images[0]] * 3 + [images[2]] and sorted({*images} - {-1}) == [0, 1]
+
+
+def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:
+    draw = np.random.default_rng(0)
+    meant = draw.standard_normal((60, 12))
+
+    def side(noise: float, dim: int, each: int) -> np.ndarray:
+        rows = np.repeat(meant, each, axis=0) @ np.linalg.qr(draw.standard_normal((dim, dim)))[0][:12]
+        rows = rows + noise * draw.standard_normal(rows.shape)
+        return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+    images = PairedEmbeddings(side(0.1, 16, 1), side(1.5, 14, 1), np.arange(60))
+    texts = PairedEmbeddings(side(0.1, 16, 2), side(1.5, 14, 2), np.repeat(np.arange(60), 2))
+    choice = choose(CaptionedEmbeddings(images, texts))
+    assert choice.n_queries == {"text-to-image": 72, "image-to-text": 36}, "two folds of 18 groups"
+    assert {trial.candidate.share for trial in choice.trials} == {0.0, 0.3, 0.5, 0.8, 1.2}
+    assert all(trial.candidate.power is None for trial in choice.trials)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no classes": ({"memory": "classes"}, "name them under data.images"),
+    "a gallery map": ({"method": "fct", "data": {"images": {"path": "x"}}}, "method fct brings no queries to an old space"),
+    "no old model": ({"method": "independent", "old": None}, "method independent brings no queries"),
+    "another direction": ({"method": "ridge", "options": {"direction": "old_to_new"}}, "method ridge brings no queries"),
+    "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "are those of data.pairs"),
+    "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_memory_of_nothing_is_refused(what: str, raw: dict[str, Any]) -> None:
+    changes, said = REFUSED[what]
+    with pytest.raises(XcompatError, match=said):
+        recipe_of(raw, **changes)
+
+
+def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    raw["data"]["pairs"]["limit"] = 8
+    run_recipe(recipe_of(raw))
+    said = json.loads((tmp_path / "run" / CHOICE).read_text())
+    assert "trials" not in said and said["memory"] == {"entries": 16, "sharpness": 60.0, "share": 0.5}
+    assert "what queries remember is a guess" in " ".join(capsys.readouterr().out.split())
+    model = load_checkpoint(str(tmp_path / "run"))
+    assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
+    table = cases_of(tmp_path / "run")
+    assert {"old+memory/old", "without memory/old", "new/old"} <= {label for label, _ in table}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run_recipe(recipe_of(raw))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def test_a_dry_run_remembers_too(raw: dict[str, Any]) -> None:
+    dry_run_recipe(recipe_of(raw))

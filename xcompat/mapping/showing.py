@@ -1,0 +1,96 @@
+"""What a choice of maps shows: a table on the terminal, plain words, and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from xcompat.evaluation import PairedDifference
+from xcompat.mapping.choosing import Choice, Trial
+
+METRIC_NAMES = {"cmc@1": "CMC@1", "cmc@5": "CMC@5", "map@1.0": "mAP", "recall@1": "R@1", "recall@5": "R@5", "recall@10": "R@10"}
+
+
+def choice_table(choice: Choice) -> Table:
+    """Show the best of each kind: what its queries find more than old ones.
+
+    Args:
+        choice: what was tried.
+    """
+    title = "points over old queries on what was held out, with 95 % intervals"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    table.add_column("candidate", overflow="fold")
+    for protocol, count in choice.n_queries.items():
+        table.add_column(f"{protocol}\n{count:,} queries", no_wrap=True)
+    floors = ("\n".join(f"{METRIC_NAMES[m]} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
+    table.add_row("old queries", *floors)
+    for trial in choice.best_of_each_kind():
+        table.add_row(str(trial.candidate), *_cells(trial), style="bold" if trial is choice.chosen else "")
+    if choice.without_new_model is not None:
+        table.add_row("old queries with the same metric and memory", *_cells(choice.without_new_model), style="dim")
+    return table
+
+
+def _cells(trial: Trial) -> list[str]:
+    def line(metric: str, gain: PairedDifference) -> str:
+        return f"{METRIC_NAMES[metric]} {100 * gain.mean:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
+
+    return ["\n".join(line(metric, gain) for metric, gain in gains.items()) for gains in trial.gains.values()]
+
+
+def said_of(choice: Choice) -> list[str]:
+    """Say in plain words what was found.
+
+    Args:
+        choice: what was tried.
+
+    Returns:
+        Sentences.
+    """
+    best = choice.chosen
+    cells = {(protocol, metric): gain for protocol, gains in best.gains.items() for metric, gain in gains.items()}
+    (protocol, metric), least = min(cells.items(), key=lambda item: item[1].mean)
+    interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
+    where = f"{100 * least.mean:+.1f} points ({interval}) at {METRIC_NAMES[metric]}, {protocol}"
+    if best.worst <= 0:
+        return [
+            f"Nothing finds more than old queries in everything that was held out: the best, {best.candidate}, is at {where}. "
+            "Where the old model is at hand, mix its queries in (xcompat.slerp)."
+        ]
+    above = all(gain.low > 0 for gain in cells.values())
+    sure = "and every interval lies above zero" if above else "though not every interval lies above zero"
+    said = [f"New queries find more than old ones in everything that was held out, {sure}; the least is {where}."]
+    if choice.without_new_model is not None:
+        own = choice.without_new_model
+        said.append(
+            f"On average {100 * best.mean:+.1f} points; old queries with the same metric and memory have {100 * own.mean:+.1f}, "
+            "which needs no new model."
+        )
+    return said
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """Return everything that was measured.
+
+    Args:
+        choice: what was tried.
+    """
+    without = choice.without_new_model
+    return {
+        "objective": "the worst gain over old queries among protocols and metrics, to a tenth of a point, then the mean gain",
+        "floor": choice.floor,
+        "queries": choice.n_queries,
+        "trials": [_trial(trial) for trial in choice.trials],
+        "without_new_model": _trial(without) if without is not None else None,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    gains = {
+        protocol: {metric: {"mean": gain.mean, "ci95": [gain.low, gain.high]} for metric, gain in gains.items()}
+        for protocol, gains in trial.gains.items()
+    }
+    return {"name": str(trial.candidate), **asdict(trial.candidate), "worst": trial.worst, "mean": trial.mean, "gains": gains}

@@ -1,0 +1,120 @@
+"""What the queries of a stage's model remember: chosen on what the stage learned from."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from xcompat.data import flatten_captions, load_pairs
+from xcompat.data.notices import notice
+from xcompat.data.schema import ID
+from xcompat.distributed import is_main_process
+from xcompat.embedding import EmbeddingCache
+from xcompat.errors import XcompatError
+from xcompat.files import atomic_path, read_json, write_json
+from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, choose
+from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.paired import grouped
+from xcompat.mapping.showing import as_json, choice_table, said_of
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder
+from xcompat.models.query_memory import QueryMemory
+from xcompat.progress import console, literal
+from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.stage import Stage
+
+CHOICE, OLD_MEMORY = "memory.json", "old_memory.safetensors"
+GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
+"""What is taken where there are too few items to hold any out."""
+
+
+def remember(stage: Stage, model: CompatModel) -> None:
+    """Choose what a trained model's queries wear by what was held out, and let them; all processes embed, the first one chooses.
+
+    Beside the model stands what was tried, and the same memory for old queries, which a report shows beside the new ones.
+
+    Args:
+        stage: the stage that was trained.
+        model: its model, which remembers from now on, or not where nothing finds more.
+
+    Raises:
+        XcompatError: there is nothing to remember.
+    """
+    kind, method = stage.part.memory, stage.part.method
+    if kind is None:
+        return
+    model.eval()
+    pairs = _classes(stage, model) if kind == "classes" else _captions(stage, model)
+    if not is_main_process():
+        return
+    lines = {method: lambda *_: model}
+    choice: Choice | None = None
+    try:
+        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, lines)
+        candidate = choice.chosen.candidate
+        console.print(choice_table(choice))
+        for line in said_of(choice):
+            console.print(f"  {literal(line)}", soft_wrap=True)
+    except XcompatError as error:
+        candidate = Candidate(method, **GUESSES[kind])
+        notice(f"{error}: what queries remember is a guess")
+    model.remember(Known(pairs, lines=lines).worn(candidate))
+    described = as_json(choice) if choice is not None else {}
+    settings = model.memory.settings if model.memory is not None else None
+    write_json(stage.folder / CHOICE, {"kind": kind, "chosen": str(candidate), "memory": settings, **described})
+    if (memory := Known(pairs.of_old(), lines=lines).worn(candidate)) is not None:
+        with atomic_path(stage.folder / OLD_MEMORY) as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
+
+
+def old_memory(stage: Stage) -> QueryMemory | None:
+    """Read what old queries would remember.
+
+    Args:
+        stage: a stage that is done.
+
+    Returns:
+        The memory; None where the stage's own queries remember nothing.
+    """
+    file = stage.folder / OLD_MEMORY
+    if stage.part.memory is None or not file.exists():
+        return None
+    tensors = load_file(file)
+    dim = tensors["metric.mean_d"].shape[0]
+    memory = QueryMemory.described(read_json(stage.folder / CHOICE)["memory"], dim, dim)
+    memory.load_state_dict(tensors)
+    return memory
+
+
+def _classes(stage: Stage, model: CompatModel) -> PairedEmbeddings:
+    """Embed the labelled images that the stage learned from."""
+    return _readable(stage.cache(_new(stage, model)), stage.cache(stage.old()), stage.images.labels())
+
+
+def _captions(stage: Stage, model: CompatModel) -> CaptionedEmbeddings:
+    """Embed images and captions that the stage learned from, and bring together what belongs together."""
+    source = stage.part.data.pairs
+    assert source is not None
+    pairs = load_pairs(source)
+    texts, text_ids = flatten_captions(pairs)
+    new, old = _new(stage, model), stage.embedder("old")
+    cache_dir = stage.recipe.cache_dir
+    new_images, old_images = (cached_images(each, pairs, cache_dir, source.max_bad_share) for each in (new, old))
+    new_texts, old_texts = (cached_captions(each, texts, cache_dir) for each in (new, old))
+    image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
+    images = _readable(new_images, old_images, image_groups_N)
+    return CaptionedEmbeddings.whole(images, _readable(new_texts, old_texts, text_groups_M))
+
+
+def _new(stage: Stage, model: CompatModel) -> Embedder:
+    """Return what embeds queries before they are mapped: the trained model, or the new one that a map belongs to."""
+    if model.embeds_in_memory:
+        return stage.as_input(stage.embedder("new"))
+    return Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim)
+
+
+def _readable(new: EmbeddingCache, old: EmbeddingCache, labels_N: NDArray[np.int64]) -> PairedEmbeddings:
+    """Leave out what one of the models could not read."""
+    pairs, kept_N = PairedEmbeddings(new, old, labels_N), new.readable() & old.readable()
+    return pairs if kept_N.all() else pairs.take(np.flatnonzero(kept_N))
