@@ -152,7 +152,7 @@ def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
     for fold in folds(pairs.labels_N, "unknown"):
         rows = fold.searched["new classes"]
         labels = pairs.labels_N[rows]
-        queries = Known(pairs.take(fold.fit_F)).queries(Candidate("procrustes"), pairs.new_ND[rows])
+        queries = Known(pairs.take(fold.fit_F)).queries(Candidate("procrustes"), pairs.new_ND[rows], "rows")
         old = cmc(pairs.old_Nd[rows], pairs.old_Nd[rows], labels, labels, rows, rows)[1]
         gains += [cmc(queries, pairs.old_Nd[rows], labels, labels, rows, rows)[1] - old] * len(rows)
         floor += [old] * len(rows)
@@ -181,7 +181,7 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
     model, pairs = AutoModel.from_pretrained(out / "model"), load_paired(*sides)
-    expected = Known(pairs).queries(Candidate(**settings), pairs.new_ND)
+    expected = Known(pairs).queries(Candidate(**settings), pairs.new_ND, "all")
     torch.testing.assert_close(model.view(torch.from_numpy(np.array(pairs.new_ND))), expected)
     assert model.compatible_with == [Fingerprint.from_string("old")]
     chosen = max(report["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))

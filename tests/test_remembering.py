@@ -114,7 +114,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a gallery map": ({"method": "fct", "data": {"images": {"path": "x"}}}, "method fct brings no queries to an old space"),
     "no old model": ({"method": "independent", "old": None}, "method independent brings no queries"),
     "another direction": ({"method": "ridge", "options": {"direction": "old_to_new"}}, "method ridge brings no queries"),
-    "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "are those of data.pairs"),
+    "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "name them under data.remembered or data.pairs"),
+    "pairs beside classes": (
+        {"memory": "classes", "data": {"images": {"path": "x"}, "remembered": {"path": "x"}}, "method": "query_map"},
+        "are remembered with memory: pairs",
+    ),
     "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
@@ -80,6 +81,7 @@ class Known:
         self._solvers = lines
         self._lines: dict[str, CompatModel] = {}
         self._metrics: dict[tuple[float, float], QueryMetric] = {}
+        self._computed: dict[Hashable, Tensor] = {}
 
     def line(self, name: str) -> CompatModel:
         """Return a line; it is solved once."""
@@ -125,11 +127,34 @@ class Known:
         return alone
 
     @torch.inference_mode()
-    def queries(self, candidate: Candidate, new_QD: np.ndarray) -> Tensor:
-        """Bring queries into the old space as a candidate would (Q, d)."""
-        line, inputs_QD = self.line(candidate.line), torch.from_numpy(np.array(new_QD, np.float32))
-        own_Qd, memory = line.own_view(inputs_QD.to(line.device)).cpu(), self.worn(candidate)
-        return own_Qd if memory is None else memory(inputs_QD, own_Qd)
+    def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
+        """Bring queries into the old space as a candidate would.
+
+        Args:
+            candidate: the candidate.
+            new_QD: what the new model made of them.
+            asked: which queries these are: what candidates share is computed once for them.
+
+        Returns:
+            (Q, d) float32, L2-normalised.
+        """
+        inputs_QD = torch.from_numpy(np.array(new_QD, np.float32))
+        own_Qd = self._once((asked, candidate.line), lambda: self._own_view(candidate.line, inputs_QD))
+        memory = self.worn(candidate)
+        if memory is None:
+            return own_Qd
+        of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
+        recalled_Qd = self._once((asked, *of_memory), lambda: memory.recalled(inputs_QD))
+        return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
+
+    def _own_view(self, line: str, inputs_QD: Tensor) -> Tensor:
+        model = self.line(line)
+        return model.own_view(inputs_QD.to(model.device)).cpu()
+
+    def _once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        if key not in self._computed:
+            self._computed[key] = compute()
+        return self._computed[key]
 
 
 def fit(candidate: Candidate, known: Known) -> CompatModel:

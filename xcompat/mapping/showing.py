@@ -51,7 +51,7 @@ def said_of(choice: Choice) -> list[str]:
         Sentences.
     """
     best = choice.chosen
-    cells = {(protocol, metric): gain for protocol, gains in best.gains.items() for metric, gain in gains.items()}
+    cells = {(protocol, metric): gain for protocol, metric, gain in best.cells()}
     (protocol, metric), least = min(cells.items(), key=lambda item: item[1].mean)
     interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
     where = f"{100 * least.mean:+.1f} points ({interval}) at {METRIC_NAMES[metric]}, {protocol}"
@@ -80,7 +80,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
     """
     without = choice.without_new_model
     return {
-        "objective": "the worst gain over old queries among protocols and metrics, to a tenth of a point, then the mean gain",
+        "objective": choice.objective,
         "floor": choice.floor,
         "queries": choice.n_queries,
         "trials": [_trial(trial) for trial in choice.trials],

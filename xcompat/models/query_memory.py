@@ -161,12 +161,14 @@ class QueryMemory(nn.Module):
         Returns:
             (B, d) float32, L2-normalised, for galleries of the old model.
         """
-        leaning_Bd = self.metric(queries_Bd)
+        return F.normalize(self.metric(queries_Bd) + self.share * self.recalled(new_BD), dim=-1)
+
+    def recalled(self, new_BD: Tensor) -> Tensor:
+        """Return g(x)·Σ_k softmax_k(…)·value_k (B, d): what queries lean towards, and how much; zeros without entries."""
         if not len(self.keys_KD):
-            return leaning_Bd
+            return new_BD.new_zeros(len(new_BD), self.values_Kd.shape[1], dtype=torch.float32)
         cosines_BK = self.resemblance(new_BD)
-        recalled_Bd = (self.sharpness * cosines_BK).softmax(1) @ self.values_Kd.float()
-        return F.normalize(leaning_Bd + self.share * self._opened(cosines_BK)[:, None] * recalled_Bd, dim=-1)
+        return self._opened(cosines_BK)[:, None] * ((self.sharpness * cosines_BK).softmax(1) @ self.values_Kd.float())
 
     def _opened(self, cosines_BK: Tensor) -> Tensor:
         slope, offset = self.gate.float()

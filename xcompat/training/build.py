@@ -234,7 +234,7 @@ def _model_and_pairs(stage: Stage) -> tuple[CompatModel, Data]:
     model = _model_for_pairs(stage)
     pairs = load_pairs(data.pairs)
     if not data.pairs.streaming:
-        _warn_of_overlap(stage, pairs)
+        warn_of_overlap(stage, pairs, "data.pairs")
     two_views = SECOND_PIXEL_VALUES in model.columns
     return model, pair_data(data, pairs, model.processor, stage.recipe.seed, old_caches, two_views)
 
@@ -302,9 +302,15 @@ def _warn_of_shared_images(stage: Stage) -> None:
             notice(f"{shared} of {len(searched)} images of data.{key} are in data.images too: the result will flatter the model")
 
 
-def _warn_of_overlap(stage: Stage, pairs: datasets.Dataset) -> None:
-    """Say when captions of the test set are trained on: texts leave them out, pairs are the user's own choice."""
+def warn_of_overlap(stage: Stage, pairs: datasets.Dataset, key: str) -> None:
+    """Say when captions of the test set are learned from: texts leave them out, pairs are the user's own choice.
+
+    Args:
+        stage: the stage.
+        pairs: what it learns from.
+        key: where the recipe names them.
+    """
     test = {normalise(text) for text in stage.test_captions()}
     shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
     if shared:
-        notice(f"{len(shared)} of {len(test)} captions of data.test are in data.pairs too: the result will flatter the model")
+        notice(f"{len(shared)} of {len(test)} captions of data.test are in {key} too: the result will flatter the model")

@@ -100,7 +100,7 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
     if part.method == "bt2" and named >= {"old", "independent"}:  # whose dimensions are tied to those of both
         replaced["options"] = {**part.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
     data = replaced.get("data", {})
-    for key in ("pairs", "test", "images", "queries", "gallery"):
+    for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
         if data.get(key):
             data[key] = {"path": _tiny_images(folder, key)}
     for key in ("subset", "test_subset"):

@@ -73,7 +73,7 @@ def judged_files(part: StageRecipe) -> dict[str, str]:
 
 def _judged(data: DataSettings) -> DataSettings:
     """Leave out what is only learned from."""
-    return data.model_copy(update={"pairs": None, "texts": [], "images": None, "subset": None})
+    return data.model_copy(update={"pairs": None, "remembered": None, "texts": [], "images": None, "subset": None})
 
 
 @contextmanager
@@ -91,6 +91,7 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
         yield "zero_shot.images", data.zero_shot.images
     named: dict[str, Source | None] = {
         "pairs": data.pairs,
+        "remembered": data.remembered,
         "images": data.images,
         "test": data.test,
         "queries": data.queries,

@@ -27,7 +27,7 @@ from xcompat.training.recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
-_PARTS = ("images", "pairs", "texts", "queries", "gallery", "test", "zero_shot")
+_PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "zero_shot")
 
 
 def push(

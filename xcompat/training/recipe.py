@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from xcompat.data import PairSource
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
@@ -50,7 +51,7 @@ class StageRecipe(Section):
         encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
             pretrained and the head is not, whose first gradients would undo them.
         memory: what queries remember of what was learned from, chosen by what is held out of it: ``classes`` of ``data.images``,
-            ``pairs`` of images and captions of ``data.pairs``; null for nothing.
+            ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for nothing.
         searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
             are in ``data.images`` (known), some are (open), or nothing (unknown).
         evaluation: how the result is judged; null for no evaluation.
@@ -114,6 +115,11 @@ class StageRecipe(Section):
         """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
         return self.options.get("head") == "triplet"
 
+    @property
+    def remembered_pairs(self) -> PairSource | None:
+        """Return the images with captions that queries may remember."""
+        return self.data.remembered or self.data.pairs
+
     def resolved(self) -> dict[str, Any]:
         """Return all that the stage is trained by, as JSON: every setting and every option of its method, given or usual."""
         described = self.model_dump(mode="json", exclude={"evaluation"})
@@ -132,15 +138,19 @@ class StageRecipe(Section):
     def _there_is_something_to_remember(self) -> StageRecipe:
         from xcompat.models import METHODS
 
-        if self.memory is None:
-            return self
         method = METHODS[self.method]
-        if not method.compares_with_old or method.maps_galleries or self.options.get("direction") == "old_to_new":
+        maps_queries = method.compares_with_old and not method.maps_galleries and self.options.get("direction") != "old_to_new"
+        if self.memory is not None and not maps_queries:
             raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
         if self.memory == "classes" and self.data.images is None:
             raise ValueError("memory: classes are those of labelled images; name them under data.images")
-        if self.memory == "pairs" and (self.data.pairs is None or self.data.pairs.streaming):
-            raise ValueError("memory: pairs are those of data.pairs, which are read more than once; name them, without streaming")
+        pairs = self.remembered_pairs
+        if self.memory == "pairs" and (pairs is None or pairs.streaming):
+            raise ValueError(
+                "memory: pairs are read more than once; name them under data.remembered or data.pairs, without streaming"
+            )
+        if self.memory != "pairs" and self.data.remembered is not None:
+            raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
         return self
 
     @model_validator(mode="after")

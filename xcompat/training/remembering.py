@@ -21,6 +21,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.query_memory import QueryMemory
 from xcompat.progress import console, literal
+from xcompat.training.build import warn_of_overlap
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage
 
@@ -93,18 +94,21 @@ def _classes(stage: Stage, model: CompatModel) -> PairedEmbeddings:
 
 
 def _captions(stage: Stage, model: CompatModel) -> CaptionedEmbeddings:
-    """Embed images and captions that the stage learned from, and bring together what belongs together."""
-    source = stage.part.data.pairs
+    """Embed images and captions, one that several images have once, and bring together what belongs together."""
+    source = stage.part.remembered_pairs
     assert source is not None
     pairs = load_pairs(source)
+    if stage.part.data.remembered is not None:  # of data.pairs it was said when they were learned from
+        warn_of_overlap(stage, pairs, "data.remembered")
     texts, text_ids = flatten_captions(pairs)
+    image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
+    distinct, rows_M = np.unique(texts, return_index=True)
     new, old = _new(stage, model), stage.embedder("old")
     cache_dir = stage.recipe.cache_dir
     new_images, old_images = (cached_images(each, pairs, cache_dir, source.max_bad_share) for each in (new, old))
-    new_texts, old_texts = (cached_captions(each, texts, cache_dir) for each in (new, old))
-    image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
+    new_texts, old_texts = (cached_captions(each, distinct.tolist(), cache_dir) for each in (new, old))
     images = _readable(new_images, old_images, image_groups_N)
-    return CaptionedEmbeddings.whole(images, _readable(new_texts, old_texts, text_groups_M))
+    return CaptionedEmbeddings.whole(images, _readable(new_texts, old_texts, text_groups_M[rows_M]))
 
 
 def _new(stage: Stage, model: CompatModel) -> Embedder:

@@ -36,6 +36,8 @@ class DataSettings(Section):
         pairs: images with captions.
         texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
         texts_limit: use the first so many texts.
+        remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given. Such as the
+            old model never learned from tell more: a gallery holds what it never learned from.
         test: images with captions that no stage trains on.
         zero_shot: labelled images for classification from prompts.
         images: labelled images, for methods that learn from classes.
@@ -56,6 +58,7 @@ class DataSettings(Section):
     pairs: PairSource | None = None
     texts: list[CorpusSource | PairSource] = []
     texts_limit: int | None = Field(None, ge=1)
+    remembered: PairSource | None = None
     test: PairSource | None = None
     zero_shot: ZeroShotSettings | None = None
     images: LabelledSource | None = None
