@@ -20,9 +20,9 @@ from pushes import killed_pushes
 from scenes import Scene, gallery_scenes, picture_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
-SAMPLED = {"xcompat train recipe.yaml": 200, "xcompat compare recipe.yaml": 100}
-"""Injected errors in commands of over a thousand file operations that take seconds each. What they are made of, embedding,
-evaluating and reporting, meets an error at every one."""
+PARTS = {"xcompat train recipe.yaml": 12, "xcompat compare recipe.yaml": 12}
+"""Into how many parts the injected errors go of commands of over a thousand file operations that take seconds each: a long run
+that is stopped goes on with the next part."""
 Trials = Iterator[str | None]
 
 
@@ -59,11 +59,13 @@ class Campaign:
         group: the kind.
         name: the operation.
         trials: begins them in an empty folder.
+        part: which of several parts of the trials these are; nothing where they are all.
     """
 
     group: str
     name: str
     trials: Callable[[Path], Trials]
+    part: str = ""
 
     def run(self, folder: Path, tell: Callable[[], object] = lambda: None) -> Row:
         """Make all trials.
@@ -109,9 +111,9 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     for name, most in _power_cuts(operations, long).items():
         scene = operations.get(name) or commands[name]
         yield Campaign("power cuts", name, lambda folder, s=scene, m=most: power_cut(Stage(s, folder), m))
-    for name, scene in commands.items():
-        if (most := _injections(scene, long)) != 0:
-            yield Campaign("injected errors", name, lambda folder, s=scene, m=most: injected(Stage(s, folder), long, m))
+    for scene in commands.values():
+        if long or not scene.slow:
+            yield from _injections(scene, long)
     if not (reason := cannot_mount(shared)):
         for name in ("xcompat gallery build photos", "xcompat gallery add gallery more", "xcompat gallery compact gallery"):
             if long or "add" in name:
@@ -161,8 +163,12 @@ def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | Non
     return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 3)
 
 
-def _injections(scene: Scene, long: bool) -> int | None:
-    """Return how many errors a command meets; None for all that there are, 0 for no campaign."""
-    if long:
-        return SAMPLED.get(scene.name)
-    return 0 if scene.slow else 2
+def _injections(scene: Scene, long: bool) -> Iterator[Campaign]:
+    """Return the errors that a command meets: all, in parts, or two."""
+    parts = PARTS.get(scene.name, 1) if long else 1
+    for part in range(parts):
+
+        def trials(folder: Path, part: int = part) -> Trials:
+            return injected(Stage(scene, folder), every=long, most=None if long else 2, part=(part, parts))
+
+        yield Campaign("injected errors", scene.name, trials, f", part {part + 1} of {parts}" if parts > 1 else "")

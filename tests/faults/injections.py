@@ -90,13 +90,14 @@ def faults_of(calls: list[Call], every: bool) -> list[Fault]:
     return found
 
 
-def injected(stage: Stage, every: bool, most: int | None = None) -> Iterator[str | None]:
+def injected(stage: Stage, every: bool, most: int | None = None, part: tuple[int, int] = (0, 1)) -> Iterator[str | None]:
     """Let the file operations of a command fail.
 
     Args:
         stage: where it is played.
         every: see :func:`faults_of`.
         most: faults at most, spread evenly.
+        part: number, from 0, and count of the parts that they are tried in.
 
     Yields:
         What is wrong after each; None when nothing is.
@@ -109,7 +110,7 @@ def injected(stage: Stage, every: bool, most: int | None = None) -> Iterator[str
         faults = [faults[number * len(faults) // most] for number in range(most)]
     before = tree(stage.prepared)
     copied(stage.prepared, stage.work)
-    for fault in faults:
+    for fault in faults[part[0] :: part[1]]:
         if tree(stage.work) != before:
             copied(stage.prepared, stage.work)
         seen = list[Call]()

@@ -1,6 +1,6 @@
 """Kill, cut the power, fill disks and damage files, many times, and write ``docs/faults.md``.
 
-python tests/faults/long_run.py          # the long form, which takes half an hour; started again, it goes on where it was
+python tests/faults/long_run.py          # the long form, which takes some hours; started again, it goes on where it was
 python tests/faults/long_run.py --short  # what the normal suite runs
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ def main(
         for failure in row.failures:
             console.print(f"    {failure}", markup=False, soft_wrap=True)
     if not short:
-        write_report(ROOT / "docs" / "faults.md", [_read(path) for path in sorted(KEPT.glob("*.json"))])
+        write_report(ROOT / "docs" / "faults.md", whole(_read(path) for path in sorted(KEPT.glob("*.json"))))
     if any(row.failures for row in rows):
         raise typer.Exit(1)
 
@@ -65,11 +65,11 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
         bar.live.auto_refresh = False  # a child forked while its thread holds a lock would wait for it for ever
         with bar:
             for each in wanted:
-                kept = KEPT / f"{each.group} {each.name}.json".replace("/", "-")
+                kept = KEPT / f"{each.group} {each.name}{each.part}.json".replace("/", "-")
                 if long and kept.exists():
                     yield _read(kept)
                     continue
-                task = bar.add_task(f"{each.group}: {each.name}", total=None, rate="")
+                task = bar.add_task(f"{each.group}: {each.name}{each.part}", total=None, rate="")
                 row = each.run(folder / "trials", partial(_tell, bar, task))
                 bar.remove_task(task)
                 shutil.rmtree(folder / "trials", ignore_errors=True)
@@ -79,13 +79,24 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
                 yield row
 
 
+def whole(parts: Iterable[Row]) -> list[Row]:
+    """Put the parts of each row together, in the order of the first ones."""
+    rows: dict[tuple[str, str], Row] = {}
+    for part in parts:
+        row = rows.setdefault((part.group, part.name), Row(part.group, part.name))
+        row.trials += part.trials
+        row.failures += part.failures
+        row.seconds += part.seconds
+    return list(rows.values())
+
+
 def _tell(bar: Progress, task: TaskID) -> None:
     rate_of(bar, task, 1, "trials")
     bar.refresh()
 
 
 def _is_wanted(campaign: Campaign, only: list[str]) -> bool:
-    return not only or any(word in f"{campaign.group}: {campaign.name}" for word in only)
+    return not only or any(word in f"{campaign.group}: {campaign.name}{campaign.part}" for word in only)
 
 
 def _read(path: Path) -> Row:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import warm
+from campaigns import PARTS, Row, campaigns
 from disks import Disk, Recorder, listing_of
 from injections import Fault, failing
 from kills import killed_before
+from long_run import whole
 from syscalls import Call, run_watched, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -22,6 +24,13 @@ def test_nothing_is_lost(groups: list[str], tmp_path: Path) -> None:
     only = [argument for group in groups for argument in ("--only", group)]
     done = warm.run(RUN, "--short", *only, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_parts_of_a_row_are_told_as_one(tmp_path: Path) -> None:
+    parts = [Row("kills", "a", 2, ["x"], 1.0), Row("kills", "b", 1), Row("kills", "a", 3, ["y"], 0.5)]
+    assert whole(parts) == [Row("kills", "a", 5, ["x", "y"], 1.5), Row("kills", "b", 1)]
+    long = [campaign for campaign in campaigns(tmp_path, long=True) if campaign.name == "xcompat train recipe.yaml"]
+    assert len({campaign.part for campaign in long if campaign.group == "injected errors"}) == PARTS["xcompat train recipe.yaml"]
 
 
 def written(folder: Path) -> None:
