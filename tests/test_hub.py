@@ -31,9 +31,10 @@ from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
 from xcompat.models import METHODS, describe_old
 from xcompat.models.embedder import load_embedder
+from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
-from xcompat.training.push import Form, find_model, push
+from xcompat.training.push import Form, Remembered, find_model, push
 
 
 @pytest.fixture
@@ -360,6 +361,35 @@ def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Im
     torch.testing.assert_close(merged.embed_images(pixels), whole.embed_images(pixels), atol=1e-5, rtol=0)
     assert "Measured before LoRA was merged" in hub.files("me/pair", "merged")["README.md"].decode()
     assert AutoModel.from_pretrained("me/pair").fingerprint() == whole.fingerprint(), "the default branch is as it was"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("memory", ["metric", "none"])
+def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    model = build("ridge", on_hub)
+    remembered = QueryMemory(model.config.embedding_dim, model.config.old["dim"], entries=3)
+    torch.nn.init.normal_(remembered.keys_KD)
+    torch.nn.init.normal_(remembered.values_Kd)
+    remembered.metric = QueryMetric.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
+    model.remember(remembered).export(tmp_path / "model")
+    push(tmp_path / "model", "me/whole")
+    push(tmp_path / "model", "me/part", memory=memory)
+    whole, part = AutoModel.from_pretrained("me/whole"), AutoModel.from_pretrained("me/part")
+    held = [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name and "metric" not in name.split(".")[1]]
+    assert whole.memory is not None and "3 remembered" not in hub.files("me/part")["README.md"].decode()
+    assert (part.memory is None) == (memory == "none") and (held == [] or part.memory.settings["entries"] == 0)
+    embeds = torch.randn(5, model.config.embedding_dim, generator=torch.Generator().manual_seed(0))
+    expected = whole.own_view(embeds) if memory == "none" else whole.memory.metric(whole.own_view(embeds))
+    torch.testing.assert_close(part.view(embeds), expected)
+    assert part.stored_fingerprint() == whole.stored_fingerprint(), "galleries stay its own"
+    model.remember(None).export(tmp_path / "plain")
+    with pytest.raises(XcompatError, match=f"remembers nothing; leave out --memory {memory}"):
+        push(tmp_path / "plain", "me/plain", memory=memory)
+
+
+def load_file_of(hub: Hub, repo: str, folder: Path) -> dict[str, torch.Tensor]:
+    (folder / "weights.safetensors").write_bytes(hub.files(repo)["model.safetensors"])
+    return load_file(folder / "weights.safetensors")
 
 
 def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str, str]) -> None:

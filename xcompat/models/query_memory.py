@@ -143,6 +143,12 @@ class QueryMemory(nn.Module):
         """Return what a configuration says of the memory; what it holds is in the weights."""
         return {"entries": len(self.keys_KD), "sharpness": self.sharpness, "share": self.share}
 
+    def metric_alone(self) -> QueryMemory:
+        """Return the metric without any entry, of which none can be read back."""
+        alone = QueryMemory(self.keys_KD.shape[1], self.values_Kd.shape[1], entries=0, sharpness=self.sharpness, share=self.share)
+        alone.metric = self.metric
+        return alone
+
     def resemblance(self, new_BD: Tensor) -> Tensor:
         """Return the cosines (B, K) of what the new model made of queries to all keys."""
         return self.key_metric(new_BD) @ self.keys_KD.float().T

@@ -27,6 +27,7 @@ from xcompat.training.recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
+Remembered = Literal["all", "metric", "none"]
 _PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "zero_shot")
 
 
@@ -38,6 +39,7 @@ def push(
     overwrite: bool = False,
     revision: str | None = None,
     license: str | None = None,  # noqa: A002 - the Hub's word
+    memory: Remembered = "all",
 ) -> str:
     """Push a model with its preprocessing and its card.
 
@@ -49,6 +51,7 @@ def push(
         overwrite: whether another model that is there may be replaced.
         revision: the branch, made if missing; None for the default one.
         license: what the card states.
+        memory: what goes along of what queries remember, embeddings of training data: all, the metric alone, or nothing.
 
     Returns:
         The address of the commit.
@@ -59,14 +62,14 @@ def push(
     folder = find_model(Path(target))
     with TemporaryDirectory() as temporary:
         prepared = Path(temporary) / "model"
-        model, run = _prepare(folder, prepared, form)
+        model, run = _prepare(folder, prepared, form, memory)
         base = model.look_up_base()
         digest = model.fingerprint.digest if model.fingerprint is not None else None
         config = next(read_json(prepared / name) for name in CONFIGS if (prepared / name).exists())
         repo = open_repository(repo, lineage_of(config, digest), visibility(base, private), revision, overwrite)
         model_card(repo, model, base, run, license).save(prepared / "README.md")
         commit = upload(prepared, repo, revision, replace=overwrite)
-    if form != "merged":  # that is another model than the one whose galleries exist
+    if form != "merged" and memory == "all":  # else it is another model than the one whose galleries exist
         record_push(folder, repo, commit)
     return str(commit)
 
@@ -102,11 +105,11 @@ def find_model(target: Path) -> Path:
     return stages[0] / "model"
 
 
-def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunFacts]:
+def _prepare(folder: Path, prepared: Path, form: Form, memory: Remembered) -> tuple[ModelFacts, RunFacts]:
     """Write what is to be pushed, and gather what its card says."""
     if not is_checkpoint(str(folder)):
-        if form != "as it is":
-            raise XcompatError(f"{folder} is a plain encoder without adapters; push it as it is")
+        if form != "as it is" or memory != "all":
+            raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
         shutil.copytree(folder, prepared, ignore=shutil.ignore_patterns("README.md", PUSHED))
         hide_paths(prepared)
         encoder, processor = load_encoder(str(folder))
@@ -120,11 +123,16 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
         model: CompatModel = AutoModel.from_pretrained(str(folder))
     facts = model.facts()
     run = run_facts(folder, facts.fingerprint)
+    if memory != "all":
+        if model.memory is None:
+            raise XcompatError(f"{folder} remembers nothing; leave out --memory {memory}")
+        facts = model.remember(model.memory.metric_alone() if memory == "metric" else None).facts()
+        run = _measured(run, "before what queries remember was left out")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
             raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
         facts = model.merge_adapters().facts()
-        run = replace(run, results=f"Measured before LoRA was merged into the weights.\n\n{run.results}") if run.results else run
+        run = _measured(run, "before LoRA was merged into the weights")
     elif form == "adapters":
         facts = model.leave_out_base().facts()
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
@@ -137,6 +145,11 @@ def _prepare(folder: Path, prepared: Path, form: Form) -> tuple[ModelFacts, RunF
     model.save_pretrained(prepared)
     hide_paths(prepared)
     return facts, run
+
+
+def _measured(run: RunFacts, when: str) -> RunFacts:
+    """Say beside results when they were measured."""
+    return replace(run, results=f"Measured {when}.\n\n{run.results}") if run.results else run
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
