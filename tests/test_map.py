@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
 from xcompat.evaluation import cmc
-from xcompat.mapping import Candidate, PairedEmbeddings, choose, load_paired
+from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, load_paired
 from xcompat.mapping.candidates import Known, fit
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
 from xcompat.models.embedder import load_embedder
@@ -193,6 +193,68 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0 and not (out / "notes.txt").exists()
 
 
+def captioned(folder: Path, images: np.ndarray, texts: np.ndarray, ids: list[str], text_ids: list[str]) -> Path:
+    write(folder, images, ids)
+    np.save(folder / "text_embeds.npy", texts)
+    (folder / "text_ids.txt").write_text("\n".join(text_ids) + "\n")
+    return folder
+
+
+def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    meant, turn = draw.standard_normal((80, OLD)), np.linalg.qr(draw.standard_normal((NEW, NEW)))[0][:OLD]
+
+    def seen(noise: float, each: int) -> np.ndarray:
+        return np.repeat(meant, each, axis=0) + noise * draw.standard_normal((80 * each, OLD))
+
+    ids = [f"item {row}" for row in range(80)]
+    text_ids = [name for name in ids for _ in range(2)]
+    old = captioned(tmp_path / "old", normalised(seen(1.5, 1)), normalised(seen(1.5, 2)), ids, text_ids)
+    images, texts = normalised(seen(0.1, 1) @ turn), normalised(seen(0.1, 2) @ turn)
+    kept = np.delete(np.arange(160), [7, 20, 21])  # one caption of item 3, both of item 10
+    new = captioned(tmp_path / "new", images[::-1], texts[kept], ids[::-1], [text_ids[row] for row in kept])
+    found = load_paired(old, new)
+    assert isinstance(found, CaptionedEmbeddings) and len(found.images) == 78 and len(found.texts) == 156
+    there = np.delete(np.arange(80), [3, 10])
+    np.testing.assert_array_equal(found.images.new_ND, images[there])
+    np.testing.assert_array_equal(found.texts.new_ND, texts[np.repeat(2 * there, 2) + np.tile([0, 1], 78)])
+    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert set(report["floor"]) == {"text-to-image", "image-to-text"} and report["verdict"]
+    model = AutoModel.from_pretrained(tmp_path / "out" / "model")
+    torch.testing.assert_close(
+        model.view(torch.from_numpy(images)),
+        Known(found).queries(Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), images, "all"),
+    )
+
+
+def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:
+    pairs, ids = made(), [f"item {row}" for row in range(CLASSES * EACH)]
+    old, new = write(tmp_path / "old", pairs.old_Nd), captioned(tmp_path / "new", pairs.new_ND, pairs.new_ND, ids, ids)
+    found = load_paired(old, new)
+    assert isinstance(found, PairedEmbeddings) and f"Of {new} only the images are read" in found.notes[0]
+    for name in ("image_embeds.npy", "image_ids.txt"):
+        (new / name).unlink()
+    with pytest.raises(XcompatError, match="give what both models made of the same items"):
+        load_paired(old, new)
+    for name in ("embeds.npy", "ids.txt"):
+        (old / f"image_{name}").rename(old / f"text_{name}")
+    np.testing.assert_array_equal(load_paired(old, new).together().old_Nd, pairs.old_Nd)
+    with pytest.raises(XcompatError, match="has rows without ids"):
+        load_paired(old / "text_embeds.npy", new)
+
+
+def test_classes_beside_captions_are_refused(tmp_path: Path) -> None:
+    pairs, ids = made(), [f"item {row}" for row in range(CLASSES * EACH)]
+    sides = [
+        captioned(tmp_path / name, embeds, embeds, ids, ids) for name, embeds in (("old", pairs.old_Nd), ("new", pairs.new_ND))
+    ]
+    (sides[0] / "labels.txt").write_text("\n".join(map(str, pairs.labels_N)) + "\n")
+    with pytest.raises(XcompatError, match="have classes .* and captions"):
+        load_paired(*sides)
+
+
 def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
     pairs = made()
     model = fit(choose(pairs, "known").chosen.candidate, Known(pairs))
@@ -231,7 +293,7 @@ def test_where_nothing_beats_old_queries_it_says_so(tmp_path: Path) -> None:
     old = write(tmp_path / "old", pairs.old_Nd, labels=list(map(str, pairs.labels_N)))
     new = write(tmp_path / "new", pairs.new_ND)
     done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
-    assert done.exit_code == 0 and "No map finds more than old queries" in " ".join(done.output.split())
+    assert done.exit_code == 0 and "Nothing finds more than old queries" in " ".join(done.output.split())
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert not report["verdict"] and report["model"]["name"] == "procrustes"
 

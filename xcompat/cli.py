@@ -83,8 +83,8 @@ def map_(
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
-    A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line). What each way finds on
-    items and classes that were held out decides.
+    A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line), or text_embeds.npy and
+    text_ids.txt (the id of the image that each describes), or both. What each way finds on what was held out decides.
     """
     from xcompat.mapping.commands import map_embeddings
 
@@ -166,6 +166,10 @@ def push(
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Leave out the weights of the base.")] = False,
     revision: Annotated[Optional[str], typer.Option(help="The branch; made if missing.")] = None,  # noqa: UP045
     license: Annotated[Optional[str], typer.Option(help="Of the model, such as apache-2.0.")] = None,  # noqa: A002, UP045
+    memory: Annotated[
+        Literal["all", "metric", "none"],
+        typer.Option(help="What goes along of what queries remember, which holds embeddings of training data."),
+    ] = "all",
 ) -> None:
     """Share a model on the Hub with a card that says what it is compatible with and how well it does."""
     if merged and adapters_only:
@@ -176,7 +180,7 @@ def push(
 
     silence_libraries()
     form: Form = "merged" if merged else "adapters" if adapters_only else "as it is"
-    console.print(push_model(target, name, form, private, overwrite, revision, license), soft_wrap=True)
+    console.print(push_model(target, name, form, private, overwrite, revision, license, memory), soft_wrap=True)
 
 
 @app.command()

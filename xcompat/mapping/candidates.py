@@ -66,6 +66,10 @@ class Candidate:
         return ", ".join([self.kind, *settings])
 
 
+GUESS = Candidate("procrustes")
+"""What is taken where nothing can be held out, or nothing finds more there than old queries."""
+
+
 class Known:
     """What is learned from a training set, each part when a candidate first needs it.
 
@@ -78,7 +82,7 @@ class Known:
     def __init__(self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES) -> None:
         self.pairs = pairs
         self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[1])
-        self._solvers = lines
+        self.lines = lines
         self._lines: dict[str, CompatModel] = {}
         self._metrics: dict[tuple[float, float], QueryMetric] = {}
         self._computed: dict[Hashable, Tensor] = {}
@@ -86,7 +90,7 @@ class Known:
     def line(self, name: str) -> CompatModel:
         """Return a line; it is solved once."""
         if name not in self._lines:
-            self._lines[name] = self._solvers[name](self.pairs, self.old)
+            self._lines[name] = self.lines[name](self.pairs, self.old)
         return self._lines[name]
 
     @cached_property
@@ -126,7 +130,6 @@ class Known:
         alone.metric = self._metric(candidate)
         return alone
 
-    @torch.inference_mode()
     def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
         """Bring queries into the old space as a candidate would.
 
@@ -138,18 +141,14 @@ class Known:
         Returns:
             (Q, d) float32, L2-normalised.
         """
-        inputs_QD = torch.from_numpy(np.array(new_QD, np.float32))
-        own_Qd = self._once((asked, candidate.line), lambda: self._own_view(candidate.line, inputs_QD))
-        memory = self.worn(candidate)
-        if memory is None:
-            return own_Qd
-        of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
-        recalled_Qd = self._once((asked, *of_memory), lambda: memory.recalled(inputs_QD))
-        return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
-
-    def _own_view(self, line: str, inputs_QD: Tensor) -> Tensor:
-        model = self.line(line)
-        return model.own_view(inputs_QD.to(model.device)).cpu()
+        line, inputs_QD = self.line(candidate.line), torch.from_numpy(np.array(new_QD, np.float32))
+        with torch.inference_mode():
+            own_Qd = self._once((asked, candidate.line), lambda: line.own_view(inputs_QD.to(line.device)).cpu())
+            if (memory := self.worn(candidate)) is None:
+                return own_Qd
+            of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
+            recalled_Qd = self._once((asked, *of_memory), lambda: memory.recalled(inputs_QD))
+            return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
     def _once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._computed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
@@ -240,11 +241,13 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
         Every trial, and the best.
 
     Raises:
-        XcompatError: there are too few items to hold any out.
+        XcompatError: neither is known, or there are too few items to hold any out.
     """
     held: _HeldOut
     if isinstance(pairs, CaptionedEmbeddings):
         held = _HeldOutCaptions(pairs, lines, seed)
+    elif pairs.labels_N is None:
+        raise XcompatError("no classes or captions are known, so nothing says what a query should find")
     else:
         held = _HeldOutClasses(pairs, searched, lines, seed)
     alone = [Candidate(name) for name in lines]

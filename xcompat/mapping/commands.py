@@ -9,7 +9,7 @@ from typing import Any
 from xcompat.errors import XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.candidates import Candidate, Known, fit
+from xcompat.mapping.candidates import GUESS, Candidate, Known, Paired, fit
 from xcompat.mapping.choosing import Choice, choose
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
@@ -21,7 +21,6 @@ from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.provenance import provenance
 
 MADE_BY = "map"
-GUESS = Candidate("procrustes")
 
 
 def map_embeddings(
@@ -75,19 +74,17 @@ def map_embeddings(
     return beats
 
 
-def _choice(pairs: PairedEmbeddings, searched: Searched, seed: int) -> tuple[Choice | None, str | None]:
+def _choice(pairs: Paired, searched: Searched, seed: int) -> tuple[Choice | None, str | None]:
     """Return the choice, or why there is none."""
-    if pairs.labels_N is None:
-        return None, "no classes are known (labels.txt), so nothing says what a query should find"
     try:
         return choose(pairs, searched, seed), None
     except XcompatError as error:
         return None, str(error)
 
 
-def _described_old(name: str | None, path: Path, pairs: PairedEmbeddings) -> dict[str, Any]:
+def _described_old(name: str | None, path: Path, pairs: Paired) -> dict[str, Any]:
     """Describe the gallery's model: loaded, or known by its name alone, as galleries that adopted an index know theirs."""
-    dim = pairs.old_Nd.shape[1]
+    dim = pairs.dims[1]
     if name is None:
         return describe_old(Fingerprint.from_string(path.stem), dim)
     if "/" not in name and not Path(name).exists():  # no model of a Hub: the gallery's name for it
@@ -97,9 +94,9 @@ def _described_old(name: str | None, path: Path, pairs: PairedEmbeddings) -> dic
     return old.describe_old()
 
 
-def _described_new(name: str, pairs: PairedEmbeddings) -> dict[str, Any]:
+def _described_new(name: str, pairs: Paired) -> dict[str, Any]:
     new = load_embedder(name)
-    _require_dim(new, pairs.new_ND.shape[1], "--new-model")
+    _require_dim(new, pairs.dims[0], "--new-model")
     return new.describe_encoder()
 
 
@@ -108,11 +105,11 @@ def _require_dim(model: Embedder, dim: int, option: str) -> None:
         raise XcompatError(f"{option} {model.name} embeds in {model.dim} dimensions, the embeddings given have {dim}")
 
 
-def _document(choice: Choice | None, candidate: Candidate, pairs: PairedEmbeddings) -> dict[str, Any]:
+def _document(choice: Choice | None, candidate: Candidate, pairs: Paired) -> dict[str, Any]:
     """Gather everything that was measured for ``report.json``."""
     document: dict[str, Any] = {
         "items": len(pairs),
-        "classes": pairs.n_classes or None,
+        "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,
         "model": {"name": str(candidate), **asdict(candidate)},
     }
     return document | (as_json(choice) if choice is not None else {})

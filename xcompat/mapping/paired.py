@@ -18,7 +18,8 @@ from xcompat.errors import XcompatError
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.old_knowledge import Rows
 
-EMBEDDINGS, IDS, LABELS = "image_embeds.npy", "image_ids.txt", "labels.txt"
+KINDS = ("image", "text")
+LABELS = "labels.txt"
 UNIT = 1e-2
 """How far from 1 the length of an embedding may be: float16 rounds by less."""
 _CHECKED = 65536  # rows at once
@@ -48,6 +49,10 @@ class PairedEmbeddings:
     def dims(self) -> tuple[int, int]:
         """Return D and d."""
         return self.new_ND.shape[1], self.old_Nd.shape[1]
+
+    def together(self) -> PairedEmbeddings:
+        """Return all items as one set: these."""
+        return self
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of new and old embeddings."""
@@ -114,6 +119,12 @@ class CaptionedEmbeddings:
         """Return D and d."""
         return self.images.dims
 
+    def together(self) -> PairedEmbeddings:
+        """Return all items as one set: images, and then captions."""
+        sides = self.images, self.texts
+        new_ND, old_Nd = (np.concatenate([getattr(side, name)[:] for side in sides]) for name in ("new_ND", "old_Nd"))
+        return PairedEmbeddings(new_ND, old_Nd, np.concatenate(self.groups))
+
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of new and old embeddings, of images and then of captions."""
         return chain(self.images.batches(), self.texts.batches())
@@ -161,52 +172,99 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
 
 @dataclass(frozen=True)
 class _Side:
-    """What one model made: ``ids`` is None where rows stand for items, ``labels`` where no classes are known."""
+    """What one model made of one kind of items: ``ids`` is None where rows stand for items, ``labels`` where none are known."""
 
     path: Path
     embeds_ND: NDArray[Any]
     ids: list[str] | None = None
     labels: list[str] | None = None
 
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Return what names each item: its id, and which of several captions of one id it is."""
+        seen = Counter[str]()
+        keys = []
+        for name in self.ids or []:
+            keys.append((name, seen[name]))
+            seen[name] += 1
+        return keys
 
-def load_paired(old: Path, new: Path) -> PairedEmbeddings:
+
+def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
     """Read what both models made, and bring it into one order.
 
     Args:
-        old: a folder with ``image_embeds.npy``, ``image_ids.txt`` (an id a line) and perhaps ``labels.txt`` (a class a line), or
-            a bare ``.npy`` whose rows are those of the other.
+        old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (an id a line), or the same of ``text_``, and perhaps
+            ``labels.txt`` (a class a line); or with both, a text's id being that of the image it describes; or a bare ``.npy``
+            whose rows are those of the other.
         new: likewise; classes that either side knows count.
 
     Returns:
-        The items that both have, in the order of the old side.
+        The items that both have, in the order of the old side: images with their captions where both sides hold both.
 
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
     """
-    sides = {"old": _read_side(old), "new": _read_side(new)}
-    old_rows_N, new_rows_N, notes = _same_items(sides["old"], sides["new"])
-    labels = _same_classes(sides["old"], sides["new"], old_rows_N, new_rows_N)
+    old_sides, new_sides = _read_sides(old), _read_sides(new)
+    kinds = [kind for kind in old_sides if kind in new_sides]
+    if old.is_file() != new.is_file():
+        bare = old if old.is_file() else new
+        raise XcompatError(f"{bare} has rows without ids, the other side has ids; give two .npy files, or two folders")
+    if not kinds:
+        found = f"{old} holds {' and '.join(old_sides)} embeddings, {new} {' and '.join(new_sides)} embeddings"
+        raise XcompatError(f"{found}: give what both models made of the same items")
+    paired = {kind: _paired(old_sides[kind], new_sides[kind]) for kind in kinds}
+    notes = [
+        f"Of {side} only the {kinds[0]}s are read: the other side has nothing else."
+        for side, found in ((old, old_sides), (new, new_sides))
+        if len(found) > len(kinds)
+    ]
+    if len(kinds) == 1:
+        pairs, _ = paired[kinds[0]]
+        return replace(pairs, notes=(*notes, *pairs.notes))
+    (images, image_ids), (texts, text_ids) = (paired[kind] for kind in KINDS)
+    if images.labels_N is not None:
+        raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions: leave out {LABELS}, or the text files")
+    image_groups_N, text_groups_M = grouped(image_ids, text_ids, list(map(str, range(len(text_ids)))))
+    return CaptionedEmbeddings.whole(
+        replace(images, labels_N=image_groups_N), replace(texts, labels_N=text_groups_M), (*images.notes, *texts.notes)
+    )
+
+
+def _paired(old: _Side, new: _Side) -> tuple[PairedEmbeddings, list[str]]:
+    """Bring one kind of items into one order; return them with their ids."""
+    old_rows_N, new_rows_N, notes = _same_items(old, new)
+    labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = np.unique(labels, return_inverse=True)[1].astype(np.int64) if labels is not None else None
-    new_ND, old_Nd = _picked(sides["new"].embeds_ND, new_rows_N), _picked(sides["old"].embeds_ND, old_rows_N)
-    return PairedEmbeddings(new_ND, old_Nd, labels_N, notes)
+    new_ND, old_Nd = _picked(new.embeds_ND, new_rows_N), _picked(old.embeds_ND, old_rows_N)
+    ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
+    return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
 
 
-def _read_side(path: Path) -> _Side:
+def _read_sides(path: Path) -> dict[str, _Side]:
+    """Return what one model made, by the kind of items."""
     if path.is_file():
-        return _Side(path, _embeddings(path))
+        return {"row": _Side(path, _embeddings(path))}
     if not path.is_dir():
-        raise XcompatError(f"{path} does not exist; name a folder with {EMBEDDINGS} and {IDS}, or a .npy file")
-    for name in (EMBEDDINGS, IDS):
+        raise XcompatError(f"{path} does not exist; name a folder with image_embeds.npy and image_ids.txt, or a .npy file")
+    kinds = [kind for kind in KINDS if (path / f"{kind}_embeds.npy").exists() or (path / f"{kind}_ids.txt").exists()]
+    return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds or KINDS[:1]}
+
+
+def _read_side(path: Path, kind: str, captioned: bool) -> _Side:
+    names = embeddings, listed = f"{kind}_embeds.npy", f"{kind}_ids.txt"
+    for name in names:
         if not (path / name).is_file():
-            raise XcompatError(f"{path} lacks {name}; it holds {EMBEDDINGS}, {IDS} and perhaps {LABELS}")
-    embeds_ND, ids = _embeddings(path / EMBEDDINGS), read_lines(path / IDS)
-    labels = read_lines(path / LABELS) if (path / LABELS).is_file() else None
-    for name, lines in ((IDS, ids), (LABELS, labels)):
+            raise XcompatError(f"{path} lacks {name}; it holds {embeddings}, {listed} and perhaps {LABELS}")
+    embeds_ND, ids = _embeddings(path / embeddings), read_lines(path / listed)
+    of_items = kind == "image" or not captioned
+    labels = read_lines(path / LABELS) if of_items and (path / LABELS).is_file() else None
+    for name, lines in ((listed, ids), (LABELS, labels)):
         if lines is not None and len(lines) != len(embeds_ND):
-            raise XcompatError(f"{path / name} has {len(lines):,} lines, but {EMBEDDINGS} has {len(embeds_ND):,} rows")
-    if len(set(ids)) < len(ids):
+            raise XcompatError(f"{path / name} has {len(lines):,} lines, but {embeddings} has {len(embeds_ND):,} rows")
+    if of_items and len(set(ids)) < len(ids):
         twice = next(name for name, count in Counter(ids).items() if count > 1)
-        raise XcompatError(f"{path / IDS} names {twice!r} more than once; an id is that of one item")
+        raise XcompatError(f"{path / listed} names {twice!r} more than once; an id is that of one item")
     return _Side(path, embeds_ND, ids, labels)
 
 
@@ -229,9 +287,6 @@ def _embeddings(path: Path) -> NDArray[Any]:
 
 def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
     """Return the rows of the items that both sides have, in the order of the old one."""
-    if (old.ids is None) != (new.ids is None):
-        bare = old if old.ids is None else new
-        raise XcompatError(f"{bare.path} has rows without ids, the other side has ids; give two .npy files, or two folders")
     if old.ids is None or new.ids is None:
         if len(old.embeds_ND) != len(new.embeds_ND):
             raise XcompatError(
@@ -240,13 +295,14 @@ def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.i
             )
         rows_N = np.arange(len(old.embeds_ND))
         return rows_N, rows_N, ()
-    places = {name: row for row, name in enumerate(new.ids)}
-    old_rows_N = np.array([row for row, name in enumerate(old.ids) if name in places], np.int64)
+    each, other = Counter(old.ids), Counter(new.ids)  # of captions that are more on one side nothing says which is which
+    places, keys = {key: row for row, key in enumerate(new.keys) if each[key[0]] == other[key[0]]}, old.keys
+    old_rows_N = np.array([row for row, key in enumerate(keys) if key in places], np.int64)
     if not len(old_rows_N):
         raise XcompatError(
             f"{old.path} and {new.path} share no id ({old.ids[0]!r}, {new.ids[0]!r}); an item has the same id on both sides"
         )
-    new_rows_N = np.array([places[old.ids[row]] for row in old_rows_N.tolist()], np.int64)
+    new_rows_N = np.array([places[keys[row]] for row in old_rows_N.tolist()], np.int64)
     if len(old_rows_N) == len(old.ids) == len(new.ids):
         return old_rows_N, new_rows_N, ()
     note = f"Both sides have {len(old_rows_N):,} items; {len(old.ids):,} old and {len(new.ids):,} new ones were given."
