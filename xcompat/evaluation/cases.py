@@ -13,6 +13,8 @@ from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resa
 from xcompat.evaluation.scores import Embeddings, Ids, as_rows
 from xcompat.fingerprint import Fingerprint
 
+OLD_WITH_MEMORY = "old+memory"
+"""Who asks old queries that wear the metric and the memory of the new ones."""
 FLIP_METRIC = "negative_flip_rate@1"
 RankKey = tuple[str, str, str]
 """(query, gallery, direction)."""
@@ -275,6 +277,22 @@ def measure_differences(
         paired = paired_bootstrap(values_Q, floor[name], sampling.n_resamples, 0.95, sampling.seed, clusters)
         found.append(Difference(direction, name, paired.mean, (paired.low, paired.high)))
     return found
+
+
+def beside_same_memory(differences: Sequence[Difference]) -> str:
+    """Say what new queries find more than old ones that remember the same; the verdict is about old ones as they are.
+
+    Args:
+        differences: of ``new/old`` and ``old+memory/old``.
+
+    Returns:
+        A sentence.
+    """
+    points = (
+        f"{each.direction} {each.metric} {100 * each.mean:+.1f} ({100 * each.ci95[0]:.1f} to {100 * each.ci95[1]:.1f})"
+        for each in differences
+    )
+    return f"Points of new queries over old ones that wear the same metric and memory: {', '.join(points)}."
 
 
 def judge_cases(cases: Sequence[Case], differences: list[Difference]) -> Criterion:

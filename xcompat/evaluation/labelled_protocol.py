@@ -10,11 +10,13 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
+    OLD_WITH_MEMORY,
     Case,
     Evaluation,
     RankKey,
     Sampling,
     ValueKey,
+    beside_same_memory,
     judge_cases,
     measure_case,
     measure_differences,
@@ -146,9 +148,14 @@ def evaluate_labelled_cases(
         cases.append(measure_case(query, gallery, IMAGE_TO_IMAGE, len(old.gallery_embeds_GD), columns, None, sampling))
         if (query, gallery) == ("new", "old"):
             differences = measure_differences(IMAGE_TO_IMAGE, values, _values(floor, ks, known_Q), None, sampling)
+    beside = []
+    if upgraded is None and (own := ranked.get((OLD_WITH_MEMORY, "old"))) is not None:
+        found, floor_of_both = (_values(result, ks, known_Q) for result in (ranked["new", "old"], own))
+        beside = [beside_same_memory(measure_differences(IMAGE_TO_IMAGE, found, floor_of_both, None, sampling))]
     ranks: dict[RankKey, np.ndarray] = {(*key, IMAGE_TO_IMAGE): result.first_hit_ranks_Q for key, result in ranked.items()}
     dropped = int((~known_Q).sum())
     notes = [f"{dropped} queries have no image of their class in the gallery and are left out."] if dropped else []
+    notes += beside
     if upgraded is not None:
         notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
     return Evaluation(cases, judge_cases(cases, differences), ranks, {IMAGE_TO_IMAGE: dropped}, notes, _per_query(ranked))

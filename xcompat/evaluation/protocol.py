@@ -10,11 +10,13 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
+    OLD_WITH_MEMORY,
     Case,
     Difference,
     Evaluation,
     RankKey,
     Sampling,
+    beside_same_memory,
     judge_cases,
     measure_case,
     measure_differences,
@@ -217,7 +219,7 @@ def _retrieval_cases(
         dropped[direction] = int((~found_Q).sum())
         if dropped[direction]:
             notes.append(f"{dropped[direction]} {direction} queries have no match in the gallery and are left out.")
-    cases, differences = [], []
+    cases, differences, beside = list[Case](), list[Difference](), list[Difference]()
     for (query, gallery, direction), ranks_Q in ranks.items():
         floor_Q = ranks["old", "old", direction]
         values = {f"recall@{k}": (ranks_Q < k)[ranks_Q >= 0] for k in kept_ks[direction]}
@@ -228,7 +230,10 @@ def _retrieval_cases(
         if (query, gallery) == ("new", "old"):
             floor = {f"recall@{k}": (floor_Q < k)[floor_Q >= 0] for k in kept_ks[direction]}
             differences += measure_differences(direction, values, floor, clusters[direction], sampling)
-    return cases, differences, notes, dropped
+            if (own_Q := ranks.get((OLD_WITH_MEMORY, "old", direction))) is not None:
+                own = {f"recall@{k}": (own_Q < k)[own_Q >= 0] for k in kept_ks[direction]}
+                beside += measure_differences(direction, values, own, clusters[direction], sampling)
+    return cases, differences, [*notes, *([beside_same_memory(beside)] if beside else [])], dropped
 
 
 def _zero_shot_cases(
