@@ -106,6 +106,8 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
         {**pair, "name": "shards", "data": {"pairs": {"path": write_shards(folder / "shards", [8, 8, 8, 4])}}},
         {"name": "direct", "method": "direct", "options": LORA, "evaluation": None},
         {**pair, "name": "parts", "mini_batch_size": 2},
+        {"name": "chosen", "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
+        {"name": "remembering", "method": "projection", "options": {"noise_std": 0}, "memory": "pairs", "evaluation": None},
         {"name": "scale", "method": "independent", "evaluation": None},
         {"name": "scale_parts", "method": "independent", "evaluation": None, "mini_batch_size": 2},
     ]
@@ -244,6 +246,14 @@ def test_caches_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
 def test_reports_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
     one, two = (json.loads((run / "run" / "phi" / "report" / "report.json").read_text()) for run in runs)
     assert two["cases"] == one["cases"] and two["criterion"] == one["criterion"]
+
+
+@pytest.mark.parametrize("name", ["chosen", "remembering"])
+def test_what_is_chosen_is_what_one_process_chooses(name: str, runs: tuple[Path, Path]) -> None:
+    one, two = (json.loads((run / "run" / name / "choice.json").read_text()) for run in runs)
+    assert two["chosen"] == one["chosen"] and [trial["name"] for trial in two["trials"]] == [t["name"] for t in one["trials"]]
+    np.testing.assert_allclose([trial["mean"] for trial in two["trials"]], [trial["mean"] for trial in one["trials"]])
+    assert_equal_weights(weights(runs[1], name), weights(runs[0], name))
 
 
 def test_noise_and_dropout_differ_between_ranks(runs: tuple[Path, Path]) -> None:

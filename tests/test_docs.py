@@ -122,7 +122,7 @@ def test_the_recipes_in_the_readme_are_some(tmp_path: Path) -> None:
     recipes = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README, re.DOTALL)
     for name, text in recipes:
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert [stage.method for stage in load_recipe(tmp_path / "photos.yaml").stages] == ["query_map"]
+    assert [stage.method for stage in load_recipe(tmp_path / "photos.yaml").stages] == ["map"]
     stages = load_recipe(tmp_path / "upgrade.yaml").stages
     assert [stage.method for stage in stages] == ["projection", "xbt"]
     assert all(stage.data.test is not None and stage.training["learning_rate"] == 1e-4 for stage in stages)

@@ -24,6 +24,7 @@ from xcompat.files import read_json
 from xcompat.models import METHODS
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
+from xcompat.training import chosen as chosen_module
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
@@ -91,15 +92,62 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
         changes["new"] = trained["independent"]
     run_recipe(recipe_of(trained, **changes, memory="classes", searched_classes="known"))
     said = read_json(tmp_path / "run" / CHOICE)
-    assert said["kind"] == "classes" and set(said["floor"]) == {"known classes"}
+    assert set(said["floor"]) == {"known classes"}
     assert {trial["line"] for trial in said["trials"]} == {method}
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     labels = {f"{case.query}/{case.gallery}" for case in load_report(tmp_path / "run").cases}
     chosen = max(said["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
     assert said["chosen"] == chosen["name"] and (model.memory is not None) == (" + " in said["chosen"])
     assert (model.memory is not None) == ({"old+memory/old", "without memory/old"} <= labels)
+    assert (model.memory is not None) == any("same metric and memory" in note for note in load_report(tmp_path / "run").notes)
     entries = 4 if chosen["share"] else 0
     assert (said["memory"] or {}).get("entries", 0) == entries
+
+
+def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    training = trained["training"] | {"num_train_epochs": 2, "save_strategy": "epoch"}
+    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run"), training=training))
+    said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
+    assert report.method == "map"
+    tried = {trial["line"] for trial in said["trials"]}
+    assert tried in (
+        {"procrustes", "ridge", "trained line", "network"},
+        {name + " of penultimate features" for name in ("procrustes", "trained line", "network")},
+    )
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    assert model.embeds_in_memory and model.compatible_with == [load_embedder(trained["old"]).fingerprint]
+    beats = max(trial["worst"] for trial in said["trials"]) > 0
+    assert (said["chosen"] == "procrustes") or beats
+    cases = {f"{case.query}/{case.gallery}": case.metrics for case in report.cases}
+    assert cases["new/new"] == cases["independent/independent"], "the new model stays as it is"
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run"), training=training))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def test_a_choice_that_was_killed_goes_on_to_the_same(
+    trained: dict[str, Any], tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trained["training"] | {"num_train_epochs": 2, "save_strategy": "epoch"}
+    changes = {"new": trained["independent"], "training": training, "evaluation": None}
+    run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "whole")))
+    calls: list[int] = []
+
+    def killed(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return chosen_module_train(*arguments, **keywords)
+
+    chosen_module_train = chosen_module.train
+    monkeypatch.setattr(chosen_module, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "killed")))
+    monkeypatch.setattr(chosen_module, "train", chosen_module_train)
+    run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "killed")))
+    whole, again = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("whole", "killed"))
+    assert whole.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert read_json(tmp_path / "whole" / CHOICE) == read_json(tmp_path / "killed" / CHOICE)
 
 
 @pytest.mark.parametrize("method", [*SEEN, *MAPS])

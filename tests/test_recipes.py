@@ -122,6 +122,7 @@ def test_a_stand_in_has_the_last_layer_that_is_read(undrawn: None) -> None:
         "old": "some/old",
         "new": "some/new",
         "data": {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}},
+        "method": "query_map",
         "stages": [{"name": name, "options": {"input": name}} for name in ("embedding", "penultimate")],
     }
     dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))

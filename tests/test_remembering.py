@@ -52,7 +52,7 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
     run_recipe(recipe_of(raw))
     run = tmp_path / "run"
     said = json.loads((run / CHOICE).read_text())
-    assert said["kind"] == "pairs" and set(said["floor"]) == {"text-to-image", "image-to-text"}
+    assert set(said["floor"]) == {"text-to-image", "image-to-text"}
     assert {trial["line"] for trial in said["trials"]} == {"projection"}
     model = AutoModel.from_pretrained(run / "model")
     assert (model.memory is None) == (said["memory"] is None)
@@ -130,6 +130,39 @@ def test_a_memory_of_nothing_is_refused(what: str, raw: dict[str, Any]) -> None:
         recipe_of(raw, **changes)
 
 
+CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a memory": ({"memory": "pairs"}, "what queries remember is chosen with the map"),
+    "texts beside pairs": ({"memory": None}, "data.texts: a map that is chosen learns from"),
+    "a stream": ({"memory": None, "data": {"pairs": {"path": "x", "streaming": True}}}, "reads them more than once"),
+    "options": ({"options": {"shape": "linear"}}, "options shape are a method's, and none is named"),
+}
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+def test_what_is_chosen_is_not_said_too(what: str, raw: dict[str, Any]) -> None:
+    changes, said = CHOSEN[what]
+    del raw["method"]
+    with pytest.raises(XcompatError, match=said):
+        recipe_of(raw, **changes)
+
+
+def test_a_map_of_captioned_images_is_chosen(raw: dict[str, Any], tmp_path: Path) -> None:
+    del raw["method"], raw["memory"], raw["data"]["texts"]
+    run_recipe(recipe_of(raw))
+    said = json.loads((tmp_path / "run" / CHOICE).read_text())
+    assert set(said["floor"]) == {"text-to-image", "image-to-text"}
+    assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "trained line", "network"}
+    assert AutoModel.from_pretrained(tmp_path / "run" / "model").embeds_texts
+    dry_run_recipe(recipe_of(raw))
+
+
+def test_of_texts_alone_the_map_is_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    del raw["method"], raw["memory"], raw["data"]["pairs"]
+    run_recipe(recipe_of(raw))
+    assert json.loads((tmp_path / "run" / CHOICE).read_text()) == {"chosen": "procrustes", "memory": None}
+    assert "the line that is taken is a guess" in " ".join(capsys.readouterr().out.split())
+
+
 def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     raw["data"]["pairs"]["limit"] = 8
     run_recipe(recipe_of(raw))
@@ -140,6 +173,9 @@ def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path
     assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
     table = cases_of(tmp_path / "run")
     assert {"old+memory/old", "without memory/old", "new/old"} <= {label for label, _ in table}
+    beside = next(note for note in load_report(tmp_path / "run").notes if "the same metric and memory" in note)
+    gain = 100 * (table["new/old", "text-to-image"]["recall@5"] - table["old+memory/old", "text-to-image"]["recall@5"])
+    assert f"text-to-image recall@5 {gain:+.1f} (" in beside
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
     run_recipe(recipe_of(raw))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}

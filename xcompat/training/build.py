@@ -67,7 +67,7 @@ def train_stage(stage: Stage) -> CompatModel:
         The trained model.
     """
     if stage.part.data.images is not None:
-        _warn_of_shared_images(stage)
+        warn_of_shared_images(stage)
     if issubclass(stage.method, ClosedFormModel):
         model, new, old = _map_and_caches(stage)
         assert isinstance(model, ClosedFormModel)
@@ -293,8 +293,12 @@ def _pair_caches(stage: Stage, old: Embedder) -> tuple[EmbeddingCache, Embedding
     return images, cached_captions(old, captions, stage.recipe.cache_dir)
 
 
-def _warn_of_shared_images(stage: Stage) -> None:
-    """Say when images that are judged on are learned from: which ones these are is the user's own choice."""
+def warn_of_shared_images(stage: Stage) -> None:
+    """Say when images that are judged on are learned from: which ones these are is the user's own choice.
+
+    Args:
+        stage: with labelled images.
+    """
     if not stage.is_judged or not is_main_process():
         return
     for key, searched in judged_images(stage.part.data).items():

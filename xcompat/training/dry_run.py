@@ -23,7 +23,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings
 
 BATCH = 4
-PAIRS = 12
+PAIRS = 16
 DIMS = {"old": 8, "new": 16, "independent": 16, "side_info": 8, "new_side_info": 8}
 
 
@@ -128,7 +128,7 @@ def _usual_type(part: StageRecipe, role: str, name: str, projected: set[str]) ->
 
 
 def _tiny_images(folder: Path, name: str) -> str:
-    """Write a dozen coloured squares of three classes, with captions so short that the stand-ins do not cut them off."""
+    """Write coloured squares of four classes, four each, with captions so short that the stand-ins do not cut them off."""
     from PIL import Image
 
     where = folder / name
@@ -137,7 +137,7 @@ def _tiny_images(folder: Path, name: str) -> str:
         pixels = np.random.default_rng(len(name)).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
         for row, image in enumerate(pixels):
             Image.fromarray(image).save(where / f"{name}-{row}.png")
-        lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % 3}" for row in range(PAIRS))]
+        lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % 4}" for row in range(PAIRS))]
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -22,7 +22,12 @@ from xcompat.training.settings import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
 from xcompat.training.yaml_files import LimitedLoader, parse_yaml, read_yaml
 
+if TYPE_CHECKING:
+    from xcompat.models import CompatModel
+
 STAGE_PREFIX = "stage:"
+CHOSEN = "map"
+"""The method of a recipe that names none: which map of queries finds most of what is held out of the training set."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Parts of a stage that name a model whose embeddings are cached."""
 OF_THE_COURSE = ("classes", "for_training")
@@ -34,7 +39,8 @@ class StageRecipe(Section):
 
     Args:
         name: name of the stage; the method's name unless given.
-        method: which method, by its name in ``xcompat.models``; the query map unless given, which leaves the new model as it is.
+        method: which method, by its name in ``xcompat.models``; unless given ``map``, which leaves the new model as it is: lines,
+            trained maps, metrics and memories of queries are tried on what is held out, and the best is taken.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
         new: the encoder that learns: the same, or an architecture to train from scratch.
         independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
@@ -58,7 +64,7 @@ class StageRecipe(Section):
     """
 
     name: str = ""
-    method: str = "query_map"
+    method: str = CHOSEN
     old: EncoderSource | None = None
     new: EncoderSource | ScratchSource | None = None
     independent: EncoderSource | None = None
@@ -85,8 +91,8 @@ class StageRecipe(Section):
     def _known_method(cls, value: str) -> str:
         from xcompat.models import METHODS
 
-        if value not in METHODS:
-            raise ValueError(f"unknown method {value!r}; {nearest(value, METHODS)}")
+        if value not in (known := [CHOSEN, *METHODS]):
+            raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
         return value
 
     @field_validator("training")
@@ -99,7 +105,9 @@ class StageRecipe(Section):
     @classmethod
     def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
         method = info.data.get("method")
-        if method is not None:
+        if method == CHOSEN and value:
+            raise ValueError(f"options {', '.join(value)} are a method's, and none is named; set method: query_map, or another")
+        if method is not None and method != CHOSEN:
             check_options(method, value, usual_options(method))
         return value
 
@@ -136,20 +144,26 @@ class StageRecipe(Section):
 
     @model_validator(mode="after")
     def _there_is_something_to_remember(self) -> StageRecipe:
-        from xcompat.models import METHODS
-
-        method = METHODS[self.method]
+        method = method_class(self.method)
+        if self.method == CHOSEN and self.memory is not None:
+            raise ValueError("memory: without a method what queries remember is chosen with the map; leave memory out")
+        if self.method == CHOSEN and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
+            raise ValueError(
+                "data.texts: a map that is chosen learns from data.images or pairs; leave texts out, or name a method"
+            )
         maps_queries = method.compares_with_old and not method.maps_galleries and self.options.get("direction") != "old_to_new"
         if self.memory is not None and not maps_queries:
             raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
         if self.memory == "classes" and self.data.images is None:
             raise ValueError("memory: classes are those of labelled images; name them under data.images")
         pairs = self.remembered_pairs
+        if self.method == CHOSEN and self.data.images is None and pairs is not None and pairs.streaming:
+            raise ValueError("data.pairs: a map that is chosen reads them more than once; leave streaming out, or name a method")
         if self.memory == "pairs" and (pairs is None or pairs.streaming):
             raise ValueError(
                 "memory: pairs are read more than once; name them under data.remembered or data.pairs, without streaming"
             )
-        if self.memory != "pairs" and self.data.remembered is not None:
+        if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
             raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
         return self
 
@@ -165,9 +179,7 @@ class StageRecipe(Section):
 
     @model_validator(mode="after")
     def _mini_batches_make_a_batch(self) -> StageRecipe:
-        from xcompat.models import METHODS
-
-        size, method = self.mini_batch_size, METHODS[self.method]
+        size, method = self.mini_batch_size, method_class(self.method)
         if size is None:
             return self
         classified = self.data.images is not None and not method.embeds_in_memory  # the classifier is part of the loss
@@ -184,14 +196,25 @@ class StageRecipe(Section):
         return self
 
 
+def method_class(method: str) -> type[CompatModel]:
+    """Return the class of a method; of the map that is chosen, that of those which are trained for it.
+
+    Args:
+        method: as a recipe names it.
+    """
+    from xcompat.models import METHODS
+
+    return METHODS["query_map" if method == CHOSEN else method]
+
+
 def usual_options(method: str) -> dict[str, Any]:
     """Return the options that a recipe may give a method, with the values they have unless it does.
 
     Args:
-        method: by its name in `xcompat.models`.
+        method: as a recipe names it.
 
     Returns:
-        Name -> value.
+        Name -> value; nothing of the map that is chosen.
 
     Example:
         >>> usual_options("ridge")["regularisation"]
@@ -199,6 +222,8 @@ def usual_options(method: str) -> dict[str, Any]:
     """
     from xcompat.models import METHODS, CompatConfig
 
+    if method == CHOSEN:
+        return {}
     usual = METHODS[method].config_class()
     not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
     return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}

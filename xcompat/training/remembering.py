@@ -25,7 +25,7 @@ from xcompat.training.build import warn_of_overlap
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage
 
-CHOICE, OLD_MEMORY = "memory.json", "old_memory.safetensors"
+CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
 """What is taken where there are too few items to hold any out."""
 
@@ -46,25 +46,44 @@ def remember(stage: Stage, model: CompatModel) -> None:
     if kind is None:
         return
     model.eval()
-    pairs = _classes(stage, model) if kind == "classes" else _captions(stage, model)
+    new = _new(stage, model)
+    pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
     if not is_main_process():
         return
-    lines = {method: lambda *_: model}
+    known = Known(pairs, lines={method: lambda *_: model})
     choice: Choice | None = None
     try:
-        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, lines)
+        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines)
         candidate = choice.chosen.candidate
-        console.print(choice_table(choice))
-        for line in said_of(choice):
-            console.print(f"  {literal(line)}", soft_wrap=True)
+        show(choice)
     except XcompatError as error:
         candidate = Candidate(method, **GUESSES[kind])
         notice(f"{error}: what queries remember is a guess")
-    model.remember(Known(pairs, lines=lines).worn(candidate))
-    described = as_json(choice) if choice is not None else {}
+    model.remember(known.worn(candidate))
+    record(stage, candidate, choice, known, model)
+
+
+def show(choice: Choice) -> None:
+    """Print what was tried, and what came of it."""
+    console.print(choice_table(choice))
+    for line in said_of(choice):
+        console.print(f"  {literal(line)}", soft_wrap=True)
+
+
+def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Known, model: CompatModel) -> None:
+    """Write what was tried beside the model, and the same memory for old queries, which a report shows beside the new ones.
+
+    Args:
+        stage: the stage.
+        candidate: what is taken.
+        choice: what was tried; None where nothing could be.
+        known: what was learned from.
+        model: the candidate as a model.
+    """
     settings = model.memory.settings if model.memory is not None else None
-    write_json(stage.folder / CHOICE, {"kind": kind, "chosen": str(candidate), "memory": settings, **described})
-    if (memory := Known(pairs.of_old(), lines=lines).worn(candidate)) is not None:
+    described = as_json(choice) if choice is not None else {}
+    write_json(stage.folder / CHOICE, {"chosen": str(candidate), "memory": settings, **described})
+    if (memory := Known(known.pairs.of_old(), lines=known.lines).worn(candidate)) is not None:
         with atomic_path(stage.folder / OLD_MEMORY) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
 
@@ -79,7 +98,7 @@ def old_memory(stage: Stage) -> QueryMemory | None:
         The memory; None where the stage's own queries remember nothing.
     """
     file = stage.folder / OLD_MEMORY
-    if stage.part.memory is None or not file.exists():
+    if not file.exists():
         return None
     tensors = load_file(file)
     dim = tensors["metric.mean_d"].shape[0]
@@ -88,13 +107,29 @@ def old_memory(stage: Stage) -> QueryMemory | None:
     return memory
 
 
-def _classes(stage: Stage, model: CompatModel) -> PairedEmbeddings:
-    """Embed the labelled images that the stage learned from."""
-    return _readable(stage.cache(_new(stage, model)), stage.cache(stage.old()), stage.images.labels())
+def labelled_pairs(stage: Stage, new: Embedder) -> PairedEmbeddings:
+    """Embed the labelled images that a stage learns from.
+
+    Args:
+        stage: the stage.
+        new: what embeds queries before they are mapped.
+
+    Returns:
+        What both models can read.
+    """
+    return _readable(stage.cache(new), stage.cache(stage.old()), stage.images.labels())
 
 
-def _captions(stage: Stage, model: CompatModel) -> CaptionedEmbeddings:
-    """Embed images and captions, one that several images have once, and bring together what belongs together."""
+def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
+    """Embed images and captions, one that several images have once, and bring together what belongs together.
+
+    Args:
+        stage: the stage.
+        new: what embeds queries before they are mapped.
+
+    Returns:
+        What both models can read.
+    """
     source = stage.part.remembered_pairs
     assert source is not None
     pairs = load_pairs(source)
@@ -103,8 +138,7 @@ def _captions(stage: Stage, model: CompatModel) -> CaptionedEmbeddings:
     texts, text_ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
     distinct, rows_M = np.unique(texts, return_index=True)
-    new, old = _new(stage, model), stage.embedder("old")
-    cache_dir = stage.recipe.cache_dir
+    old, cache_dir = stage.embedder("old"), stage.recipe.cache_dir
     new_images, old_images = (cached_images(each, pairs, cache_dir, source.max_bad_share) for each in (new, old))
     new_texts, old_texts = (cached_captions(each, distinct.tolist(), cache_dir) for each in (new, old))
     images = _readable(new_images, old_images, image_groups_N)

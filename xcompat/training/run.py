@@ -13,6 +13,7 @@ from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
+from xcompat.evaluation.cases import OLD_WITH_MEMORY
 from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
@@ -22,10 +23,11 @@ from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
+from xcompat.training.chosen import train_chosen
 from xcompat.training.evaluate import Contestants, embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe
+from xcompat.training.recipe import CHOSEN, ROLES, STAGE_PREFIX, Recipe
 from xcompat.training.record import (
     DONE,
     ENVIRONMENT,
@@ -122,8 +124,11 @@ class StageRun(Stage):
             console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
             return
         started = time.perf_counter()
-        model = train_stage(self)
-        remember(self, model)
+        if self.part.method == CHOSEN:
+            model = train_chosen(self)
+        else:
+            model = train_stage(self)
+            remember(self, model)
         if is_main_process():
             with atomic_path(self.model_dir) as temporary:
                 model.export(temporary)
@@ -264,7 +269,7 @@ class StageRun(Stage):
             )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
         if (memory := old_memory(self)) is not None:
-            extra["old+memory"] = with_memory(old, memory)
+            extra[OLD_WITH_MEMORY] = with_memory(old, memory)
         return replace(contestants, extra={**contestants.extra, **extra})
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:

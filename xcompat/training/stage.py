@@ -17,12 +17,12 @@ from xcompat.encoders.penultimate import IMAGES_ALONE
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
 from xcompat.files import listed
-from xcompat.models import METHODS, CompatModel
+from xcompat.models import CompatModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
-from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe
+from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe, method_class
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.test_sets import load_pair_test_set
 
@@ -41,7 +41,7 @@ class Stage:
     def __init__(self, recipe: Recipe, part: StageRecipe) -> None:
         self.recipe = recipe
         self.part = part
-        self.method = METHODS[part.method]
+        self.method = method_class(part.method)
         self.folder = recipe.stage_dir(part.name)
         self.model_dir, self.checkpoints_dir = self.folder / "model", self.folder / "checkpoints"
         # what a recipe is run for is its last stage: that report stands at the top
