@@ -65,6 +65,10 @@ class GenerationGoneError(XcompatError):
     """A gallery does not keep a state: it never did, or a compaction has forgotten it. Open the gallery again for its newest."""
 
 
+class NothingHeldOutError(XcompatError):
+    """Too little is there, or known of it, to hold any out: a choice would be a guess."""
+
+
 class TrainingDivergedError(XcompatError):
     """The loss or the gradient stopped being finite."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
@@ -228,6 +228,20 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
     return max(trials, key=lambda trial: (round(1000 * worst(trial)), trial.mean))
 
 
+def joined(choices: Sequence[Choice]) -> Choice:
+    """Put choices among lines of several inputs of the same items together.
+
+    Args:
+        choices: one or more.
+
+    Returns:
+        All their trials, and the best of what each took.
+    """
+    best = better(choice.chosen for choice in choices)
+    taken = next(choice for choice in choices if choice.chosen is best)
+    return replace(taken, trials=[trial for choice in choices for trial in choice.trials])
+
+
 def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: Mapping[str, Solver] = LINES) -> Choice:
     """Try what a map can be made of, a part after the other: a line, its metric, its memory, and then finer settings.
 
@@ -241,13 +255,13 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
         Every trial, and the best.
 
     Raises:
-        XcompatError: neither is known, or there are too few items to hold any out.
+        NothingHeldOutError: neither is known, or there are too few items to hold any out.
     """
     held: _HeldOut
     if isinstance(pairs, CaptionedEmbeddings):
         held = _HeldOutCaptions(pairs, lines, seed)
     elif pairs.labels_N is None:
-        raise XcompatError("no classes or captions are known, so nothing says what a query should find")
+        raise NothingHeldOutError("no classes or captions are known, so nothing says what a query should find")
     else:
         held = _HeldOutClasses(pairs, searched, lines, seed)
     alone = [Candidate(name) for name in lines]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from xcompat.errors import XcompatError
+from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.candidates import GUESS, Candidate, Known, Paired, fit
@@ -78,7 +78,7 @@ def _choice(pairs: Paired, searched: Searched, seed: int) -> tuple[Choice | None
     """Return the choice, or why there is none."""
     try:
         return choose(pairs, searched, seed), None
-    except XcompatError as error:
+    except NothingHeldOutError as error:
         return None, str(error)
 
 

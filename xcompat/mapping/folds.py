@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.errors import NothingHeldOutError
 from xcompat.models.old_knowledge import samples_of_classes
 
 Searched = Literal["known", "open", "unknown"]
@@ -57,14 +57,14 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
         Two folds.
 
     Raises:
-        XcompatError: there are too few items to hold any out.
+        NothingHeldOutError: there are too few items to hold any out.
     """
     draw = np.random.default_rng(seed)
     rows_C = [draw.permutation(rows) for rows in samples_of_classes(labels_N, int(labels_N.max()) + 1) if len(rows) > 1]
     draw.shuffle(rows_C)
     halves = (rows_C[::2], rows_C[1::2]) if searched != "known" else (rows_C, rows_C)
     if min(sum(len(rows) >= FEWEST for rows in half) for half in halves) < 2:
-        raise XcompatError(
+        raise NothingHeldOutError(
             f"too few items to hold any out: it takes {2 * len(set(map(id, halves)))} classes of {FEWEST} items each, "
             f"and there are {sum(len(rows) >= FEWEST for rows in rows_C)}"
         )
@@ -91,10 +91,11 @@ def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int
         Groups that are learned from, and others that search each other, twice.
 
     Raises:
-        XcompatError: there are too few to hold any out.
+        NothingHeldOutError: there are too few to hold any out.
     """
     if n_groups < FEWEST_GROUPS:
-        raise XcompatError(f"too few items to hold any out: it takes {FEWEST_GROUPS} captioned images, and there are {n_groups}")
+        few = f"it takes {FEWEST_GROUPS} captioned images, and there are {n_groups}"
+        raise NothingHeldOutError(f"too few items to hold any out: {few}")
     order_K = np.random.default_rng(seed).permutation(n_groups)
     held = min(QUERIES, round(HELD_OUT * n_groups))
     for number in range(2):

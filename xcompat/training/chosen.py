@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -14,10 +13,10 @@ from xcompat.data import EmbeddingPairDataset, collate_embeddings
 from xcompat.data.notices import notice
 from xcompat.data.schema import INDEX, LABELS
 from xcompat.distributed import from_main_process, is_main_process
-from xcompat.errors import XcompatError
+from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
-from xcompat.mapping.candidates import GUESS, LINES, Candidate, Described, Known, Paired, Solver
-from xcompat.mapping.choosing import better
+from xcompat.mapping.candidates import GUESS, LINES, Described, Known, Paired, Solver
+from xcompat.mapping.choosing import joined
 from xcompat.models import CompatModel, QueryMapModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
@@ -46,30 +45,22 @@ def train_chosen(stage: Stage) -> CompatModel:
         warn_of_shared_images(stage)
     plain, old = stage.embedder("new"), stage.old().describe_old()
     known = [Known(pairs, old, lines) for pairs, lines in _inputs(stage, plain)]
-    choices: list[Choice] = []
+    choice: Choice | None = None
     try:
-        choices = [choose(each.pairs, stage.part.searched_classes, stage.recipe.seed, each.lines) for each in known]
-    except XcompatError as error:
+        choice = joined([choose(each.pairs, stage.part.searched_classes, stage.recipe.seed, each.lines) for each in known])
+    except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
+    beats = choice is not None and choice.chosen.worst > 0
     # the first process decides for all, which train together what is to be trained
-    place, candidate = from_main_process(lambda: _best(choices))
-    model = fit(candidate, known[place])
+    candidate = from_main_process(lambda: choice.chosen.candidate if choice is not None and beats else GUESS)
+    taken = next(each for each in known if candidate.line in each.lines)
+    model = fit(candidate, taken)
     model.config.encoder = plain.describe_encoder()
     if is_main_process():
-        for choice in choices:
+        if choice is not None:
             show(choice)
-        record(stage, candidate, choices[place] if choices else None, known[place], model)
+        record(stage, candidate, choice, taken, model)
     return model
-
-
-def _best(choices: list[Choice]) -> tuple[int, Candidate]:
-    """Return which input and which candidate are taken; Procrustes on embeddings where nothing beats old queries."""
-    if not choices:
-        return 0, GUESS
-    best = better(choice.chosen for choice in choices)
-    if best.worst <= 0:
-        return 0, GUESS
-    return next((place, best.candidate) for place, choice in enumerate(choices) if choice.chosen is best)
 
 
 def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, dict[str, Solver]]]:
@@ -78,14 +69,24 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, dict[str, S
     embeddings: dict[str, Any] = {"input": "embedding", "encoder": described}
     if data.images is not None:
         yield labelled_pairs(stage, plain), dict(LINES) | _trained_lines(stage, embeddings)
-        with suppress(XcompatError):  # no linear layer makes its embedding
-            features, options = penultimate(plain), {"input": "penultimate", "encoder": described}
-            started = {"procrustes of penultimate features": partial(_started, options)}
-            yield labelled_pairs(stage, features), started | _trained_lines(stage, options, " of penultimate features")
+        if (features := _features(stage, plain)) is not None:
+            of, options = " of penultimate features", embeddings | {"input": "penultimate"}
+            started = {"procrustes" + of: partial(_started, options)}
+            yield labelled_pairs(stage, features), started | _trained_lines(stage, options, of)
     elif stage.part.remembered_pairs is not None:
         yield captioned_pairs(stage, plain), dict(LINES) | _trained_lines(stage, embeddings)
     else:
         yield PairedEmbeddings(stage.cache(plain), stage.cache(stage.old())), dict(LINES)
+
+
+def _features(stage: Stage, plain: Embedder) -> Embedder | None:
+    """Return what embeds images by penultimate features; None where no linear layer follows them, or captions are judged."""
+    if stage.part.data.test is not None:
+        return None
+    try:
+        return penultimate(plain)
+    except XcompatError:
+        return None
 
 
 def _trained_lines(stage: Stage, options: dict[str, Any], of: str = "") -> dict[str, Solver]:

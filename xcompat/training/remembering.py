@@ -11,7 +11,7 @@ from xcompat.data.notices import notice
 from xcompat.data.schema import ID
 from xcompat.distributed import is_main_process
 from xcompat.embedding import EmbeddingCache
-from xcompat.errors import XcompatError
+from xcompat.errors import NothingHeldOutError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, Known
@@ -56,7 +56,7 @@ def remember(stage: Stage, model: CompatModel) -> None:
         choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines)
         candidate = choice.chosen.candidate
         show(choice)
-    except XcompatError as error:
+    except NothingHeldOutError as error:
         candidate = Candidate(method, **GUESSES[kind])
         notice(f"{error}: what queries remember is a guess")
     model.remember(known.worn(candidate))
