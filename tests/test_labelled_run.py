@@ -28,7 +28,7 @@ from xcompat.training import chosen as chosen_module
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
-from xcompat.training.remembering import CHOICE
+from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.stage import Stage

@@ -21,7 +21,7 @@ from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
-from xcompat.training.remembering import CHOICE, OLD_MEMORY
+from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.run import run_recipe
 
 

@@ -65,6 +65,7 @@ TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second"
     [
         *("second/model/weights.bin", "second/checkpoints/mine", "second/done.json", "second/environment.json", "second"),
         *("first/report/mine", "report/mine", "evaluated.json", "sequence.csv"),
+        *("second/choice.json", "second/old_memory.safetensors"),
     ],
 )
 def test_what_no_recipe_made_is_refused_before_anything_is_trained(

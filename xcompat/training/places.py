@@ -9,7 +9,7 @@ from pathlib import Path
 from xcompat.errors import XcompatError
 from xcompat.report import report_file, require_report_place
 from xcompat.training.recipe import Recipe
-from xcompat.training.record import DONE, ENVIRONMENT, EVALUATED, RECIPE
+from xcompat.training.record import CHOICE, DONE, ENVIRONMENT, EVALUATED, OLD_MEMORY, RECIPE
 from xcompat.training.sequence import CSV_NAME
 from xcompat.training.stage import Stage
 
@@ -26,7 +26,8 @@ def require_places(recipe: Recipe) -> None:
     stages = [Stage(recipe, part) for part in recipe.stages]
     for stage in stages:
         if not (stage.folder / RECIPE).is_file():
-            _require_free(stage.folder, (stage.model_dir.name, stage.checkpoints_dir.name, ENVIRONMENT, DONE, EVALUATED))
+            written = stage.model_dir.name, stage.checkpoints_dir.name, ENVIRONMENT, DONE, EVALUATED, CHOICE, OLD_MEMORY
+            _require_free(stage.folder, written)
         if stage.is_judged:
             require_report_place(stage.report_dir)
     begun = any((stage.folder / RECIPE).is_file() for stage in stages)

@@ -15,6 +15,7 @@ from xcompat.training.recipe import StageRecipe, explain
 from xcompat.training.yaml_files import parse_yaml
 
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
+CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
 JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset")
 """Settings that only the report depends on."""
 

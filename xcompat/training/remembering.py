@@ -23,9 +23,9 @@ from xcompat.models.query_memory import QueryMemory
 from xcompat.progress import console, literal
 from xcompat.training.build import warn_of_overlap
 from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.stage import Stage
 
-CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
 """What is taken where there are too few items to hold any out."""
 
