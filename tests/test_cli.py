@@ -746,6 +746,7 @@ WORKER = "Caught OSError in a worker.\nOriginal Traceback:\n  File x\nOSError: [
         (_wrapped(), "cannot read or write /data/x: Read-only file system; choose a place that can be written"),
         (RuntimeError("Error in fopen: could not open x for writing: Permission denied"), "could not open x for writing"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left on the device"),
+        (RuntimeError("Parent directory run/checkpoints/checkpoint-1 does not exist."), "the disk or its connection fails"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), "whoever read what is printed has gone"),
         (MemoryError("Unable to allocate 8.00 TiB"), "out of memory (Unable to allocate 8.00 TiB); choose a smaller batch"),
         (MemoryError(), "out of memory; choose a smaller batch"),

@@ -31,6 +31,7 @@ WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
     "PytorchStreamWriter failed writing": errno.ENOSPC,
     "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch again, where the last bytes do not go to disk
     ". unexpected pos ": errno.ENOSPC,
+    "Parent directory ": errno.EIO,  # PyTorch again, of a folder that was just made and cannot be looked at
     "DefaultCPUAllocator: ": errno.ENOMEM,
     "std::bad_alloc": errno.ENOMEM,
     "out of memory": errno.ENOMEM,

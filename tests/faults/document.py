@@ -19,7 +19,7 @@ WHAT = {
     "a disk may be in if only what was synced is sure: all else lost, names without data, zeros, data in part, the names of one "
     "folder lost or alone there. A trial is a state; a sample of them is gone on from as well.",
     "injected errors": "ENOSPC, EIO, EACCES, EROFS and EDQUOT, by turns, at every file operation that changes something and at "
-    "the first of its kind on each file that is read (training and comparing: at a sample), ENOSPC and EROFS also for good "
+    "the first of its kind on each file that is read, ENOSPC and EROFS also for good "
     "from there on. Nothing is lost; the command says one line and ends with code 2, or does its work all the same.",
     "full disks": "A tmpfs with no free page, one, two, until the command succeeds.",
     "histories": "hypothesis plays histories of adding, replacing, removing, committing, closing, opening, rolling back, "
