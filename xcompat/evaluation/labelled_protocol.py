@@ -12,6 +12,7 @@ from xcompat.evaluation.cases import (
     FLIP_METRIC,
     OLD_WITH_MEMORY,
     Case,
+    Difference,
     Evaluation,
     RankKey,
     Sampling,
@@ -139,8 +140,7 @@ def evaluate_labelled_cases(
     sampling = Sampling(n_resamples, seed)
     floor = ranked["old", "old"]
     known_Q = floor.first_hit_ranks_Q >= 0
-    cases: list[Case] = []
-    differences = []
+    cases, differences = list[Case](), list[Difference]()
     for (query, gallery), result in ranked.items():
         columns = dict(values := _values(result, ks, known_Q))
         if gallery == "old" and query not in ("old", "independent"):
@@ -148,17 +148,20 @@ def evaluate_labelled_cases(
         cases.append(measure_case(query, gallery, IMAGE_TO_IMAGE, len(old.gallery_embeds_GD), columns, None, sampling))
         if (query, gallery) == ("new", "old"):
             differences = measure_differences(IMAGE_TO_IMAGE, values, _values(floor, ks, known_Q), None, sampling)
-    beside = []
-    if upgraded is None and (own := ranked.get((OLD_WITH_MEMORY, "old"))) is not None:
-        found, floor_of_both = (_values(result, ks, known_Q) for result in (ranked["new", "old"], own))
-        beside = [beside_same_memory(measure_differences(IMAGE_TO_IMAGE, found, floor_of_both, None, sampling))]
     ranks: dict[RankKey, np.ndarray] = {(*key, IMAGE_TO_IMAGE): result.first_hit_ranks_Q for key, result in ranked.items()}
     dropped = int((~known_Q).sum())
     notes = [f"{dropped} queries have no image of their class in the gallery and are left out."] if dropped else []
-    notes += beside
+    if upgraded is None and (own := ranked.get((OLD_WITH_MEMORY, "old"))) is not None:
+        notes.append(_beside(ranked["new", "old"], own, ks, known_Q, sampling))
     if upgraded is not None:
         notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
     return Evaluation(cases, judge_cases(cases, differences), ranks, {IMAGE_TO_IMAGE: dropped}, notes, _per_query(ranked))
+
+
+def _beside(new: RankedQueries, own: RankedQueries, ks: Sequence[int], known_Q: np.ndarray, sampling: Sampling) -> str:
+    """Say what new queries find more than old ones that remember the same."""
+    found, floor = (_values(result, ks, known_Q) for result in (new, own))
+    return beside_same_memory(measure_differences(IMAGE_TO_IMAGE, found, floor, None, sampling))
 
 
 def _values(result: RankedQueries, ks: Sequence[int], known_Q: np.ndarray) -> dict[str, np.ndarray]:

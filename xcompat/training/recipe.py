@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from xcompat.data import PairSource
@@ -18,9 +17,10 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
 from xcompat.report.storage import FOLDER_NAME as REPORT
+from xcompat.training.overrides import RecipeLoader, apply_override, refuse_shadowed
 from xcompat.training.settings import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
-from xcompat.training.yaml_files import LimitedLoader, parse_yaml, read_yaml
+from xcompat.training.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from xcompat.models import CompatModel
@@ -296,12 +296,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     if not path.is_file():
         raise XcompatError(f"the recipe {path} does not exist")
-    raw = read_yaml(path, _Loader)
+    raw = read_yaml(path, RecipeLoader)
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
     for override in overrides:
         apply_override(raw, override)
-        _refuse_shadowed(raw, override.partition("=")[0])
+        refuse_shadowed(raw, override.partition("=")[0])
     return parse_recipe(raw, path.stem, str(path))
 
 
@@ -378,55 +378,3 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         merged[key] = _merge(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
     return merged
-
-
-class _Loader(LimitedLoader):
-    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
-    list("-+0123456789."),
-)
-
-
-def _refuse_shadowed(raw: dict[str, Any], key: str) -> None:
-    """Refuse an override of what stages inherit when a stage has its own value, which would win silently."""
-    for number, stage in enumerate(raw.get("stages") or []):
-        place: Any = stage
-        for part in key.split("."):
-            place = place.get(part) if isinstance(place, dict) else None
-        if place is not None:
-            raise XcompatError(f"{key} is set by stage {number} ({stage.get('name', '')}) itself: override stages.{number}.{key}")
-
-
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one value in nested dictionaries.
-
-    Args:
-        raw: changed in place.
-        override: ``key=value``, dots for nesting, the value read as YAML.
-
-    Raises:
-        XcompatError: it has another form or leads nowhere.
-    """
-    key, separator, value = override.partition("=")
-    if not separator:
-        raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
-    *parents, last = key.split(".")
-    place: Any = raw
-    try:
-        parsed = parse_yaml(value, _Loader)
-    except yaml.YAMLError:
-        raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
-    for parent in parents:
-        if isinstance(place, list):
-            if not parent.isdigit() or int(parent) >= len(place):
-                raise XcompatError(f"{key}: there is no stage {parent}; stages count from 0 to {len(place) - 1}")
-            place = place[int(parent)]
-        else:
-            place = place.setdefault(parent, {})
-    if not isinstance(place, dict):
-        raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
-    place[last] = parsed

@@ -25,7 +25,8 @@ from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
-from xcompat.training.recipe import apply_override, explain, load_recipe
+from xcompat.training.overrides import apply_override
+from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings, EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, PairTestSet, load_test_set

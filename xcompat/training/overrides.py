@@ -1,0 +1,71 @@
+"""``key=value`` on the command line, and numbers as everyone writes them in YAML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from xcompat.errors import XcompatError
+from xcompat.training.yaml_files import LimitedLoader, parse_yaml
+
+
+class RecipeLoader(LimitedLoader):
+    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
+
+
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
+    list("-+0123456789."),
+)
+
+
+def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
+    """Refuse an override of what stages inherit when a stage has its own value, which would win silently.
+
+    Args:
+        raw: a recipe as its YAML has it.
+        key: what is overridden, dots for nesting.
+
+    Raises:
+        XcompatError: naming the stage.
+    """
+    for number, stage in enumerate(raw.get("stages") or []):
+        place: Any = stage
+        for part in key.split("."):
+            place = place.get(part) if isinstance(place, dict) else None
+        if place is not None:
+            raise XcompatError(f"{key} is set by stage {number} ({stage.get('name', '')}) itself: override stages.{number}.{key}")
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one value in nested dictionaries.
+
+    Args:
+        raw: changed in place.
+        override: ``key=value``, dots for nesting, the value read as YAML.
+
+    Raises:
+        XcompatError: it has another form or leads nowhere.
+    """
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
+    *parents, last = key.split(".")
+    place: Any = raw
+    try:
+        parsed = parse_yaml(value, RecipeLoader)
+    except yaml.YAMLError:
+        raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
+    for parent in parents:
+        if isinstance(place, list):
+            if not parent.isdigit() or int(parent) >= len(place):
+                raise XcompatError(f"{key}: there is no stage {parent}; stages count from 0 to {len(place) - 1}")
+            place = place[int(parent)]
+        else:
+            place = place.setdefault(parent, {})
+    if not isinstance(place, dict):
+        raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
+    place[last] = parsed
