@@ -156,6 +156,16 @@ def test_two_memories_are_two_models() -> None:
     assert len(prints) == 3
 
 
+def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, shapes = filled(), []
+    new, own = torch.from_numpy(unit(7, NEW, 7)), torch.from_numpy(unit(7, OLD, 8))
+    whole, resemblance = memory(new, own), memory.resemblance
+    monkeypatch.setattr(query_memory, "_COSINES", 13)
+    monkeypatch.setattr(memory, "resemblance", lambda block: shapes.append(len(block)) or resemblance(block))
+    torch.testing.assert_close(memory(new, own), whole)
+    assert shapes == [2, 2, 2, 1], "of six entries"
+
+
 def test_without_entries_only_the_metric_is_worn() -> None:
     memory = QueryMemory(NEW, OLD, 0)
     queries = torch.from_numpy(unit(3, OLD, 2))

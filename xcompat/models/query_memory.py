@@ -26,6 +26,7 @@ KEY_POWER, KEY_DAMPING = 0.5, 0.1
 GATED = 5_000
 """Samples at most that a gate is fitted on."""
 _GATED_AT_ONCE = 256
+_COSINES = 2**24  # of queries to entries that are in memory at a time
 _OPEN = 30.0  # the logistic function of it is 1 in float32
 _SETTINGS = {"entries": 0, "sharpness": 1, "share": 0}
 """What a configuration says of a memory, and the least that each may be."""
@@ -173,6 +174,12 @@ class QueryMemory(nn.Module):
         """Return g(x)·Σ_k softmax_k(…)·value_k (B, d): what queries lean towards, and how much; zeros without entries."""
         if not len(self.keys_KD):
             return new_BD.new_zeros(len(new_BD), self.values_Kd.shape[1], dtype=torch.float32)
+        rows = max(1, _COSINES // len(self.keys_KD))
+        if torch.compiler.is_exporting() or len(new_BD) <= rows:  # a graph has no loop over as many queries as there come
+            return self._recalled_at_once(new_BD)
+        return torch.cat([self._recalled_at_once(block) for block in new_BD.split(rows)])
+
+    def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
         cosines_BK = self.resemblance(new_BD)
         return self._opened(cosines_BK)[:, None] * ((self.sharpness * cosines_BK).softmax(1) @ self.values_Kd.float())
 
