@@ -17,12 +17,12 @@ from xcompat.errors import XcompatError
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import grouped
-from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE, OLD_MEMORY
-from xcompat.training.run import run_recipe
+from xcompat.training.run import embed_recipe, run_recipe
 
 
 @pytest.fixture
@@ -154,6 +154,16 @@ def test_a_map_of_captioned_images_is_chosen(raw: dict[str, Any], tmp_path: Path
     assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "trained line", "network"}
     assert AutoModel.from_pretrained(tmp_path / "run" / "model").embeds_texts
     dry_run_recipe(recipe_of(raw))
+
+
+@pytest.mark.parametrize("method", ["map", "projection"])
+def test_what_is_embedded_before_is_not_embedded_again(method: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if method == "map":
+        del raw["method"], raw["memory"], raw["data"]["texts"]
+    recipe = recipe_of(raw)
+    embed_recipe(recipe)
+    monkeypatch.setattr(Embedder, "embed", lambda *_: pytest.fail("a row is embedded again"))
+    run_recipe(recipe)
 
 
 def test_of_texts_alone_the_map_is_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

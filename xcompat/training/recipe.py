@@ -124,6 +124,12 @@ class StageRecipe(Section):
         return self.options.get("head") == "triplet"
 
     @property
+    def learns_from_pairs(self) -> bool:
+        """Return whether what queries remember, or which map is chosen, is learned from images with captions."""
+        chosen = self.method == CHOSEN and self.data.images is None and self.remembered_pairs is not None
+        return chosen or self.memory == "pairs"
+
+    @property
     def remembered_pairs(self) -> PairSource | None:
         """Return the images with captions that queries may remember."""
         return self.data.remembered or self.data.pairs

@@ -137,12 +137,26 @@ def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
         warn_of_overlap(stage, pairs, "data.remembered")
     texts, text_ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
-    distinct, rows_M = np.unique(texts, return_index=True)
-    old, cache_dir = stage.embedder("old"), stage.recipe.cache_dir
-    new_images, old_images = (cached_images(each, pairs, cache_dir, source.max_bad_share) for each in (new, old))
-    new_texts, old_texts = (cached_captions(each, distinct.tolist(), cache_dir) for each in (new, old))
+    _, rows_M = np.unique(texts, return_index=True)
+    new_images, new_texts = caption_caches(stage, new)
+    old_images, old_texts = caption_caches(stage, stage.embedder("old"))
     images = _readable(new_images, old_images, image_groups_N)
     return CaptionedEmbeddings.whole(images, _readable(new_texts, old_texts, text_groups_M[rows_M]))
+
+
+def caption_caches(stage: Stage, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
+    """Embed the images that a stage's queries may remember, and their captions, each once and sorted.
+
+    Args:
+        stage: with pairs.
+        embedder: the frozen model.
+    """
+    source = stage.part.remembered_pairs
+    assert source is not None
+    pairs, cache_dir = load_pairs(source), stage.recipe.cache_dir
+    texts, _ = flatten_captions(pairs)
+    images = cached_images(embedder, pairs, cache_dir, source.max_bad_share)
+    return images, cached_captions(embedder, np.unique(texts).tolist(), cache_dir)
 
 
 def _new(stage: Stage, model: CompatModel) -> Embedder:

@@ -42,7 +42,7 @@ from xcompat.training.record import (
     settings_of,
     write_recipe,
 )
-from xcompat.training.remembering import old_memory, remember
+from xcompat.training.remembering import caption_caches, old_memory, remember
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
@@ -185,7 +185,10 @@ class StageRun(Stage):
             if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
                 console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow when it is[/]")
                 continue
-            fill_caches(self, role)
+            if self.part.learns_from_pairs and (role == "old" or (role == "new" and self.method.embeds_in_memory)):
+                caption_caches(self, self.embedder(role))
+            if not (self.part.learns_from_pairs and self.part.method == CHOSEN):
+                fill_caches(self, role)
             if test is not None:
                 embedder = self.remembered(role)
                 test.embed(embedder, self.recipe.cache_dir)
