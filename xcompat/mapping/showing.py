@@ -10,8 +10,7 @@ from rich.table import Table
 
 from xcompat.evaluation import PairedDifference
 from xcompat.mapping.choosing import Choice, Trial
-
-METRIC_NAMES = {"cmc@1": "CMC@1", "cmc@5": "CMC@5", "map@1.0": "mAP", "recall@1": "R@1", "recall@5": "R@5", "recall@10": "R@10"}
+from xcompat.report.wording import metric_name
 
 
 def choice_table(choice: Choice) -> Table:
@@ -25,7 +24,7 @@ def choice_table(choice: Choice) -> Table:
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
         table.add_column(f"{protocol}\n{count:,} queries", no_wrap=True)
-    floors = ("\n".join(f"{METRIC_NAMES[m]} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
+    floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
     table.add_row("old queries", *floors)
     for trial in choice.best_of_each_kind():
         table.add_row(str(trial.candidate), *_cells(trial), style="bold" if trial is choice.chosen else "")
@@ -36,7 +35,7 @@ def choice_table(choice: Choice) -> Table:
 
 def _cells(trial: Trial) -> list[str]:
     def line(metric: str, gain: PairedDifference) -> str:
-        return f"{METRIC_NAMES[metric]} {100 * gain.mean:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
+        return f"{metric_name(metric)} {100 * gain.mean:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
 
     return ["\n".join(line(metric, gain) for metric, gain in gains.items()) for gains in trial.gains.values()]
 
@@ -54,7 +53,7 @@ def said_of(choice: Choice) -> list[str]:
     cells = {(protocol, metric): gain for protocol, metric, gain in best.cells()}
     (protocol, metric), least = min(cells.items(), key=lambda item: item[1].mean)
     interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
-    where = f"{100 * least.mean:+.1f} points ({interval}) at {METRIC_NAMES[metric]}, {protocol}"
+    where = f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
     if best.worst <= 0:
         return [
             f"Nothing finds more than old queries in everything that was held out: the best, {best.candidate}, is at {where}. "

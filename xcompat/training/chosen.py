@@ -95,7 +95,8 @@ def _trained_lines(stage: Stage, options: dict[str, Any], of: str = "") -> dict[
     def solver(name: str, shape: str) -> Solver:
         def solve(pairs: Paired, old: Described) -> CompatModel:
             seed_everything(stage.recipe.seed)
-            model, together = _started(options | {"shape": shape}, pairs, old), pairs.together()
+            together = pairs.together()
+            model = _started(options | {"shape": shape}, together, old)
             known: dict[str, Any] = {INDEX: np.arange(len(together))}
             if together.labels_N is not None:
                 known[LABELS] = together.labels_N

@@ -36,8 +36,7 @@ class DataSettings(Section):
         pairs: images with captions.
         texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
         texts_limit: use the first so many texts.
-        remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given. Such as the
-            old model never learned from tell more: a gallery holds what it never learned from.
+        remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
         test: images with captions that no stage trains on.
         zero_shot: labelled images for classification from prompts.
         images: labelled images, for methods that learn from classes.
