@@ -17,6 +17,7 @@ from xcompat import Fingerprint, XcompatError, cli
 from xcompat.export import to_faiss
 from xcompat.models import METHODS, CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.query_memory import QueryMemory, QueryMetric
 
 NEW_DIM, OLD_DIM, ROWS = 16, 8, 1000
 LINEAR = ("procrustes", "ridge", "query_map")
@@ -70,6 +71,39 @@ def test_ranks_and_scores_are_those_of_the_view(method: str, factory: str, metri
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
     assert (upgraded.d, upgraded.ntotal, upgraded.metric_type) == (NEW_DIM, ROWS, metric)
+
+
+def with_memory(model: CompatModel, entries: int) -> CompatModel:
+    """Return the model with queries that wear a metric which moves and bends them, and remember noise."""
+    memory = QueryMemory(NEW_DIM, OLD_DIM, entries)
+    covariance = torch.diag(torch.arange(1.0, OLD_DIM + 1))
+    memory.metric = QueryMetric.solve(0.2 * unit(1, OLD_DIM, seed=5)[0], covariance, power=0.5, damping=0.1)
+    memory.keys_KD, memory.values_Kd = unit(entries, NEW_DIM, seed=6), unit(entries, OLD_DIM, seed=7)
+    return model.remember(memory)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "OPQ4_8,IVF4,Flat"])
+def test_a_metric_is_two_more_transforms(factory: str, tmp_path: Path) -> None:
+    plain, queries = write_old_index(tmp_path / "old.faiss", factory), unit(20, NEW_DIM, seed=2)
+    bare = build("ridge")
+    own_rows = plain.search(bare.view(queries).detach().numpy(), 10)[1]
+    model = with_memory(bare, entries=0)
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    scores, rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)
+    expected_scores, expected_rows = plain.search(model.view(queries).detach().numpy(), 10)
+    np.testing.assert_array_equal(rows, expected_rows)
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
+    assert (rows != own_rows).any(), "the metric finds others"
+
+
+def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    model = with_memory(build("ridge"), entries=3)
+    with pytest.raises(XcompatError, match=r"holds nothing that queries remember; leave that out with model\.remember"):
+        to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    model.remember(model.memory.metric_alone())
+    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    assert faiss.read_index(str(tmp_path / "new.faiss")).d == NEW_DIM
 
 
 def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) -> None:

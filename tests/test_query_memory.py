@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,19 @@ def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "resemblance", lambda block: shapes.append(len(block)) or resemblance(block))
     torch.testing.assert_close(memory(new, own), whole)
     assert shapes == [2, 2, 2, 1], "of six entries"
+
+
+@pytest.mark.parametrize("remembers", ["nothing", "metric", "classes"])
+def test_the_page_that_does_without_the_package_gives_the_same_queries(remembers: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "queries_in_numpy.md").read_text()
+    given: dict[str, Any] = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], given)  # noqa: S102 - what the page shows is what is tried
+    memory = filled()
+    model = wearing("procrustes").remember({"nothing": None, "metric": memory.metric_alone(), "classes": memory}[remembers])
+    model.export(tmp_path / "model")
+    embeds = torch.from_numpy(unit(9, NEW, 3).astype(np.float32))
+    found = given["queries"](embeds.numpy(), tmp_path / "model")
+    np.testing.assert_allclose(found, model.view(embeds).numpy(), atol=1e-5)
 
 
 def test_without_entries_only_the_metric_is_worn() -> None:

@@ -24,11 +24,13 @@ MADE_BY = "export faiss"
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
     """Write an index of the old model that takes queries of the new one: a chain of transforms before the index as it is.
 
-    The chain is that of ``model.view``: W·x + b and then length 1. For inner products the length of a query does not change its
-    ranking, only its scores; for L2 it changes both. Vectors are mapped from disk, so that none is copied but into the new file.
+    The chain is that of ``model.view``: W·x + b and then length 1, and the same for a metric. For inner products the length of a
+    query does not change its ranking, only its scores; for L2 it changes both. Vectors are mapped from disk, so that none is
+    copied but into the new file.
 
     Args:
-        model: one whose view is one linear layer: a closed form, a query map of linear shape, more dimensions than the old model.
+        model: one whose view is one linear layer: a closed form, a query map of linear shape, more dimensions than the old model;
+            with a metric or not, but without anything remembered.
         index: a faiss index of the old model's embeddings, of which only the dimension can be compared with the model; or a
             gallery in one segment, which knows whose embeddings it holds.
         out: the index to write; plain faiss reads it. Beside it lies a marker that names the model whose queries it takes.
@@ -39,21 +41,23 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     """
     import faiss
 
-    weight_dD, bias_d = linear_view(model)
+    steps = linear_steps(model)
     index_file = index_of(Path(index), model)
     require_replaceable(Path(out), MADE_BY, overwrite, [index_file])
     stored = map_faiss(index_file)
-    old_dim, new_dim = weight_dD.shape
+    old_dim, new_dim = steps[0][0].shape
     if stored.d != old_dim:
         raise XcompatError(
             f"{index_file} holds vectors of {stored.d} dimensions, and the map leads to the {old_dim} of "
             f"{model.compatible_with[0]}; name an index of that model"
         )
-    linear = faiss.LinearTransform(new_dim, old_dim, True)
-    faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
-    faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
-    linear.is_trained = True
-    transforms = [*_normalised_inputs(model, new_dim), linear, faiss.NormalizationTransform(old_dim)]
+    transforms = _normalised_inputs(model, new_dim)
+    for weight_dD, bias_d in steps:
+        linear = faiss.LinearTransform(weight_dD.shape[1], old_dim, True)
+        faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
+        faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
+        linear.is_trained = True
+        transforms += [linear, faiss.NormalizationTransform(old_dim)]
     inner = stored
     if isinstance(stored, faiss.IndexPreTransform):  # one chain, so that a service's search parameters still fit
         transforms += [stored.chain.at(place) for place in range(stored.chain.size())]
@@ -94,14 +98,14 @@ def index_of(source: Path, model: CompatModel) -> Path:
     return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE])
 
 
-def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
-    """Return W and b of a model whose view is normalise(W·x + b), x of length 1.
+def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
+    """Return W and b of each step x ↦ normalise(W·x + b) that a model's view is made of: its map, and the metric on it.
 
     Args:
         model: any model.
 
     Returns:
-        W (d, D) and b (d,), float32.
+        W (d, D) and b (d,), float32, and once more (d, d) and (d,) where queries wear a metric.
 
     Raises:
         XcompatError: its view is not of that form.
@@ -110,22 +114,29 @@ def linear_view(model: CompatModel) -> tuple[Tensor, Tensor]:
         >>> from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel
         >>> from xcompat.models import describe_old
         >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
-        >>> linear_view(ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=8)))[0].shape
-        torch.Size([4, 8])
+        >>> [weight.shape for weight, _ in linear_steps(ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=8)))]
+        [torch.Size([4, 8])]
     """
     if model.maps_galleries:
         raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery instead")
     model.require_version(None)
-    layers = list(model.view_layers or ())
+    layers, memory = list(model.own_view_layers or ()), model.memory
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
             f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
-            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one, "
-            "whose queries remember nothing"
+            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one"
+        )
+    if memory is not None and memory.settings["entries"]:
+        raise XcompatError(
+            "a faiss index holds nothing that queries remember; leave that out with model.remember(model.memory.metric_alone())"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"].float().cpu().contiguous()
-    return weight_dD, weights.get("bias", torch.zeros(len(weight_dD))).float().cpu()
+    steps = [(weight_dD, weights.get("bias", torch.zeros(len(weight_dD))).float().cpu())]
+    if memory is not None:
+        matrix_dd = memory.metric.matrix_dd.float().cpu()
+        steps.append((matrix_dd.T.contiguous(), -memory.metric.mean_d.float().cpu() @ matrix_dd))
+    return steps
 
 
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
