@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import platform
 import select
@@ -188,6 +189,7 @@ def _everything(descriptor: int) -> str:
 def _run_child(child: Callable[[], object], parent: socket.socket, files: tuple[int, int, int], watched: bool) -> None:
     code, known = FAILED, len(sys.modules)
     output, errors, reports = files
+    gc.freeze()  # a library that collects garbage in a training would look at all that the parent has imported
     try:
         os.setsid()
         os.dup2(output, 1)
