@@ -104,6 +104,17 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
     assert (said["memory"] or {}).get("entries", 0) == entries
 
 
+def carefully(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is to be taken of trials as they are written."""
+    best = max(trials, key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
+    gains = [gain for metrics in best["gains"].values() for gain in metrics.values()]
+    low, high = min(gains, key=lambda gain: gain["mean"])["ci95"]
+    if low > 0:
+        return best
+    close = [trial for trial in trials if trial["worst"] >= best["worst"] - (high - low) / 3.92]
+    return min(close, key=lambda trial: (trial["share"], -round(1000 * trial["worst"]), -trial["mean"]))
+
+
 def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
     training = trained["training"] | {"num_train_epochs": 2, "save_strategy": "epoch"}
     run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run"), training=training))
@@ -111,8 +122,11 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     assert report.method == "map"
     of_features = {name + " of penultimate features" for name in ("procrustes", "trained line", "network")}
     assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "trained line", "network"} | of_features
-    best = max(said["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
-    assert said["chosen"] == (best["name"] if best["worst"] > 0 else "procrustes")
+    inputs = [
+        [trial for trial in said["trials"] if ("penultimate" in trial["line"]) == of_features] for of_features in (False, True)
+    ]
+    taken = max((carefully(trials) for trials in inputs), key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
+    assert said["chosen"] == taken["name"]
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     assert model.embeds_in_memory and model.compatible_with == [load_embedder(trained["old"]).fingerprint]
     cases = {f"{case.query}/{case.gallery}": case.metrics for case in report.cases}

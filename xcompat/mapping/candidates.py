@@ -67,7 +67,7 @@ class Candidate:
 
 
 GUESS = Candidate("procrustes")
-"""What is taken where nothing can be held out, or nothing finds more there than old queries."""
+"""What is taken where nothing can be held out."""
 
 
 class Known:

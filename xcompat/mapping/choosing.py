@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 RESAMPLES = 1000
 POWERS, DAMPINGS = (0.15, 0.25, 0.35, 0.5), (0.1, 0.3, 1.0)
 RECALLS = (1, 5, 10)
+_STANDARD_ERRORS = 1.96  # from the mean to the end of an interval of 95 %
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
@@ -42,9 +43,14 @@ class Trial:
         return ((protocol, metric, gain) for protocol, gains in self.gains.items() for metric, gain in gains.items())
 
     @property
-    def worst(self) -> float:
+    def least(self) -> PairedDifference:
         """The smallest gain over all protocols and metrics."""
-        return min(gain.mean for _, _, gain in self.cells())
+        return min((gain for _, _, gain in self.cells()), key=lambda gain: gain.mean)
+
+    @property
+    def worst(self) -> float:
+        """The mean of the smallest gain."""
+        return self.least.mean
 
     @property
     def mean(self) -> float:
@@ -78,7 +84,9 @@ class Choice:
     def objective(self) -> str:
         """What was the best."""
         beside = "old queries" if self.than is None else "queries without metric and memory"
-        return f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
+        best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
+        careful = "; where that gain is not surely above zero, of all within a standard error of it the least share of memory"
+        return best + careful * (self.than is None)
 
     def best_of_each_kind(self) -> list[Trial]:
         """Return the best trial of each kind of candidate, in the order of trying."""
@@ -228,6 +236,24 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
     return max(trials, key=lambda trial: (round(1000 * worst(trial)), trial.mean))
 
 
+def careful(trials: Collection[Trial]) -> Trial:
+    """Return the best where its worst gain is surely above zero; else, of all within a standard error, what remembers least.
+
+    Few items held out say little, and a memory that is too bold costs most on classes that nobody has shown (the rule of one
+    standard error, Breiman et al. 1984, Classification and Regression Trees §3.4.3).
+
+    Args:
+        trials: one or more.
+    """
+    best = better(trials)
+    if best.least.low > 0:
+        return best
+    error = (best.least.high - best.least.low) / (2 * _STANDARD_ERRORS)
+    close = [trial for trial in trials if trial.worst >= best.worst - error]
+    share = min(trial.candidate.share for trial in close)
+    return better(trial for trial in close if trial.candidate.share == share)
+
+
 def joined(choices: Sequence[Choice]) -> Choice:
     """Put choices among lines of several inputs of the same items together.
 
@@ -280,7 +306,7 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
     best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
     if held.powers:
         best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
-    chosen = better(trials.values(), than)
+    chosen = better(trials.values(), than) if than is not None else careful(trials.values())
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None

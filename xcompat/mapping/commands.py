@@ -56,10 +56,8 @@ def map_embeddings(
     if choice is not None:
         console.print(choice_table(choice))
     beats = choice is not None and choice.chosen.worst > 0
-    candidate = choice.chosen.candidate if choice is not None and beats else GUESS
+    candidate = choice.chosen.candidate if choice is not None else GUESS
     said = [*pairs.notes, *(said_of(choice) if choice is not None else [f"{no_choice}: the line that is taken is a guess."])]
-    if choice is not None and not beats:
-        said.append("Procrustes is written.")
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, (old, new)) as temporary:
         temporary.mkdir()
         model = fit(candidate, Known(pairs, described))

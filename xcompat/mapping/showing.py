@@ -56,8 +56,8 @@ def said_of(choice: Choice) -> list[str]:
     where = f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
     if best.worst <= 0:
         return [
-            f"Nothing finds more than old queries in everything that was held out: the best, {best.candidate}, is at {where}. "
-            "Where the old model is at hand, mix its queries in (xcompat.slerp)."
+            "Nothing finds more than old queries in everything that was held out: "
+            f"what is taken, {best.candidate}, is at {where}. Where the old model is at hand, mix its queries in (xcompat.slerp)."
         ]
     above = all(gain.low > 0 for gain in cells.values())
     sure = "and every interval lies above zero" if above else "though not every interval lies above zero"

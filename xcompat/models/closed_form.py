@@ -116,12 +116,18 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
 
     Returns:
         Weight (D, d) and bias (d,), float64.
+
+    Raises:
+        XcompatError: a scale is wanted of embeddings that are all equal.
     """
     new_new_DD, new_old_Dd = moments.centred() if centre else (moments.new_new_DD, moments.new_old_Dd)
     left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
     weight_Dd = left @ right
     if scale:
-        weight_Dd = weight_Dd * (singular.sum() / (weight_Dd.T @ new_new_DD @ weight_Dd).diagonal().sum())
+        spread = (weight_Dd.T @ new_new_DD @ weight_Dd).diagonal().sum()
+        if not spread > 0:
+            raise XcompatError("a rotation with a scale cannot be solved: the new embeddings are all equal")
+        weight_Dd = weight_Dd * (singular.sum() / spread)
     new_mean_D, old_mean_d = moments.means()
     return weight_Dd, old_mean_d - new_mean_D @ weight_Dd if centre else torch.zeros_like(old_mean_d)
 

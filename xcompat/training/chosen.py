@@ -50,9 +50,8 @@ def train_chosen(stage: Stage) -> CompatModel:
         choice = joined([choose(each.pairs, stage.part.searched_classes, stage.recipe.seed, each.lines) for each in known])
     except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
-    beats = choice is not None and choice.chosen.worst > 0
     # the first process decides for all, which train together what is to be trained
-    candidate = from_main_process(lambda: choice.chosen.candidate if choice is not None and beats else GUESS)
+    candidate = from_main_process(lambda: choice.chosen.candidate if choice is not None else GUESS)
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken)
     model.config.encoder = plain.describe_encoder()
