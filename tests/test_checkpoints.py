@@ -62,3 +62,11 @@ def test_what_a_process_left_in_a_checkpoint_is_removed(tmp_path: Path) -> None:
     (checkpoint / STATE).write_text("{}")
     assert last_complete_checkpoint(tmp_path) == checkpoint
     assert [file.name for file in checkpoint.iterdir()] == [STATE]
+
+
+def test_what_safetensors_left_goes_and_what_others_left_stays(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    for name in (".tmpmg4Zbu", ".tmp", "mine.tmp"):
+        (checkpoint / name).write_text("half a model")
+    assert last_complete_checkpoint(tmp_path) == checkpoint
+    assert [name for name in (".tmpmg4Zbu", ".tmp", "mine.tmp") if (checkpoint / name).exists()] == [".tmp", "mine.tmp"]

@@ -15,6 +15,7 @@ from xcompat.folder_checksums import changes, write_checksums
 from xcompat.progress import console
 
 STATE = "trainer_state.json"
+_UNFINISHED = ".tmp??????"  # what safetensors writes, and renames when it is whole
 
 
 class CheckpointCallback(TrainerCallback):
@@ -46,6 +47,8 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_main_process():
             clear_leftovers(checkpoint)  # of a process that was killed, or could not remove its own
+            for file in listed(checkpoint, _UNFINISHED):
+                file.unlink()
         wrong = _damage(checkpoint)
         if wrong is None:
             return checkpoint
