@@ -371,7 +371,7 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     torch.nn.init.normal_(remembered.keys_KD)
     torch.nn.init.normal_(remembered.values_Kd)
     remembered.metric = QueryMetric.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
-    model.remember(remembered).export(tmp_path / "model")
+    model.remember(remembered.calibrated(3.0, -1.0)).export(tmp_path / "model")
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory=memory)
     whole, part = AutoModel.from_pretrained("me/whole"), AutoModel.from_pretrained("me/part")
@@ -381,6 +381,8 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     embeds = torch.randn(5, model.config.embedding_dim, generator=torch.Generator().manual_seed(0))
     expected = whole.own_view(embeds) if memory == "none" else whole.memory.metric(whole.own_view(embeds))
     torch.testing.assert_close(part.view(embeds), expected)
+    torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recalled(embeds).norm(dim=1) - 1))
+    assert part.confidence(embeds) is None, "how sure a query is goes with what it remembers"
     assert part.stored_fingerprint() == whole.stored_fingerprint(), "galleries stay its own"
     model.remember(None).export(tmp_path / "plain")
     with pytest.raises(XcompatError, match=f"remembers nothing; leave out --memory {memory}"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.fingerprint import Fingerprint
+from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.models import CompatModel, ProcrustesModel, RidgeModel
 from xcompat.models.config import describe_old
@@ -120,12 +121,13 @@ class Known:
             self._metrics[key] = QueryMetric.solve(old.mean_d, old.within_dd, *key)
         return self._metrics[key]
 
-    def worn(self, candidate: Candidate) -> QueryMemory | None:
-        """Return the metric and the memory of a candidate, None where it has neither."""
+    def worn(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
+        """Return the metric and the memory of a candidate, which may say how sure queries are; None where it has neither."""
         if candidate.power is None and not candidate.share:
             return None
         if candidate.share:
-            return self._remembered.memory(self._metric(candidate), candidate.sharpness, candidate.share)
+            memory = self._remembered.memory(self._metric(candidate), candidate.sharpness, candidate.share)
+            return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
         alone = QueryMemory(*self.pairs.dims, entries=0)
         alone.metric = self._metric(candidate)
         return alone
@@ -146,9 +148,16 @@ class Known:
             own_Qd = self._once((asked, candidate.line), lambda: line.own_view(inputs_QD.to(line.device)).cpu())
             if (memory := self.worn(candidate)) is None:
                 return own_Qd
-            of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
-            recalled_Qd = self._once((asked, *of_memory), lambda: memory.recalled(inputs_QD))
+            recalled_Qd = self.recalled(candidate, new_QD, asked)
             return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
+
+    @torch.inference_mode()
+    def recalled(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
+        """Return what queries lean towards as a candidate remembers it (Q, d), as :meth:`queries` takes them."""
+        memory = self.worn(candidate)
+        assert memory is not None
+        of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
+        return self._once((asked, *of_memory), lambda: memory.recalled(torch.from_numpy(np.array(new_QD, np.float32))))
 
     def _once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._computed:
@@ -156,11 +165,12 @@ class Known:
         return self._computed[key]
 
 
-def fit(candidate: Candidate, known: Known) -> CompatModel:
+def fit(candidate: Candidate, known: Known, confidence: Calibration | None = None) -> CompatModel:
     """Return a candidate as a model like any other.
 
     Args:
         candidate: what it is made of.
         known: the training set.
+        confidence: what says how sure its queries are, if they remember anything.
     """
-    return known.line(candidate.line).remember(known.worn(candidate))
+    return known.line(candidate.line).remember(known.worn(candidate, confidence))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,8 @@ from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
-from xcompat.mapping.folds import PROTOCOLS, QUERIES, Searched, caption_folds, folds
+from xcompat.mapping.confidence import Calibration, Evidence, calibrate
+from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 
 RESAMPLES = 1000
@@ -24,6 +26,24 @@ Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
 """Of the number of a fold, the protocol, and rows of what is asked there: queries in the old space."""
+
+
+class Measured(NamedTuple):
+    """What queries of one fold find by one protocol.
+
+    Args:
+        fold: its number.
+        protocol: its name.
+        found: metric -> value of each query.
+        quality_Q: what each finds as one number: average precision, or of captions the reciprocal rank.
+        about_Q: what each is about.
+    """
+
+    fold: int
+    protocol: str
+    found: Mapping[str, np.ndarray]
+    quality_Q: NDArray[np.float64]
+    about_Q: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,8 @@ class Choice:
         n_queries: protocol -> how many were asked.
         than: where one line was given, that line alone: both models may have learned from the very items that are held out, and
             the old one more of them, so that gains over old queries say less than those over the line.
+        confidence: how sure queries of the best are, None where nothing says so.
+        no_confidence: why not.
     """
 
     trials: list[Trial]
@@ -79,6 +101,8 @@ class Choice:
     floor: dict[str, dict[str, float]]
     n_queries: dict[str, int]
     than: Trial | None = None
+    confidence: Calibration | None = None
+    no_confidence: str = ""
 
     @property
     def objective(self) -> str:
@@ -109,14 +133,15 @@ class _HeldOut(ABC):
     def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
         self.lines, self.seed = lines, seed
         self.known = [Known(pairs, lines=lines) for pairs in self.learned()]
-        self.floor = self.values(lambda _, __, rows_Q, side: side.old_Nd[rows_Q])
+        self.old = self.measured(lambda _, __, rows_Q, side: side.old_Nd[rows_Q])
+        self.floor = _joined(self.old)
 
     @abstractmethod
     def learned(self) -> Iterable[Paired]:
         """Return what is learned from in each fold."""
 
     @abstractmethod
-    def values(self, queries: Queries) -> Values:
+    def measured(self, queries: Queries) -> list[Measured]:
         """Measure every query of every fold.
 
         Args:
@@ -127,13 +152,33 @@ class _HeldOut(ABC):
     def with_old_queries(self) -> _HeldOut:
         """Return the same with the old model in the place of the new one."""
 
-    def try_(self, candidate: Candidate) -> Trial:
-        """Measure a candidate."""
+    def queries_of(self, candidate: Candidate) -> Queries:
+        """Return what brings queries to the old space as a candidate does, with what each fold teaches it."""
 
         def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             return self.known[fold].queries(candidate, side.new_ND[rows_Q], protocol).numpy()
 
-        found = self.values(queries)
+        return queries
+
+    def evidence(self, candidate: Candidate) -> Evidence:
+        """Gather which queries of a candidate find less than old ones, and how much each leans on what is remembered."""
+        leaning = list[NDArray[np.float64]]()
+        queries = self.queries_of(candidate)
+
+        def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            recalled_Qd = self.known[fold].recalled(candidate, side.new_ND[rows_Q], protocol)
+            leaning.append(recalled_Qd.norm(dim=1).double().numpy())
+            return queries(fold, protocol, rows_Q, side)
+
+        new = self.measured(noted)
+        hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
+        folds = [np.full(len(each.quality_Q), each.fold) for each in new]
+        about = [each.about_Q * len(self.known) + each.fold for each in new]
+        return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
+
+    def try_(self, candidate: Candidate) -> Trial:
+        """Measure a candidate."""
+        found = _joined(self.measured(self.queries_of(candidate)))
         gains = {
             protocol: {
                 metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)
@@ -158,18 +203,18 @@ class _HeldOutClasses(_HeldOut):
     def learned(self) -> Iterable[Paired]:
         return [self.pairs.take(fold.fit_F) for fold in self.folds]
 
-    def values(self, queries: Queries) -> Values:
+    def measured(self, queries: Queries) -> list[Measured]:
         parts = []
         for number, fold in enumerate(self.folds):
             for protocol, rows_Q in fold.searched.items():
                 old_Qd, labels_Q = self.pairs.old_Nd[rows_Q], self.labels_N[rows_Q]
                 asked_Qd = queries(number, protocol, rows_Q, self.pairs)
                 ranked = ranking_per_query(asked_Qd, old_Qd, labels_Q, labels_Q, rows_Q, rows_Q)
-                known_Q = ranked.positives_Q > 0
-                first_Q = ranked.first_hit_ranks_Q[known_Q]
-                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map@1.0": ranked.average_precision_Q[known_Q]}
-                parts.append((protocol, found))
-        return _joined(PROTOCOLS[self.searched], parts)
+                assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
+                first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
+                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map@1.0": precision_Q}
+                parts.append(Measured(number, protocol, found, precision_Q, rows_Q))
+        return parts
 
     def with_old_queries(self) -> _HeldOut:
         return _HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
@@ -193,7 +238,7 @@ class _HeldOutCaptions(_HeldOut):
     def learned(self) -> Iterable[Paired]:
         return [self.pairs.take(learned_K) for learned_K, _ in self.folds]
 
-    def values(self, queries: Queries) -> Values:
+    def measured(self, queries: Queries) -> list[Measured]:
         parts = []
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
@@ -201,21 +246,22 @@ class _HeldOutCaptions(_HeldOut):
                 rows_Q = self.asked[number][asking]
                 asked_Qd = queries(number, protocol, rows_Q, sides[asking])
                 first_Q = first_hit_ranks(asked_Qd, sides[searched].old_Nd[:], groups[asking][rows_Q], groups[searched])
-                parts.append((protocol, {f"recall@{k}": first_Q < k for k in RECALLS}))
-        return _joined((TEXT_TO_IMAGE, IMAGE_TO_TEXT), parts)
+                found = {f"recall@{k}": first_Q < k for k in RECALLS}
+                parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups[asking][rows_Q]))
+        return parts
 
     def with_old_queries(self) -> _HeldOut:
         return _HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
 
 
-def _joined(protocols: Iterable[str], parts: Sequence[tuple[str, Mapping[str, np.ndarray]]]) -> Values:
+def _joined(parts: Sequence[Measured]) -> Values:
     """Put the folds of each protocol behind one another."""
     return {
-        name: {
-            metric: np.concatenate([found[metric] for protocol, found in parts if protocol == name]).astype(np.float64)
-            for metric in parts[0][1]
+        protocol: {
+            metric: np.concatenate([each.found[metric] for each in parts if each.protocol == protocol]).astype(np.float64)
+            for metric in parts[0].found
         }
-        for name in protocols
+        for protocol in dict.fromkeys(each.protocol for each in parts)
     }
 
 
@@ -312,4 +358,7 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
     without_new_model = None
     if chosen.candidate.power is not None or chosen.candidate.share:  # a rotation of old embeddings to themselves is none
         without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
-    return Choice(list(trials.values()), chosen, without_new_model, floor, counts, than)
+    confidence, no_confidence = None, "they remember nothing"
+    if chosen.candidate.share:
+        confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
+    return Choice(list(trials.values()), chosen, without_new_model, floor, counts, than, confidence, no_confidence)

@@ -60,7 +60,7 @@ def map_embeddings(
     said = [*pairs.notes, *(said_of(choice) if choice is not None else [f"{no_choice}: the line that is taken is a guess."])]
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, (old, new)) as temporary:
         temporary.mkdir()
-        model = fit(candidate, Known(pairs, described))
+        model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
         document = _document(choice, candidate, pairs) | {"old": described, "new": encoder, "searched_classes": searched}

@@ -57,7 +57,9 @@ def said_of(choice: Choice) -> list[str]:
     if best.worst <= 0:
         return [
             "Nothing finds more than old queries in everything that was held out: "
-            f"what is taken, {best.candidate}, is at {where}. Where the old model is at hand, mix its queries in (xcompat.slerp)."
+            f"what is taken, {best.candidate}, is at {where}. "
+            "Where the old model is at hand, mix its queries in (xcompat.slerp).",
+            _said_of_confidence(choice),
         ]
     above = all(gain.low > 0 for gain in cells.values())
     sure = "and every interval lies above zero" if above else "though not every interval lies above zero"
@@ -68,7 +70,22 @@ def said_of(choice: Choice) -> list[str]:
             f"On average {100 * best.mean:+.1f} points; old queries with the same metric and memory have {100 * own.mean:+.1f}, "
             "which needs no new model."
         )
-    return said
+    return [*said, _said_of_confidence(choice)]
+
+
+def _said_of_confidence(choice: Choice) -> str:
+    """Say how well queries know whether they find less than the old model's."""
+    found = choice.confidence
+    if found is None:
+        return f"No query says how sure it is: {choice.no_confidence}."
+    risk = f"{100 * found.hurt:.0f} % of the queries found less than old ones, of the surer half {100 * found.risk[0.5]:.0f} %"
+    said = (
+        f"Each query says how probable it is that it finds no less than an old one (AUROC {found.area.value:.2f}, "
+        f"{found.area.low:.2f} to {found.area.high:.2f}; off by {100 * found.error:.0f} points on average): {risk}."
+    )
+    if choice.than is None:
+        return said
+    return f"{said} On items that neither model has learned from it may be off by more."
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
@@ -84,6 +101,21 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "queries": choice.n_queries,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
+        "confidence": _confidence(choice),
+    }
+
+
+def _confidence(choice: Choice) -> dict[str, Any]:
+    found = choice.confidence
+    if found is None:
+        return {"none": choice.no_confidence}
+    return {
+        "slope": found.slope,
+        "offset": found.offset,
+        "auroc": {"value": found.area.value, "ci95": [found.area.low, found.area.high]},
+        "calibration_error": found.error,
+        "hurt": found.hurt,
+        "hurt_of_the_surest": {f"{share:g}": risk for share, risk in found.risk.items()},
     }
 
 

@@ -97,6 +97,7 @@ class QueryMemory(nn.Module):
         entries: K.
         sharpness: β.
         share: λ.
+        confident: whether it says how sure queries are (:meth:`confidence`).
 
     Example:
         >>> memory = QueryMemory(4, 3, entries=0)
@@ -107,14 +108,18 @@ class QueryMemory(nn.Module):
     keys_KD: Tensor
     values_Kd: Tensor
     gate: Tensor
+    calibration: Tensor | None
 
-    def __init__(self, new_dim: int, old_dim: int, entries: int, sharpness: float = 30.0, share: float = 0.5) -> None:
+    def __init__(
+        self, new_dim: int, old_dim: int, entries: int, sharpness: float = 30.0, share: float = 0.5, confident: bool = False
+    ) -> None:
         super().__init__()
         self.sharpness, self.share = sharpness, share
         self.metric, self.key_metric = QueryMetric(old_dim), QueryMetric(new_dim if entries else 0)
         self.register_buffer("keys_KD", torch.zeros(entries, new_dim))
         self.register_buffer("values_Kd", torch.zeros(entries, old_dim))
         self.register_buffer("gate", torch.zeros(2))  # slope and offset
+        self.register_buffer("calibration", torch.zeros(2) if confident else None)  # likewise
 
     @classmethod
     def described(cls, settings: Mapping[str, Any], new_dim: int, old_dim: int) -> Self:
@@ -130,8 +135,10 @@ class QueryMemory(nn.Module):
         """
         if not isinstance(settings, Mapping):
             raise XcompatError(f"memory is {settings!r}; it has {', '.join(_SETTINGS)}")
-        for name in settings.keys() - _SETTINGS.keys():
+        for name in settings.keys() - _SETTINGS.keys() - {"confident"}:
             raise XcompatError(f"a query memory has no setting {name!r}; {nearest(name, _SETTINGS)}")
+        if not isinstance(confident := settings.get("confident", False), bool):
+            raise XcompatError(f"memory.confident is {confident!r}; give true or false")
         for name, least in _SETTINGS.items():
             value = settings.get(name)
             kind = int if name == "entries" else (int, float)
@@ -142,7 +149,13 @@ class QueryMemory(nn.Module):
     @property
     def settings(self) -> dict[str, Any]:
         """Return what a configuration says of the memory; what it holds is in the weights."""
-        return {"entries": len(self.keys_KD), "sharpness": self.sharpness, "share": self.share}
+        said = {"entries": len(self.keys_KD), "sharpness": self.sharpness, "share": self.share}
+        return said | ({"confident": True} if self.calibration is not None else {})
+
+    def calibrated(self, slope: float, offset: float) -> Self:
+        """Let it say how sure queries are, by a logistic function of how much they lean on what is remembered."""
+        self.calibration = torch.tensor([slope, offset], device=self.gate.device)
+        return self
 
     def metric_alone(self) -> QueryMemory:
         """Return the metric without any entry, of which none can be read back."""
@@ -157,6 +170,13 @@ class QueryMemory(nn.Module):
     def familiarity(self, new_BD: Tensor) -> Tensor:
         """Return g (B,) in (0, 1): how much each query looks like anything remembered."""
         return self._opened(self.resemblance(new_BD))
+
+    def confidence(self, new_BD: Tensor) -> Tensor | None:
+        """Return how probable it is that each query finds no less than the old model's (B,), in (0, 1); None if it cannot say."""
+        if self.calibration is None:
+            return None
+        slope, offset = self.calibration.float()
+        return torch.sigmoid(slope * self.recalled(new_BD).norm(dim=1) + offset)
 
     def forward(self, new_BD: Tensor, queries_Bd: Tensor) -> Tensor:
         """Lean queries towards what is remembered.

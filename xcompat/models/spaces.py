@@ -117,6 +117,23 @@ class SpacesModel(CheckpointModel):
         self.config.memory = memory.settings if memory is not None else None
         return self
 
+    def confidence(self, embeds: Tensor) -> Tensor | None:
+        """Say how sure queries of the nearest older gallery are, where enough was held out to calibrate it (`xcompat map`).
+
+        Args:
+            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
+
+        Returns:
+            (B,) float32 in (0, 1): how probable it is that each finds no less than the old model's own query; None where the
+            model cannot say.
+        """
+        return self.memory.confidence(embeds) if self.memory is not None else None
+
+    @property
+    def is_confident(self) -> bool:
+        """Return whether the model says how sure its queries are."""
+        return self.memory is not None and self.memory.calibration is not None
+
     def _dim_remembered(self) -> int:
         if self.config.old is None or self.maps_galleries:
             raise XcompatError(f"{type(self).__name__} brings no queries to an old space: leave memory out")

@@ -53,12 +53,12 @@ def train_chosen(stage: Stage) -> CompatModel:
     # the first process decides for all, which train together what is to be trained
     candidate = from_main_process(lambda: choice.chosen.candidate if choice is not None else GUESS)
     taken = next(each for each in known if candidate.line in each.lines)
-    model = fit(candidate, taken)
+    model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = plain.describe_encoder()
     if is_main_process():
         if choice is not None:
             show(choice)
-        record(stage, candidate, choice, taken, model)
+        record(stage, candidate, choice, taken)
     return model
 
 

@@ -59,8 +59,8 @@ def remember(stage: Stage, model: CompatModel) -> None:
     except NothingHeldOutError as error:
         candidate = Candidate(method, **GUESSES[kind])
         notice(f"{error}: what queries remember is a guess")
-    model.remember(known.worn(candidate))
-    record(stage, candidate, choice, known, model)
+    model.remember(known.worn(candidate, choice.confidence if choice is not None else None))
+    record(stage, candidate, choice, known)
 
 
 def show(choice: Choice) -> None:
@@ -70,7 +70,7 @@ def show(choice: Choice) -> None:
         console.print(f"  {literal(line)}", soft_wrap=True)
 
 
-def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Known, model: CompatModel) -> None:
+def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Known) -> None:
     """Write what was tried beside the model, and the same memory for old queries, which a report shows beside the new ones.
 
     Args:
@@ -78,12 +78,12 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
         candidate: what is taken.
         choice: what was tried; None where nothing could be.
         known: what was learned from.
-        model: the candidate as a model.
     """
-    settings = model.memory.settings if model.memory is not None else None
+    memory = Known(known.pairs.of_old(), lines=known.lines).worn(candidate)
     described = as_json(choice) if choice is not None else {}
-    write_json(stage.folder / CHOICE, {"chosen": str(candidate), "memory": settings, **described})
-    if (memory := Known(known.pairs.of_old(), lines=known.lines).worn(candidate)) is not None:
+    remembered = memory.settings if memory is not None else None
+    write_json(stage.folder / CHOICE, {"chosen": str(candidate), "memory": remembered, **described})
+    if memory is not None:
         with atomic_path(stage.folder / OLD_MEMORY) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
 

@@ -1,0 +1,122 @@
+"""Whether a query knows that it finds less than an older model's would: how well confidence tells, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import RankKey, ValueKey
+from xcompat.evaluation.scores import Ids, as_ids, id_codes
+
+_BINS = 10
+_NORMAL = 1.96
+"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+
+
+class Area(NamedTuple):
+    """Area under the ROC curve: how often one of the better queries has the higher score than one of the worse; 0.5 is chance.
+
+    Args:
+        value: in [0, 1].
+        low: lower end of its 95 % interval.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def query_quality(
+    ranks: Mapping[RankKey, np.ndarray], average_precision: Mapping[ValueKey, np.ndarray], query: str, direction: str
+) -> np.ndarray:
+    """Return what each query finds in the old gallery, as one number: average precision, or of captions the reciprocal rank.
+
+    Args:
+        ranks: of the first match, as an evaluation and a report hold them.
+        average_precision: likewise; empty of captions.
+        query: who asks, such as ``new``.
+        direction: such as ``image-to-image``.
+
+    Returns:
+        (Q,) floats, NaN for queries without a match.
+    """
+    if (values_Q := average_precision.get((query, "old", direction, "map@1.0"))) is not None:
+        return values_Q
+    ranks_Q = ranks[query, "old", direction]
+    return np.where(ranks_Q < 0, np.nan, 1 / (1.0 + np.maximum(ranks_Q, 0)))
+
+
+def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids | None = None) -> Area:
+    """Compare scores of two kinds of queries (Hanley and McNeil 1982), with an interval for queries that come in clusters.
+
+    The interval is normal, of the variance of the Mann-Whitney statistic (DeLong et al. 1988), summed over clusters (Obuchowski
+    1997).
+
+    Args:
+        scores_Q: ``(Q,)`` numbers, the higher the likelier to be one of the better.
+        better_Q: ``(Q,)`` whether each is.
+        clusters_Q: what each query is about; each by itself if None.
+
+    Returns:
+        The area; ties count half.
+
+    Raises:
+        XcompatError: all queries are of one kind.
+
+    Example:
+        >>> area_under_roc(np.array([0.9, 0.8, 0.3, 0.1]), np.array([True, True, False, False])).value
+        1.0
+    """
+    from scipy.stats import rankdata
+
+    better_Q = np.asarray(better_Q, bool)
+    better, worse = np.asarray(scores_Q)[better_Q], np.asarray(scores_Q)[~better_Q]
+    if not len(better) or not len(worse):
+        raise XcompatError("an area under the ROC curve takes queries of both kinds")
+    ranks_Q = rankdata(np.concatenate([better, worse]))
+    above_P = (ranks_Q[: len(better)] - rankdata(better)) / len(worse)
+    below_N = 1 - (ranks_Q[len(better) :] - rankdata(worse)) / len(better)
+    area = float(above_P.mean())
+    shares_Q = np.empty(len(better_Q))
+    shares_Q[better_Q], shares_Q[~better_Q] = (above_P - area) / len(better), (below_N - area) / len(worse)
+    codes_Q = np.arange(len(better_Q)) if clusters_Q is None else id_codes(as_ids(clusters_Q, len(better_Q), "clusters"), ())[0]
+    half = _NORMAL * float(np.sqrt((np.bincount(codes_Q, shares_Q) ** 2).sum()))
+    return Area(area, max(0.0, area - half), min(1.0, area + half))
+
+
+def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> float:
+    """Return how far probabilities are from what happened, on average over ten groups of equal size (expected calibration error).
+
+    Args:
+        probabilities_Q: ``(Q,)`` in [0, 1].
+        happened_Q: ``(Q,)`` whether what each says did happen.
+
+    Example:
+        >>> calibration_error(np.full(10, 0.75), np.arange(10) < 5)  # each group is of one query, of which nothing can be said
+        0.5
+    """
+    order_Q = np.argsort(probabilities_Q, kind="stable")
+    differences_Q = np.asarray(probabilities_Q, np.float64)[order_Q] - np.asarray(happened_Q, np.float64)[order_Q]
+    return sum(abs(float(group.sum())) for group in np.array_split(differences_Q, _BINS)) / len(order_Q)
+
+
+def risk_coverage(confidence_Q: np.ndarray, hurt_Q: np.ndarray) -> np.ndarray:
+    """Return which share of the surest queries is hurt, however many of them are asked (El-Yaniv and Wiener 2010).
+
+    Args:
+        confidence_Q: ``(Q,)`` the higher, the surer.
+        hurt_Q: ``(Q,)`` whether each finds less than the old model's.
+
+    Returns:
+        float64 ``(Q,)``: of the 1, 2, … Q surest ones.
+
+    Example:
+        >>> risk_coverage(np.array([0.2, 0.9, 0.6, 0.1]), np.array([True, False, False, True])).tolist()
+        [0.0, 0.0, 0.3333333333333333, 0.5]
+    """
+    hurt_Q = np.asarray(hurt_Q, np.float64)[np.argsort(-np.asarray(confidence_Q), kind="stable")]
+    return np.cumsum(hurt_Q) / np.arange(1, len(hurt_Q) + 1)
