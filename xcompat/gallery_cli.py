@@ -59,11 +59,17 @@ def search(
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
     where: Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,  # noqa: UP045
+    fallback: Annotated[str, typer.Option(help="The old model, asked instead where the new one is not sure.")] = "",
+    fallback_below: Annotated[Optional[float], typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,  # noqa: UP045
 ) -> None:
     """Find what is nearest to a text or a picture, whichever models embedded the gallery."""
     from xcompat.retrieval import commands
+    from xcompat.retrieval.fallback import Fallback
 
-    commands.search(_open(gallery), query, _load(model), top_k, where or [])
+    if fallback_below is not None and not fallback:
+        raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
+    old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
+    commands.search(_open(gallery), query, _load(model), top_k, where or [], old)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.doctor import Finding, examine
 from xcompat.retrieval.faiss_index import EXACT
+from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT, Manifest
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import datasets as hf
     from torch import Tensor
 
+    from xcompat.encoders.processor import Processor
     from xcompat.retrieval.versions import Model
 
 
@@ -126,16 +128,30 @@ def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bo
     console.print(f"[green]✓[/] {added.added:,} pictures added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}")
 
 
-def search(gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
-    """Print what is nearest to a text or a picture."""
-    wanted = dict(map(wanted_values, where))
-    require_views(asking(embedder), gallery.manifest)  # a model that has changed need not embed anything
-    hits = gallery.search(query_embeddings(embedder, query), asking(embedder), top_k, wanted or None)[0]
+def search(
+    gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str], fallback: Fallback | None = None
+) -> None:
+    """Print what is nearest to a text or a picture, and how sure the query is where its model says so."""
+    wanted, model = dict(map(wanted_values, where)), asking(embedder)
+    require_views(model, gallery.manifest)  # a model that has changed need not embed anything
+    if fallback is not None:
+        fallback.require(model, gallery.manifest)
+    embeds_1D, old_queries = query_embeddings(embedder, query), None
+    if (old := fallback) is not None:
+        old_1d = old.old_queries(
+            model, gallery.manifest, embeds_1D, lambda _: old.model.embed(_query_batch(old.model.processor, query))
+        )
+        old_queries = OldQueries(old.model, old_1d, old.share)
+    hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries)[0]
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):
         about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
         table.add_row(str(place), f"{hit.score:.3f}", literal(hit.id), literal(short(hit.version)), literal(about))
     console.print(table if hits else "nothing found")
+    if hits and (confidence := hits[0].confidence) is not None:
+        instead = f"; {literal(old.model.name)} was asked instead" if old is not None and confidence < old.below else ""
+        said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
+        console.print(said, soft_wrap=True)
 
 
 def wanted_values(pair: str) -> tuple[str, list[Any]]:
@@ -165,8 +181,7 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
 
 def query_embeddings(embedder: Embedder, query: str) -> Tensor:
     """Embed a text, or the picture that a path names, as the model itself does: (1, D)."""
-    processor = embedder.processor
-    batch = {"pixel_values": processor.images([open_image(query)])} if Path(query).is_file() else processor.texts([query])
+    batch = _query_batch(embedder.processor, query)
     if not isinstance(embedder.model, CompatModel):
         return embedder.embed(batch)
     batch = {name: tensor.to(embedder.device) for name, tensor in batch.items()}
@@ -174,6 +189,10 @@ def query_embeddings(embedder: Embedder, query: str) -> Tensor:
         if "pixel_values" in batch:
             return embedder.model.embed_images(batch["pixel_values"])
         return embedder.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
+
+
+def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
+    return {"pixel_values": processor.images([open_image(query)])} if Path(query).is_file() else processor.texts([query])
 
 
 def asking(embedder: Embedder) -> Model:

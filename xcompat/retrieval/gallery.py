@@ -24,6 +24,7 @@ from xcompat.retrieval.versions import stored_embeddings, stored_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
+    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
@@ -374,6 +375,7 @@ class Gallery:
         where: dict[str, Any] | None = None,
         merge: Merge = "standardised",
         parameters: str | None = None,
+        old_queries: OldQueries | None = None,
     ) -> list[list[Hit]]:
         """Find the nearest items of each query, in the view that the query's model shares with each stored version.
 
@@ -382,9 +384,9 @@ class Gallery:
             model_or_fingerprint: the query model; a fingerprint stands for vectors that are compared as they are.
             top_k: most hits for each query.
             where: keys and values (or lists of values) that an item's metadata must have.
-            merge: how scores of different versions are made one ranking, see
-                :func:`~xcompat.retrieval.merging.merge_candidates`.
+            merge: how versions become one ranking, see :func:`~xcompat.retrieval.merging.merge_candidates`.
             parameters: how hard approximate indexes look, such as ``nprobe=32,efSearch=128``.
+            old_queries: what is asked instead where the model is not sure.
 
         Returns:
             Hits for each query, the best first.
@@ -395,4 +397,4 @@ class Gallery:
         """
         search = Search(self.segments, self.manifest, self._samples)
         with self.reading():
-            return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters)
+            return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries)

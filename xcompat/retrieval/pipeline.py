@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,42 @@ from xcompat.models import METHODS
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput
+from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.fetching import fetch, shown_address
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.searching import Hit
 
 TASK = "compatible-retrieval"
 _SEARCH = ("top_k", "where", "merge", "parameters")
+
+
+class Found(dict[str, Any]):
+    """A hit as a dictionary whose keys are attributes too; unlike those of a ``ModelOutput``, they are there if None.
+
+    Example:
+        >>> hit = Found(id="7.png", confidence=None)
+        >>> hit["id"], hit.id, hit["confidence"], hit.confidence
+        ('7.png', '7.png', None, None)
+    """
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any JSON value
+        """Return what stands under a key."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"a hit has no {name!r}") from None
 
 
 class CompatibleRetrievalPipeline(Pipeline):
     """Texts and pictures search a gallery with any model that is compatible with what it holds.
 
     A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
-    searched at once, in batches of ``batch_size``. Hits are dictionaries: ``id``, ``score``, ``version``, ``metadata``.
+    searched at once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
+    ``version``, ``metadata``, ``confidence``.
 
     Args:
         gallery: a gallery, or its folder.
+        fallback: the old model, that embedded the gallery, asked where the new one is not sure: ``model``, ``below`` which
+            confidence, and ``share``, as :class:`~xcompat.retrieval.fallback.Fallback` has them. It embeds these queries alone.
         allow_private_addresses: whether a URL may lead to this machine or into a network that is not public. Leave it off where
             strangers name the pictures; what is fetched and how is said at :func:`~xcompat.retrieval.fetching.fetch`.
         kwargs: as transformers makes a pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` are defaults of
@@ -56,6 +76,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         self,
         *args: Any,  # noqa: ANN401
         gallery: Gallery | str | Path | None = None,
+        fallback: Mapping[str, Any] | None = None,
         allow_private_addresses: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
@@ -70,6 +91,9 @@ class CompatibleRetrievalPipeline(Pipeline):
         else:  # an encoder as it comes, which searches what it embedded itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
             self.prepared_by = self.asking.processor
+        self.fallback = Fallback.described(fallback, self.device) if fallback is not None else None
+        if self.fallback is not None:
+            self.fallback.require(self.asking, self.gallery.manifest)
 
     def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # noqa: ANN401
         unknown = kwargs.keys() - set(_SEARCH)
@@ -96,35 +120,41 @@ class CompatibleRetrievalPipeline(Pipeline):
         _, _, searching = self._sanitize_parameters(**kwargs)
         with self.device_placement(), torch.inference_mode():
             blocks = [inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size)]
-            embeds_QD = torch.cat([self._embed(block) for block in blocks])
-        return self.postprocess({"embeds": embeds_QD}, **{**self._postprocess_params, **searching})
+            parts = [self._embed([self._read(query) for query in block]) for block in blocks]
+        embedded = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return self.postprocess(embedded, **{**self._postprocess_params, **searching})
 
     def preprocess(self, input_: Any, **_: Any) -> dict[str, Any]:  # noqa: ANN401 - one query
-        """Prepare one query."""
-        picture = as_picture(input_, self.allow_private_addresses)
-        return self.prepared_by.texts([input_]) if picture is None else {"pixel_values": self.prepared_by.images([picture])}
+        """Read one query."""
+        return {"query": self._read(input_)}
 
     def _forward(self, input_tensors: dict[str, Any], **_: Any) -> ModelOutput:  # noqa: ANN401
-        return ModelOutput({"embeds": self._run(dict(input_tensors)), "single": True})
+        return ModelOutput({**self._embed([input_tensors["query"]]), "single": True})
 
     def postprocess(self, model_outputs: dict[str, Any], **searching: Any) -> Any:  # noqa: ANN401
         """Search for what was embedded."""
+        if self.fallback is not None:
+            searching["old_queries"] = OldQueries(self.fallback.model, model_outputs["old"], self.fallback.share)
         hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
-        found = [[_as_dict(hit) for hit in each] for each in hits]
+        found = [[Found({**hit._asdict(), "version": str(hit.version)}) for hit in each] for each in hits]
         return found[0] if model_outputs.get("single") else found
 
-    def _embed(self, queries: Sequence[Any]) -> Tensor:
-        """Embed some queries, texts and pictures each in one batch, in their order."""
-        pictures = [as_picture(query, self.allow_private_addresses) for query in queries]
-        of_texts = [row for row, picture in enumerate(pictures) if picture is None]
-        of_images = {row: picture for row, picture in enumerate(pictures) if picture is not None}
-        parts = []
-        if of_texts:
-            parts.append(self._run(self.prepared_by.texts([queries[row] for row in of_texts])))
-        if of_images:
-            parts.append(self._run({"pixel_values": self.prepared_by.images(list(of_images.values()))}))
-        order = np.argsort([*of_texts, *of_images])
-        return torch.cat(parts)[torch.from_numpy(order)]
+    def _read(self, query: Any) -> Any:  # noqa: ANN401 - see the class
+        """Return the picture that a query is or names, or the text that it is."""
+        picture = as_picture(query, self.allow_private_addresses)
+        return query if picture is None else picture
+
+    def _embed(self, queries: Sequence[str | Image.Image]) -> dict[str, Tensor]:
+        """Embed some queries, and what the model is not sure of with the old one."""
+        embeds_BD = _in_order(queries, self.prepared_by, self._run)
+        if (old := self.fallback) is None:
+            return {"embeds": embeds_BD}
+
+        def embed(rows: list[int]) -> Tensor:
+            return _in_order([queries[row] for row in rows], old.model.processor, old.model.embed)
+
+        old_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD, embed)
+        return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         if isinstance(self.asking, Embedder):
@@ -132,6 +162,19 @@ class CompatibleRetrievalPipeline(Pipeline):
         batch = {name: tensor.to(self.asking.device) for name, tensor in batch.items()}
         embed = self.asking.embed_images if "pixel_values" in batch else self.asking.embed_texts
         return embed(**batch).cpu()
+
+
+def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+    """Embed texts and pictures each in one batch, in their order."""
+    of_texts = {row: query for row, query in enumerate(queries) if isinstance(query, str)}
+    of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
+    parts = []
+    if of_texts:
+        parts.append(embed(processor.texts(list(of_texts.values()))))
+    if of_images:
+        parts.append(embed({"pixel_values": processor.images(list(of_images.values()))}))
+    order = np.argsort([*of_texts, *of_images])
+    return torch.cat(parts)[torch.from_numpy(order)]
 
 
 def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
@@ -168,10 +211,6 @@ def _of_array(array: np.ndarray) -> Image.Image:
         return Image.fromarray(array)
     except (TypeError, ValueError):
         raise XcompatError(f"an array is a picture as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
-
-
-def _as_dict(hit: Hit) -> dict[str, Any]:
-    return {"id": hit.id, "score": hit.score, "version": str(hit.version), "metadata": hit.metadata}
 
 
 class _ZeroShot(CompatModel):

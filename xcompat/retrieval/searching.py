@@ -14,9 +14,10 @@ from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.staging import checked_embeddings
-from xcompat.retrieval.versions import as_float32, query_views
+from xcompat.retrieval.versions import as_float32, query_confidence, query_views
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
@@ -28,12 +29,14 @@ class Hit(NamedTuple):
         score: the higher, the nearer: a cosine, an inner product, or minus a squared distance.
         version: the model that made its embedding.
         metadata: what was stored with it.
+        confidence: how probable it is that the query finds no less than the old model's own would; None where that is not known.
     """
 
     id: str
     score: float
     version: Fingerprint
     metadata: dict[str, Any] | None
+    confidence: float | None = None
 
 
 class Search:
@@ -56,6 +59,7 @@ class Search:
         where: dict[str, Any] | None,
         merge: Merge,
         parameters: str | None,
+        old_queries: OldQueries | None,
     ) -> list[list[Hit]]:
         """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
         if top_k < 1:
@@ -63,8 +67,11 @@ class Search:
         if parameters is not None:
             self._set_parameters(parameters)
         views = query_views(model, embeds_QD, self.manifest)
+        confidence_Q = query_confidence(model, embeds_QD, self.manifest)
         found = []
         for version, queries_Qd in views:
+            if old_queries is not None:
+                queries_Qd = old_queries.among(model, version, queries_Qd)
             if queries_Qd.shape[1] != version.dim:
                 raise XcompatError(
                     f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
@@ -76,7 +83,11 @@ class Search:
             found.append(candidates)
         if not found:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
-        return self._hits(*merge_candidates(found, top_k, merge))
+        hits = self._hits(*merge_candidates(found, top_k, merge))
+        if confidence_Q is None:
+            return hits
+        sure = zip(hits, confidence_Q.tolist(), strict=True)
+        return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
     def _set_parameters(self, parameters: str) -> None:
         """Set how hard indexes look, but for those that compare everything anyway; where all do, there is nothing to set."""

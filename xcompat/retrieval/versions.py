@@ -97,7 +97,7 @@ def stored_embeddings(
     if stored.ndim == 2 and stored.shape[1] != record.dim:
         raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, these embeddings have {stored.shape[1]}")
     known = next((version for version in versions if version.digest == record.digest), record)
-    return record, stored if model is None else _of_length(model, stored, known)
+    return record, stored if model is None else of_length(model, stored, known)
 
 
 def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
@@ -165,15 +165,41 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
                 f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
                 f"{_advice(model)}"
             )
-        views.append((version, _of_length(model, view, version)))
+        views.append((version, of_length(model, view, version)))
     return views
 
 
-def _of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
+def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
     """Bring a model's embeddings to the length of stored ones that were never normalised; a fingerprint's are as they are."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
     return embeds_ND * (version.length / np.maximum(np.linalg.norm(embeds_ND, axis=1, keepdims=True), 1e-12))
+
+
+def remembers(model: Model, version: VersionRecord) -> bool:
+    """Return whether a model's queries wear what they remember where they search stored embeddings of a version."""
+    compat = _compat(model)
+    if compat is None or compat is not model or compat.memory is None or version.digest == compat.stored_fingerprint().digest:
+        return False
+    return compat.compatible_with[0].digest in (version.digest, *version.shares)
+
+
+def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> NDArray[np.float32] | None:
+    """Say how sure queries are, where they wear what they remember.
+
+    Args:
+        model: the query model.
+        embeds_QD: (Q, D) what it makes of the queries.
+        manifest: the gallery's state.
+
+    Returns:
+        (Q,) as :meth:`~xcompat.models.base.CompatModel.confidence` gives it; None where the model cannot say, or nothing that is
+        stored is of the old model.
+    """
+    compat = _compat(model)
+    if compat is None or not compat.is_confident or not any(remembers(model, version) for version in manifest.present()):
+        return None
+    return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), as_float32(embeds_QD), compat)
 
 
 def require_views(model: Model, manifest: Manifest) -> None:

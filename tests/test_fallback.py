@@ -1,0 +1,230 @@
+"""Queries that are not sure: what searches, pipelines, commands and reports say of them, and the old model asked instead."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_confidence import remembering
+from transformers import AutoModel, pipeline
+
+import xcompat
+from xcompat import FingerprintMismatchError, XcompatError, cli
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.fallback import Fallback, OldQueries
+
+TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
+
+
+@pytest.fixture(scope="module")
+def old(old_folder: str) -> Embedder:
+    return load_embedder(old_folder)
+
+
+@pytest.fixture(scope="module")
+def model_folder(folder_of: dict[str, str], old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compatible model that is sure of half of the texts."""
+    model = xcompat.XbtModel.from_encoder(folder_of["clip"], old=old.describe_old())
+    memory = remembering(model.config.embedding_dim, old.dim)
+    with torch.no_grad():
+        lean = memory.recalled(model.embed_texts(**model.processor.texts(TEXTS))).norm(dim=1)
+    slope = 4 / float(lean.std())
+    model.remember(memory.calibrated(slope, -slope * float(lean.median() + lean.sort().values[len(TEXTS) // 2]) / 2))
+    folder = tmp_path_factory.mktemp("confident") / "xbt"
+    model.export(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: str) -> CompatModel:
+    return AutoModel.from_pretrained(model_folder).for_inference()
+
+
+@pytest.fixture(scope="module")
+def asked(model: CompatModel) -> tuple[torch.Tensor, np.ndarray]:
+    """Return what the model makes of the texts, and how sure it is of each."""
+    with torch.inference_mode():
+        embeds = model.embed_texts(**model.processor.texts(TEXTS))
+        confidence = model.confidence(embeds)
+    assert confidence is not None
+    assert ((confidence < 0.5).sum(), (confidence > 0.5).sum()) == (3, 3)
+    return embeds, confidence.numpy()
+
+
+def gallery_of(old: Embedder, folder: Path, milvus: str | None = None) -> Gallery:
+    made = Gallery.create(folder / "gallery", old, milvus=milvus)
+    made.add(old.embed(old.processor.texts(TEXTS)), TEXTS)
+    made.commit()
+    return made
+
+
+@pytest.fixture
+def gallery(old: Embedder, tmp_path: Path) -> Gallery:
+    return gallery_of(old, tmp_path)
+
+
+@pytest.fixture(params=["faiss", "milvus"])
+def either(request: pytest.FixtureRequest, old: Embedder, tmp_path: Path) -> Gallery:
+    return gallery_of(old, tmp_path, str(tmp_path / "vectors.db") if request.param == "milvus" else None)
+
+
+def test_every_hit_says_how_sure_its_query_is(either: Gallery, model: CompatModel, old: Embedder, asked: Any) -> None:
+    embeds, confidence = asked
+    for hits, sure in zip(either.search(embeds, model, top_k=3), confidence, strict=True):
+        assert [hit.confidence for hit in hits] == [pytest.approx(float(sure), abs=1e-6)] * 3
+    assert either.search(old.embed(old.processor.texts(["a dog"])), old)[0][0].confidence is None
+    either.add(embeds[:2], ["new dog", "new cats"], version=model)  # a mixed gallery, its old part as before
+    either.commit()
+    hits = either.search(embeds, model, top_k=8)[0]
+    assert [hit.confidence for hit in hits] == [pytest.approx(float(confidence[0]), abs=1e-6)] * 8
+
+
+def test_in_a_gallery_of_its_own_nothing_is_remembered_and_nobody_is_unsure(
+    model: CompatModel, asked: Any, tmp_path: Path
+) -> None:
+    own = Gallery.create(tmp_path / "own", model)
+    own.add(asked[0], TEXTS, version=model)
+    own.commit()
+    assert own.search(asked[0], model)[0][0].confidence is None
+    assert Gallery.create(tmp_path / "empty", model).search(asked[0], model) == [[]] * len(TEXTS)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_old_queries_are_asked_where_the_new_one_is_not_sure(
+    share: float, either: Gallery, model: CompatModel, old: Embedder, asked: Any
+) -> None:
+    embeds, confidence = asked
+    unsure = np.flatnonzero(confidence < 0.5)
+    old_Qd = np.full((len(TEXTS), old.dim), np.nan, np.float32)
+    old_Qd[unsure] = old.embed(old.processor.texts([TEXTS[row] for row in unsure])).numpy()
+    found = either.search(embeds, model, top_k=3, old_queries=OldQueries(old, old_Qd, share))
+    alone = either.search(embeds, model, top_k=3)
+    stored = old.embed(old.processor.texts(TEXTS))
+    for row in range(len(TEXTS)):
+        if row not in unsure:
+            assert found[row] == alone[row]
+            continue
+        query = torch.from_numpy(old_Qd[row])
+        if share < 1:
+            query = xcompat.heads.slerp(model.view(embeds[row : row + 1]).detach(), query[None], share)[0]
+        best = (stored @ query).sort(descending=True)
+        assert [hit.id for hit in found[row]] == [TEXTS[place] for place in best.indices[:3]]
+        assert [hit.score for hit in found[row]] == pytest.approx(best.values[:3].tolist(), abs=1e-5)
+        assert found[row][0].confidence == pytest.approx(float(confidence[row]), abs=1e-6)
+
+
+def test_a_gallery_of_long_vectors_is_asked_by_long_queries(
+    old: Embedder, model: CompatModel, asked: Any, tmp_path: Path
+) -> None:
+    import faiss
+
+    stored = 7 * old.embed(old.processor.texts(TEXTS)).numpy()
+    index = faiss.IndexFlatL2(old.dim)
+    index.add(stored)
+    faiss.write_index(index, str(tmp_path / "old.faiss"))
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "old.faiss", TEXTS, old)
+    hits = gallery.search(asked[0], model, top_k=1, old_queries=OldQueries(old, stored / 7))
+    assert [(found[0].id, found[0].score) for found in hits] == [(text, pytest.approx(0.0, abs=1e-3)) for text in TEXTS]
+
+
+def test_a_pipeline_falls_back_and_embeds_no_more_than_it_must(
+    model_folder: str, old: Embedder, asked: Any, gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confidence, embedded, embed = asked[1], list[int](), old.embed
+    monkeypatch.setattr(old, "embed", lambda batch: embedded.append(len(next(iter(batch.values())))) or embed(batch))
+    plain = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, top_k=2)
+    find = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, top_k=2, fallback={"model": old, "below": 0.5})
+    found = find(TEXTS, batch_size=4)
+    assert sum(embedded) == 3 and not np.isnan(confidence).any()
+    for text, hits, sure in zip(TEXTS, found, confidence, strict=True):
+        expected = gallery.search(embed(old.processor.texts([text])), old, top_k=2)[0] if sure < 0.5 else None
+        ids = [hit.id for hit in expected] if expected is not None else [hit["id"] for hit in plain(text)]
+        assert [hit["id"] for hit in hits] == ids == [hit.id for hit in find(text)]
+        assert hits[0].confidence == hits[0]["confidence"] == pytest.approx(float(sure), abs=1e-6)
+    assert json.loads(json.dumps(found)) == found and found[0][0]["metadata"] is None
+    with pytest.raises(AttributeError, match="no 'caption'"):
+        found[0][0].caption  # noqa: B018 - it raises
+
+
+def test_an_old_query_in_the_place_of_every_new_one(model_folder: str, old_folder: str, old: Embedder, gallery: Gallery) -> None:
+    """The old model may be named."""
+    find = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": old_folder, "below": 1.0})
+    for text in TEXTS:
+        assert find(text, top_k=1)[0].id == text, "the old model finds its own embedding"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"below": 0.5}, "name it as model"),
+        ({"model": "old", "bellow": 0.5}, "did you mean 'below'"),
+        ({"model": "old", "below": 0}, "below is 0; give a number above 0"),
+        ({"model": "old", "below": "0.5"}, "below is '0.5'"),
+        ({"model": "old", "share": 1.5}, "share is 1.5"),
+        ({"model": "old", "share": True}, "share is True"),
+    ],
+)
+def test_a_fallback_that_is_none_is_one_line(options: dict[str, Any], said: str, old: Embedder) -> None:
+    options = {**options, **({"model": old} if "model" in options else {})}
+    with pytest.raises(XcompatError, match=said):
+        Fallback.described(options, "cpu")
+
+
+def test_a_fallback_that_does_not_fit_is_refused(
+    model_folder: str, folder_of: dict[str, str], old: Embedder, gallery: Gallery, tmp_path: Path
+) -> None:
+    with pytest.raises(FingerprintMismatchError, match="did not make the .* embeddings here: name the model that did"):
+        pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": folder_of["clip"]})
+    plain = AutoModel.from_pretrained(model_folder).remember(None)
+    plain.export(tmp_path / "plain")
+    with pytest.raises(XcompatError, match="does not say how sure its queries are: leave the fallback out"):
+        pipeline("compatible-retrieval", model=str(tmp_path / "plain"), gallery=gallery, fallback={"model": old})
+    model = AutoModel.from_pretrained(model_folder)
+    other = load_embedder(folder_of["clip"])
+    rows = np.zeros((1, model.config.embedding_dim), np.float32) + 1
+    with pytest.raises(FingerprintMismatchError, match="did not make the"):
+        gallery.search(rows, model, old_queries=OldQueries(other, np.ones((1, other.dim))))
+    with pytest.raises(XcompatError, match="do not stand beside"):
+        gallery.search(rows, model, old_queries=OldQueries(old, np.ones((2, old.dim))))
+
+
+def test_the_command_line_says_how_sure_it_is(
+    model_folder: str,
+    old_folder: str,
+    folder_of: dict[str, str],
+    asked: Any,
+    gallery: Gallery,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", "search", str(gallery.path), *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    least = int(np.argmin(asked[1]))
+    text, sure = TEXTS[least], f"confidence {asked[1][least]:.2f}"
+    code, out, _ = run(text, "--model", model_folder)
+    assert code == 0 and out.count("confidence") == 1 and sure in out and "instead" not in out
+    code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder)
+    first = next(line for line in out.splitlines() if "1.000" in line)
+    assert code == 0 and text in first and f"{sure}" in out and "was asked instead" in out
+    code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
+    assert code == 0 and "asked instead" not in out
+    code, _, err = run(text, "--model", model_folder, "--fallback", folder_of["clip"])
+    assert code == 2 and "did not make the" in err
+    code, _, err = run(text, "--model", model_folder, "--fallback-below", "0.5")
+    assert code == 2 and "name it with --fallback" in err

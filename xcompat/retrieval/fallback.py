@@ -1,0 +1,152 @@
+"""The old model beside the new one: its query asked, or mixed in, where the new one is not sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.heads import slerp
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval.manifest import Manifest, VersionRecord
+from xcompat.retrieval.versions import fits, identity, of_length, query_confidence, query_view, remembers
+
+if TYPE_CHECKING:
+    import torch
+
+    from xcompat.retrieval.versions import Model
+
+
+class OldQueries(NamedTuple):
+    """What the old model makes of some of the things that are searched for.
+
+    Args:
+        model: the old model.
+        embeds_Qd: (Q, d) its queries, rows of NaN where the new query is asked alone.
+        share: the weight of the old query on the arc between both (:func:`xcompat.heads.slerp`), 1 for the old query alone.
+    """
+
+    model: Model
+    embeds_Qd: ArrayLike
+    share: float = 1.0
+
+    def among(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Put old queries in the place of new ones, where these wear what they remember.
+
+        Args:
+            model: whose queries the new ones are.
+            version: of the stored embeddings that are searched.
+            queries_Qd: the new queries, in their space.
+
+        Returns:
+            (Q, d) float32 queries.
+
+        Raises:
+            FingerprintMismatchError: the old model did not make what is stored.
+            XcompatError: its queries are not for the same things.
+        """
+        import torch
+
+        if not remembers(model, version):
+            return queries_Qd
+        old_Qd = query_view(self.model, self.embeds_Qd, version)
+        if old_Qd is None:
+            raise FingerprintMismatchError(_not_the_old(self.model, version))
+        if old_Qd.shape != queries_Qd.shape:
+            raise XcompatError(f"{old_Qd.shape} old queries do not stand beside {queries_Qd.shape} new ones")
+        asked_Q = np.isfinite(old_Qd).all(axis=1)
+        chosen_Fd = old_Qd[asked_Q]
+        if self.share < 1:
+            chosen_Fd = slerp(torch.from_numpy(queries_Qd[asked_Q]), torch.from_numpy(chosen_Fd), self.share).numpy()
+        mixed_Qd = queries_Qd.copy()
+        mixed_Qd[asked_Q] = of_length(self.model, chosen_Fd, version)
+        return mixed_Qd
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """When the old model is asked, and how much it counts.
+
+    Args:
+        model: the old model, which embedded the gallery.
+        below: of which confidence on the new query is asked alone.
+        share: the weight of the old query below it, as :class:`OldQueries` has it.
+    """
+
+    model: Embedder
+    below: float = 0.5
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are no shares."""
+        for name in ("below", "share"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise XcompatError(f"fallback: {name} is {value!r}; give a number above 0, and 1 at most")
+
+    @classmethod
+    def described(cls, options: Mapping[str, Any], device: torch.device | str) -> Self:
+        """Load the old model.
+
+        Args:
+            options: ``model``, by name or as ``load_embedder`` gives it, and perhaps ``below`` and ``share``.
+            device: where it computes.
+
+        Raises:
+            XcompatError: an option is unknown, or no model is named.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options.keys() - set(known):
+            raise XcompatError(f"fallback has no option {name!r}; {nearest(name, known)}")
+        if (model := options.get("model")) is None:
+            raise XcompatError("fallback asks the old model: name it as model, the one that embedded the gallery")
+        return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
+
+    def require(self, model: Model, manifest: Manifest) -> None:
+        """Refuse a model that cannot say how sure it is, and an old one that did not embed the gallery.
+
+        Args:
+            model: the query model.
+            manifest: the gallery's state.
+
+        Raises:
+            FingerprintMismatchError: the old model made nothing that the new one's queries remember.
+            XcompatError: the query model has no confidence.
+        """
+        if not getattr(model, "is_confident", False):
+            raise XcompatError(
+                f"{identity(model)} does not say how sure its queries are: leave the fallback out, or take a model whose queries "
+                "remember, of which enough could be held out to calibrate them"
+            )
+        for version in manifest.present():
+            if remembers(model, version) and not fits(self.model, version):
+                raise FingerprintMismatchError(_not_the_old(self.model, version))
+
+    def old_queries(
+        self, model: Model, manifest: Manifest, embeds_QD: ArrayLike, embed: Callable[[list[int]], torch.Tensor]
+    ) -> NDArray[np.float32]:
+        """Embed with the old model what the new one is not sure of.
+
+        Args:
+            model: the query model.
+            manifest: the gallery's state.
+            embeds_QD: (Q, D) what it makes of the queries.
+            embed: embeds queries with the old model, by their places.
+
+        Returns:
+            (Q, d) float32, as :class:`OldQueries` takes them.
+        """
+        confidence_Q = query_confidence(model, embeds_QD, manifest)
+        old_Qd = np.full((len(np.asarray(embeds_QD)), self.model.dim), np.nan, np.float32)
+        unsure = [] if confidence_Q is None else np.flatnonzero(confidence_Q < self.below).tolist()
+        if unsure:
+            old_Qd[unsure] = embed(unsure).float().cpu().numpy()
+        return old_Qd
+
+
+def _not_the_old(model: Model, version: VersionRecord) -> str:
+    return f"the fallback {identity(model)} did not make the {version.fingerprint} embeddings here: name the model that did"
