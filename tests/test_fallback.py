@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from test_confidence import remembering
+from test_map import made
 from transformers import AutoModel, pipeline
 
 import xcompat
 from xcompat import FingerprintMismatchError, XcompatError, cli
+from xcompat.evaluation import EmbeddedImages
+from xcompat.evaluation.selective import area_under_roc, risk_coverage
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.report import ReportContent, load_report, write_report
+from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
+from xcompat.training.evaluate import Contestants, judge
+from xcompat.training.settings import EvaluationSettings
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
 
@@ -228,3 +237,64 @@ def test_the_command_line_says_how_sure_it_is(
     assert code == 2 and "did not make the" in err
     code, _, err = run(text, "--model", model_folder, "--fallback-below", "0.5")
     assert code == 2 and "name it with --fallback" in err
+
+
+def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
+    pairs, draw = made(new_noise=0.6, old_noise=1.0), np.random.default_rng(0)
+    assert pairs.labels_N is not None
+    labels, ids = pairs.labels_N.tolist(), [str(row) for row in range(len(pairs))]
+
+    def images(name: str, embeds: np.ndarray) -> EmbeddedImages:
+        return EmbeddedImages(name, xcompat.Fingerprint.from_string(name), embeds, embeds, ids, ids, labels, labels)
+
+    odd_N1 = np.arange(len(pairs))[:, None] % 2 == 1
+    new = np.where(odd_N1, pairs.old_Nd, np.roll(pairs.old_Nd, 1, axis=0))  # the others ask for what lies beside them
+    sure = np.where(odd_N1, 0.9, 0.2) + 0.01 * draw.random(odd_N1.shape)
+    contestants = Contestants(images("old", pairs.old_Nd), images("new", new), confidence=images("confidence", sure))
+    settings = EvaluationSettings(fallback=0.5, resamples=100)
+    evaluation, kept = judge(contestants, settings, 0)
+    cases = {case.label: case.metrics for case in evaluation.cases}
+    assert cases["fallback/old"] == {**cases["old/old"], "negative_flip_rate@1": 0.0}, "the sure ones are old queries themselves"
+    assert cases["new/old"]["negative_flip_rate@1"] > 0
+    share = next(note for note in evaluation.notes if "fall back" in note)
+    flips = cases["new/old"]["negative_flip_rate@1"]
+    assert "50.0% of the queries fall back" in share and f"negative flips {flips:.1%} without, 0.0% with it" in share
+    told = next(note for note in evaluation.notes if "AUROC" in note)
+    hurt = (
+        evaluation.average_precision["new", "old", "image-to-image", "map@1.0"]
+        < (evaluation.average_precision["old", "old", "image-to-image", "map@1.0"])
+    )
+    assert f"{hurt.mean():.1%} of the new queries find less" in told
+    assert f"AUROC of {area_under_roc(sure[:, 0], ~hurt).value:.2f}" in told
+    content = ReportContent(evaluation, kept.old, kept.new_view, None, None, "x", tsne_pairs=0)
+    assert "How sure new queries are" in write_report(tmp_path, content).read_text()
+    assert (tmp_path / "report" / "plots" / "confidence-image-to-image.png").exists()
+    report = load_report(tmp_path)
+    np.testing.assert_array_equal(report.confidence["image-to-image"], sure[:, 0].astype(np.float32))
+    (axes,) = draw_plots(report)["confidence-image-to-image.png"].axes
+    shown = axes.lines[0].get_xydata()
+    np.testing.assert_allclose(shown[-1], [100, 100 * hurt.mean()], rtol=1e-5)
+    np.testing.assert_allclose(shown[:, 1], 100 * risk_coverage(sure[:, 0].astype(np.float32), hurt)[-len(shown) :])
+    mixed, _ = judge(contestants, settings.model_copy(update={"slerp": 0.5}), 0)
+    halfway = xcompat.heads.slerp(torch.from_numpy(new), torch.from_numpy(pairs.old_Nd), 0.5).numpy()
+    expected, _ = judge(replace(contestants, new_view=images("new", np.where(odd_N1, new, halfway))), settings, 0)
+    (found,), (wanted,) = (
+        [case.metrics for case in each.cases if case.label == label]
+        for each, label in ((mixed, "fallback/old"), (expected, "new/old"))
+    )
+    assert found == wanted != cases["fallback/old"]
+    without, _ = judge(replace(contestants, confidence=None), EvaluationSettings(resamples=100), 0)
+    assert not without.confidence and not any("AUROC" in note for note in without.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fallback": 0}, "greater than 0"),
+        ({"fallback": 1.5}, "less than or equal to 1"),
+        ({"fallback": 0.5, "compare_with": ["fallback"]}, "a stage fallback, which is what evaluation.fallback calls its case"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        EvaluationSettings(**changes)

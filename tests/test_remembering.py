@@ -60,6 +60,20 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
     assert {"old+memory/old", "without memory/old"} <= labels if said["memory"] is not None else "new/old" in labels
 
 
+def test_nothing_falls_back_where_nobody_says_how_sure_he_is(raw: dict[str, Any], tmp_path: Path) -> None:
+    evaluation = {**raw["evaluation"], "fallback": 0.5}
+    with pytest.raises(XcompatError, match="evaluation.fallback asks old queries .*; set memory, or evaluation.fallback to null"):
+        run_recipe(recipe_of(raw, memory=None, evaluation=evaluation))
+    assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
+    with pytest.raises(
+        XcompatError, match="do not say how sure they are .choice.json says why.; set evaluation.fallback to null"
+    ):
+        run_recipe(recipe_of(raw, evaluation=evaluation))
+    assert json.loads((tmp_path / "run" / CHOICE).read_text())["confidence"]["none"]
+    run_recipe(recipe_of(raw))  # what was trained is kept
+    assert ("fallback/old", "text-to-image") not in cases_of(tmp_path / "run")
+
+
 @torch.no_grad()
 def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str], old_folder: str, pairs_folder: str) -> None:
     pairs = load_pairs(PairSource(path=pairs_folder))

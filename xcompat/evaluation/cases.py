@@ -132,6 +132,8 @@ class Evaluation:
             say it.
         clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which intervals draw together; each query by
             itself in directions that are not in it.
+        confidence: direction -> float32 ``(Q,)``, how sure new queries are that they find no less than old ones, NaN for queries
+            left out; where the model says so.
     """
 
     cases: list[Case]
@@ -141,6 +143,7 @@ class Evaluation:
     notes: list[str]
     average_precision: dict[ValueKey, np.ndarray] = field(default_factory=dict, repr=False)
     clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

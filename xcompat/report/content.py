@@ -141,6 +141,7 @@ class Report:
         examples: example searches.
         average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; of labelled images.
         clusters: direction -> int32 ``(Q,)``, equal for queries about one item; each by itself in directions not in it.
+        confidence: direction -> float32 ``(Q,)``, how sure new queries are, NaN for queries left out.
     """
 
     old: ModelInfo
@@ -155,6 +156,7 @@ class Report:
     examples: list[Example] = field(default_factory=list, repr=False)
     average_precision: dict[ValueKey, np.ndarray] = field(default_factory=dict, repr=False)
     clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def directions(self) -> list[str]:

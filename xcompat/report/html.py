@@ -30,7 +30,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
     """
     groups = {
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
-        for prefix in ("cases", "recall", "cmc", "tsne")
+        for prefix in ("cases", "recall", "cmc", "confidence", "tsne")
     }
     meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
     return page_template("template.html.j2").render(

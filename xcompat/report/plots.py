@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xcompat.evaluation import Case
+from xcompat.evaluation.selective import query_quality, risk_coverage
 from xcompat.report.content import Panel, Report, retrieval_metrics
 from xcompat.report.wording import metric_name
 
@@ -26,6 +27,8 @@ _COLOURS = {
 _EXTRA_COLOURS = ("#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _CLOUD_COLOURS = ("#7a828e", "#b8a07a", "#0072b2", "#e69f00")
 _MARKED_PAIRS = 5
+_LEAST_COVERAGE = 5
+"""Percent of the queries that a share is shown of: that of a few says nothing."""
 
 
 def draw_plots(report: Report) -> dict[str, Figure]:
@@ -35,7 +38,8 @@ def draw_plots(report: Report) -> dict[str, Figure]:
         report: the report.
 
     Returns:
-        file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png`` or ``cmc-DIRECTION.png``, ``tsne-N.png``.
+        file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png`` or ``cmc-DIRECTION.png``,
+        ``confidence-DIRECTION.png``, ``tsne-N.png``.
     """
     figures = {}
     colours = case_colours(report)
@@ -46,6 +50,8 @@ def draw_plots(report: Report) -> dict[str, Figure]:
             if any(key[2] == direction for key in report.ranks):
                 kind = "cmc" if report.is_labelled else "recall"
                 figures[f"{kind}-{direction}.png"] = _draw_depths(report, kind, direction, cases, colours)
+    for direction in report.confidence:
+        figures[f"confidence-{direction}.png"] = _draw_risk(report, direction)
     for number, panel in enumerate(report.panels):
         figures[f"tsne-{number}.png"] = _draw_map(panel)
     return figures
@@ -152,6 +158,25 @@ def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], c
     axes.set_ylim(0, 101)
     set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _draw_risk(report: Report, direction: str) -> Figure:
+    """Draw which share of the surest queries is hurt, against how many of them are asked."""
+    figure, axes = new_figure(3.4)
+    confidence_Q = report.confidence[direction]
+    known_Q = np.isfinite(confidence_Q)
+    new_Q, old_Q = (query_quality(report.ranks, report.average_precision, who, direction)[known_Q] for who in ("new", "old"))
+    risk_Q = 100 * risk_coverage(confidence_Q[known_Q], new_Q < old_Q)
+    coverage_Q = 100 * np.arange(1, len(risk_Q) + 1) / len(risk_Q)
+    shown_Q = coverage_Q >= _LEAST_COVERAGE
+    axes.plot(coverage_Q[shown_Q], risk_Q[shown_Q], color=_COLOURS["new/old"], linewidth=2.2, label="the surest new queries")
+    axes.axhline(risk_Q[-1], color=_COLOURS["old/old"], linestyle="--", linewidth=1.2, label="drawn at random")
+    axes.set_xlabel("share of the queries that the new model answers, %", fontsize=9, color="#4a5563")
+    axes.set_ylabel("find less than old ones, %", fontsize=9, color="#4a5563")
+    axes.set_ylim(bottom=0)
+    set_title(axes, direction.replace("-", " "))
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
 

@@ -88,6 +88,7 @@ def gather(content: ReportContent) -> Report:
         examples=content.examples,
         average_precision=evaluation.average_precision,
         clusters=evaluation.clusters,
+        confidence=evaluation.confidence,
     )
 
 

@@ -85,6 +85,7 @@ class _Layout(BaseModel):
     ranks: list[RankKey]
     precision: list[ValueKey] = []
     clusters: list[str] = []
+    confidence: list[str] = []
     panels: list[_PanelLayout]
     examples: list[_ExampleLayout]
 
@@ -172,6 +173,7 @@ def _save_data(path: Path, report: Report) -> None:
     tensors = {f"ranks.{i}": ranks_Q.astype(np.int32) for i, ranks_Q in enumerate(report.ranks.values())}
     tensors |= {f"precision.{i}": values_Q.astype(np.float32) for i, values_Q in enumerate(report.average_precision.values())}
     tensors |= {f"clusters.{i}": clusters_Q.astype(np.int32) for i, clusters_Q in enumerate(report.clusters.values())}
+    tensors |= {f"confidence.{i}": values_Q.astype(np.float32) for i, values_Q in enumerate(report.confidence.values())}
     panels: list[dict[str, Any]] = []
     for panel in report.panels:
         first = sum(len(each["series"]) for each in panels)
@@ -194,6 +196,7 @@ def _save_data(path: Path, report: Report) -> None:
         "ranks": [list(key) for key in report.ranks],
         "precision": [list(key) for key in report.average_precision],
         "clusters": list(report.clusters),
+        "confidence": list(report.confidence),
         "panels": panels,
         "examples": examples,
     }
@@ -227,6 +230,7 @@ def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]
         "ranks": {key: rows("ranks", number) for number, key in enumerate(layout.ranks)},
         "average_precision": {key: rows("precision", number) for number, key in enumerate(layout.precision)},
         "clusters": {direction: rows("clusters", number) for number, direction in enumerate(layout.clusters)},
+        "confidence": {direction: rows("confidence", number) for number, direction in enumerate(layout.confidence)},
         "panels": [Panel(panel.title, [Series(label, next(clouds)) for label in panel.series]) for panel in layout.panels],
         "examples": [_example(example, tensors) for example in layout.examples],
     }

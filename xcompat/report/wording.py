@@ -14,6 +14,7 @@ _MEANINGS = {
     "old/old": "old queries, old gallery: what users have today",
     "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
     "slerp/old": "old and new queries mixed, old gallery: what both models find together, each query embedded twice",
+    "fallback/old": "new queries, or old ones where these are not sure, old gallery: some queries embedded twice",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
     "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from xcompat.data.schema import SIDE_INFO
 from xcompat.distributed import is_main_process
@@ -31,6 +32,7 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.query_memory import QueryMemory
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.report import ReportContent
+from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.settings import EvaluationSettings
 from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
 
@@ -52,6 +54,7 @@ class Contestants:
         extra: other query models in the old space, by name.
         upgraded: the old gallery mapped towards the new model, where the method does that.
         side_info: what is stored beside the old gallery and mapped with it, where there is some.
+        confidence: how sure the new queries are, (N, 1) each, where the model says so.
     """
 
     old: Any
@@ -61,6 +64,7 @@ class Contestants:
     extra: Mapping[str, Any] = field(default_factory=dict)
     upgraded: Any = None
     side_info: Any = None
+    confidence: Any = None
 
 
 def embed_new(
@@ -105,7 +109,16 @@ def embed_new(
     if model.memory is not None:
         plain = model.embeds_fingerprint().derived("view")
         extra[WITHOUT_MEMORY] = map_contestant(raw, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
-    return Contestants(old, view, own, independent, extra)
+    sure = None
+    if model.is_confident and version == model.compatible_with[0]:
+        sure = map_contestant(raw, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
+    return Contestants(old, view, own, independent, extra, confidence=sure)
+
+
+def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
+    confidence = model.confidence(embeds)
+    assert confidence is not None
+    return confidence[:, None]
 
 
 def with_memory(old: C, memory: QueryMemory) -> C:
@@ -157,13 +170,15 @@ def judge(
     Returns:
         The evaluation, and the contestants without unreadable images.
     """
-    roles = ("old", "new_view", "new", "independent", "upgraded", "side_info")
+    roles = ("old", "new_view", "new", "independent", "upgraded", "side_info", "confidence")
     present = {role: model for role in roles if (model := getattr(contestants, role)) is not None}
     clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
     kept = Contestants(**{role: clean.get(role) for role in roles}, extra=extra)
     if settings.slerp is not None:
         extra["slerp"] = mixed_queries(kept.new_view, kept.old, settings.slerp)
+    if settings.fallback is not None and kept.confidence is not None:
+        extra[FALLBACK] = fallback_queries(kept.new_view, extra.get("slerp", kept.old), kept.confidence, settings.fallback)
     common: dict[str, Any] = {
         "old_on_new": settings.old_on_new,
         "chunk_size": settings.chunk_size,
@@ -178,6 +193,9 @@ def judge(
         evaluation = evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common)
     if settings.slerp is not None:
         evaluation = replace(evaluation, notes=[*evaluation.notes, _mixed(settings.slerp)])
+    if kept.confidence is not None:
+        evaluation = replace(evaluation, confidence=confidence_of(kept.confidence, evaluation))
+        evaluation = replace(evaluation, notes=[*evaluation.notes, *said_of_confidence(evaluation, settings.fallback)])
     if kept.side_info is not None:
         evaluation = replace(evaluation, notes=[*evaluation.notes, _complementarity(kept.old, kept.side_info)])
     return evaluation, kept

@@ -29,6 +29,7 @@ from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import CHOSEN, ROLES, STAGE_PREFIX, Recipe
 from xcompat.training.record import (
+    CHOICE,
     DONE,
     ENVIRONMENT,
     EVALUATED,
@@ -264,6 +265,10 @@ class StageRun(Stage):
         old, plain = test.embed(self.old(), cache_dir), self.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
         contestants = embed_new(model, old, independent, test, cache_dir)
+        if settings.fallback is not None and contestants.confidence is None:
+            raise XcompatError(
+                f"{self.part.name}: its queries do not say how sure they are ({CHOICE} says why); set evaluation.fallback to null"
+            )
         others = {name: self.load_model(name) for name in settings.compare_with}
         if mapping := [name for name, other in others.items() if other.maps_galleries]:
             raise XcompatError(

@@ -88,6 +88,9 @@ class EvaluationSettings(Section):
         slerp: the weight of the old query, from 0 to 1, in queries that mix it with the new one's (:func:`xcompat.heads.slerp`):
             the case ``slerp/old``, not measured unless this is given. Whoever searches so keeps the old model, and pays for
             both encoders at every query.
+        fallback: of which confidence on, above 0 and 1 at most, a new query is asked alone: the case ``fallback/old``, not
+            measured unless this is given, asks the old query below it, or the mix of both where ``slerp`` says how. The model
+            must say how sure its queries are (:meth:`xcompat.models.CompatModel.confidence`).
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are shown beside the new model's.
@@ -98,6 +101,7 @@ class EvaluationSettings(Section):
     ks: list[int] | None = None
     old_on_new: bool = False
     slerp: float | None = Field(None, ge=0, le=1)
+    fallback: float | None = Field(None, gt=0, le=1)
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []
@@ -106,6 +110,9 @@ class EvaluationSettings(Section):
 
     @model_validator(mode="after")
     def _one_case_per_name(self) -> EvaluationSettings:
-        if self.slerp is not None and "slerp" in self.compare_with:
-            raise ValueError("compare_with names a stage slerp, which is what evaluation.slerp calls its case; rename the stage")
+        for name in ("slerp", "fallback"):
+            if getattr(self, name) is not None and name in self.compare_with:
+                raise ValueError(
+                    f"compare_with names a stage {name}, which is what evaluation.{name} calls its case; rename the stage"
+                )
         return self

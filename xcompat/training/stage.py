@@ -22,7 +22,7 @@ from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
-from xcompat.training.recipe import STAGE_PREFIX, Recipe, StageRecipe, method_class
+from xcompat.training.recipe import CHOSEN, STAGE_PREFIX, Recipe, StageRecipe, method_class
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.test_sets import load_pair_test_set
 
@@ -64,13 +64,22 @@ class Stage:
         """Refuse to mix new queries with old ones where there are none for the same things, or no old gallery that both search.
 
         Raises:
-            XcompatError: ``evaluation.slerp`` is set, and the method maps the old gallery, the old model is gone, or it reads
-                captions where the new one reads images.
+            XcompatError: ``evaluation.slerp`` or ``evaluation.fallback`` is set, and the method maps the old gallery, the old
+                model is gone, or it reads captions where the new one reads images; or what is to fall back remembers nothing.
         """
         part = self.part
-        if part.evaluation is None or part.evaluation.slerp is None or not self.is_judged:
+        if part.evaluation is None or not self.is_judged:
             return
-        where, mend = f"{part.name}: evaluation.slerp mixes new queries with old ones", "set it to null"
+        if part.evaluation.slerp is not None:
+            where = f"{part.name}: evaluation.slerp mixes new queries with old ones"
+        elif part.evaluation.fallback is not None:
+            where = f"{part.name}: evaluation.fallback asks old queries where new ones are not sure"
+        else:
+            return
+        mend = "set it to null"
+        if part.evaluation.fallback is not None and part.memory is None and part.method != CHOSEN:
+            unsure = "evaluation.fallback asks old queries where new ones are not sure, and none that remembers nothing says so"
+            raise XcompatError(f"{part.name}: {unsure}; set memory, or evaluation.fallback to null")
         if self.method.maps_galleries or part.options.get("direction") == "old_to_new":
             raise XcompatError(f"{where}, and method {part.method} maps the old gallery to where old ones have no place; {mend}")
         if part.old is not None and is_stored(part.old.name):

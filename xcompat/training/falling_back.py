@@ -1,0 +1,86 @@
+"""New queries where they are sure and old ones where not, on a test set that both models embedded; and what that is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from xcompat.evaluation import Evaluation
+from xcompat.evaluation.cases import FLIP_METRIC, C, Contestant
+from xcompat.evaluation.labelled_protocol import IMAGE_TO_IMAGE
+from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
+
+FALLBACK = "fallback"
+"""Who asks new queries where they are sure, and old ones where not."""
+_ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
+
+
+def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: float) -> C:
+    """Ask another query where the new one is not sure.
+
+    Args:
+        new_view: the new model in the space of the old gallery.
+        instead: the old model, or both mixed.
+        confidence: of the new queries, (N, 1) each.
+        below: of which confidence they are not asked.
+
+    Returns:
+        The same items.
+    """
+    others, sure = instead.matrices(), confidence.matrices()
+    mixed = {kind: np.where(np.asarray(sure[kind]) < below, others[kind], embeds) for kind, embeds in new_view.matrices().items()}
+    fingerprint = new_view.fingerprint.derived(f"{FALLBACK} {below} {instead.fingerprint.digest}")
+    return replace(new_view.with_matrices(mixed), name=FALLBACK, fingerprint=fingerprint)  # type: ignore[type-var]
+
+
+def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, np.ndarray]:
+    """Return how sure each query of a direction is, NaN for queries left out.
+
+    Args:
+        confidence: of the new queries, (N, 1) each.
+        evaluation: of these queries.
+
+    Returns:
+        direction -> float32 (Q,).
+    """
+    matrices, found = confidence.matrices(), {}
+    for direction, kind in _ASKING.items():
+        if (ranks_Q := evaluation.ranks.get(("new", "old", direction))) is not None:
+            found[direction] = np.where(ranks_Q >= 0, np.asarray(matrices[kind])[:, 0], np.nan).astype(np.float32)
+    return found
+
+
+def said_of_confidence(evaluation: Evaluation, below: float | None) -> list[str]:
+    """Say how well queries know whether they find less than old ones, and what falling back gives.
+
+    Args:
+        evaluation: with the confidence of its queries.
+        below: of which confidence old queries were asked; None where none were.
+
+    Returns:
+        Sentences.
+    """
+    said = []
+    flips = {(case.query, case.direction): case.metrics[FLIP_METRIC] for case in evaluation.cases if FLIP_METRIC in case.metrics}
+    for direction, confidence_Q in evaluation.confidence.items():
+        known_Q = np.isfinite(confidence_Q)
+        new_Q, old_Q = (
+            query_quality(evaluation.ranks, evaluation.average_precision, who, direction)[known_Q] for who in ("new", "old")
+        )
+        hurt_Q, sure_Q = new_Q < old_Q, confidence_Q[known_Q]
+        if hurt_Q.all() or not hurt_Q.any():
+            continue
+        clusters_Q = evaluation.clusters.get(direction)
+        area = area_under_roc(sure_Q, ~hurt_Q, clusters_Q[known_Q] if clusters_Q is not None else None)
+        said.append(
+            f"{direction}: {hurt_Q.mean():.1%} of the new queries find less than the old ones. Their confidence tells which with "
+            f"an AUROC of {area.value:.2f} ({area.low:.2f} to {area.high:.2f}), and is off by "
+            f"{100 * calibration_error(sure_Q, ~hurt_Q):.1f} points on average."
+        )
+        if below is not None:
+            before, after = (flips[who, direction] for who in ("new", FALLBACK))
+            share = f"{(sure_Q < below).mean():.1%} of the queries fall back, those with a confidence below {below:g}"
+            said.append(f"{direction}: {share}; negative flips {before:.1%} without, {after:.1%} with it.")
+    return said
