@@ -90,7 +90,7 @@ def add(
 def upgrade(
     gallery: Folder,
     model: ModelName = "",
-    backfill: Annotated[Optional[Path], typer.Option(help="The pictures, to embed them anew, most useful first.")] = None,  # noqa: UP045
+    backfill: Annotated[Optional[Path], typer.Option(help="The pictures, to embed them anew in random order.")] = None,  # noqa: UP045
     budget: Annotated[Optional[int], typer.Option(min=1, help="How many pictures to embed in this call.")] = None,  # noqa: UP045
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
     dtype: EmbedIn = "float32",

@@ -1,4 +1,4 @@
-"""Embed the pictures of a gallery anew with a newer model, within a budget, the most useful first."""
+"""Embed the pictures of a gallery anew with a newer model, within a budget, in an order that is random and stays the same."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.filling import Added, add_rows, load_pictures
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.segment import BLOCK, Segment, id_hashes
+from xcompat.retrieval.segment import id_hashes
 
-ASKED = 10_000
-"""Stored embeddings that search the gallery to find out which items are found often."""
-NEIGHBOURS = 10
 TRIED = 64
 """Pictures that are embedded to estimate how long all will take."""
-SEED = 0
 
 
 class Backfill:
@@ -55,7 +51,7 @@ class Backfill:
         return (time.perf_counter() - started) / max(count, 1) * self.items
 
     def run(self) -> Added:
-        """Put new embeddings in the place of old ones, the most useful first.
+        """Put new embeddings in the place of old ones, in the order of :attr:`remaining`, until the budget is spent.
 
         Returns:
             The counts.
@@ -63,19 +59,16 @@ class Backfill:
         Raises:
             XcompatError: another process writes, or too many pictures cannot be read.
         """
-        return add_rows(self.gallery, self.dataset, from_main_process(self._chosen), self.embedder, replace=True)
-
-    def _chosen(self) -> NDArray[np.int64]:
-        """Return the rows to embed, those of the items that are found most often first."""
-        if self.items == len(self.remaining):
-            return self.remaining
-        ids = self.dataset[ID][:]
-        popular = popularity(self.gallery, [ids[row] for row in self.remaining.tolist()])
-        return self.remaining[np.argsort(-popular, kind="stable")][: self.items]
+        rows = from_main_process(lambda: self.remaining[: self.items])
+        return add_rows(self.gallery, self.dataset, rows, self.embedder, replace=True)
 
 
 def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) -> NDArray[np.int64]:
-    """Return the pictures that are in a gallery, embedded by another model.
+    """Return the pictures that are in a gallery, embedded by another model, in the order of hashes of their ids.
+
+    That order is random with respect to what they show, and the same in every call: the next one goes on where this one stops.
+    Scores are standardised per version, so what is embedded anew should be like what is left. Orders that choose (folder by
+    folder, hubs, what is mapped worst) make two versions that differ, and find less (``benchmarks/mixed_gallery.py``).
 
     Args:
         gallery: the gallery.
@@ -88,61 +81,12 @@ def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) ->
     Raises:
         XcompatError: none of the pictures is there.
     """
-    versions = gallery.find(dataset[ID][:])
+    ids = dataset[ID][:]
+    versions = gallery.find(ids)
     if all(version is None for version in versions):
         raise XcompatError(
             f"none of the {len(versions)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
             f"built from, and the first one here is {dataset[0][ID]!r}"
         )
-    return np.flatnonzero([version not in (None, embedder.fingerprint) for version in versions])
-
-
-def popularity(gallery: Gallery, ids: list[str]) -> NDArray[np.int64]:
-    """Count how often items are among the nearest of other items of their version (Radovanović et al. 2010, hubness).
-
-    What is found often is worth most when it is embedded well. Stored embeddings stand in for queries; of a large gallery, a
-    sample drawn with a fixed seed does.
-
-    Args:
-        gallery: the gallery.
-        ids: items of it.
-
-    Returns:
-        (N,) counts.
-    """
-    with gallery.reading():
-        return _counted(gallery, ids)
-
-
-def _counted(gallery: Gallery, ids: list[str]) -> NDArray[np.int64]:
-    counts: dict[str, NDArray[np.int64]] = {}
-    for version in gallery.versions:
-        mine = [segment for segment in gallery.segments if segment.record.version == version.digest]
-        for segment, found in zip(mine, _found(mine), strict=True):
-            counts[segment.record.name] = found
-    popular_N = np.zeros(len(ids), np.int64)
-    hashes_N = id_hashes(ids)
-    for segment in gallery.segments:
-        positions, rows = segment.rows_of(ids, hashes_N)
-        popular_N[positions] = counts[segment.record.name][rows]
-    return popular_N
-
-
-def _found(segments: list[Segment]) -> list[NDArray[np.int64]]:
-    """Return how often each row of each segment is among the nearest of a sample of all of them."""
-    counts = [np.zeros(segment.record.rows, np.int64) for segment in segments]
-    generator = np.random.default_rng(SEED)
-    total = sum(map(len, segments))
-    for segment in segments:
-        rows = segment.present()
-        asked = np.sort(generator.choice(rows, size=min(len(rows), max(1, ASKED * len(rows) // total)), replace=False))
-        for _, items in segment.blocks(BLOCK, asked):
-            queries = items.embeds[0]
-            found = [other.index.search(queries, min(NEIGHBOURS + 1, other.record.rows), other.kept) for other in segments]
-            scores = np.concatenate([scores for scores, _ in found], axis=1)
-            # every query finds itself first; the place of the last neighbour that counts decides for all segments
-            last = -np.sort(-scores, axis=1)[:, min(NEIGHBOURS, scores.shape[1] - 1)]
-            for count, (own, places) in zip(counts, found, strict=True):
-                near = (own >= last[:, None]) & (places >= 0)
-                np.add.at(count, places[near], 1)
-    return counts
+    rows = np.flatnonzero([version not in (None, embedder.fingerprint) for version in versions])
+    return rows[np.argsort(id_hashes([ids[row] for row in rows.tolist()]), kind="stable")]

@@ -230,7 +230,7 @@ def map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
 
 
 def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
-    """Embed pictures of a gallery anew, the most useful first."""
+    """Embed pictures of a gallery anew, as many as are asked for, in one random order for all calls."""
     require_views(asking(embedder), gallery.manifest)
     plan = Backfill(gallery, pictures, embedder, budget)
     remaining = len(plan.remaining)

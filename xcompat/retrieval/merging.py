@@ -39,7 +39,8 @@ def merge_candidates(
     """Merge what was found per version.
 
     ``raw`` compares scores as they are. ``standardised`` takes off the mean of the query's scores against a sample of the
-    version and divides by their deviation: another view has other cosines between things that have nothing in common.
+    version and divides by their deviation: another view has other cosines between things that have nothing in common. It takes
+    the items of each version to be alike, as they are where chance says what is embedded anew first.
     ``rank`` compares places (reciprocal rank fusion), and so takes from all versions in turn.
 
     Args:
