@@ -27,6 +27,7 @@ from xcompat.mapping.candidates import Known
 from xcompat.mapping.confidence import FEWEST, Evidence, calibrate
 from xcompat.mapping.folds import folds
 from xcompat.mapping.showing import as_json, said_of
+from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
 
 
@@ -139,7 +140,7 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     pairs = made(new_noise=0.6, old_noise=1.4)
     assert pairs.labels_N is not None
-    old = write(tmp_path / "old", pairs.old_Nd, labels=[f"class {label}" for label in pairs.labels_N])
+    old = write(tmp_path / "old", pairs.old_Nd, labels=[f"class {label:02}" for label in pairs.labels_N])
     command = ["map", "--old", str(old), "--new", str(write(tmp_path / "new", pairs.new_ND)), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(cli.app, [*command, "--searched-classes", "open"])
     assert done.exit_code == 0, done.output
@@ -208,4 +209,4 @@ def test_it_stays_with_a_model_and_goes_with_its_entries(tmp_path: Path) -> None
 @pytest.mark.parametrize("said", [1, "yes", None])
 def test_a_setting_that_is_none_is_refused(said: Any) -> None:
     with pytest.raises(XcompatError, match="memory.confident is .*; give true or false"):
-        QueryMemory.described({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)
+        described({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)

@@ -18,10 +18,13 @@ from typer.testing import CliRunner
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
 from xcompat.evaluation import PairedDifference, cmc
-from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, load_paired
+from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
+from xcompat.mapping import folds as folds_of
 from xcompat.mapping.candidates import Known, fit
 from xcompat.mapping.choosing import Trial, careful
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
+from xcompat.mapping.showing import as_json, said_of
+from xcompat.models import remembered
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -243,6 +246,43 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
         model.view(torch.from_numpy(images)),
         Known(found).queries(Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), images, "all"),
     )
+
+
+@pytest.mark.parametrize("codec", [None, "SQ4", "float32"])
+def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = Candidate("procrustes", sharpness=20.0, share=0.5)
+    monkeypatch.setattr(commands, "GUESS", guess)  # of nine captioned images nothing is held out
+    monkeypatch.setattr(remembered, "MOST", 10)
+    draw = np.random.default_rng(0)
+    old, new = ([normalised(draw.standard_normal((9, dim))) for _ in range(2)] for dim in (OLD, NEW))
+    ids = [f"item {row}" for row in range(9)]
+    sides = [captioned(tmp_path / name, *embeds, ids, ids) for name, embeds in {"old": old, "new": new}.items()]
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*command, "--memory-codec", codec] if codec else command)
+    assert done.exit_code == 0, done.output
+    memory = AutoModel.from_pretrained(tmp_path / "out" / "model").memory
+    assert memory.entries == 18 and getattr(memory, "codec", "float32") == (codec or "SQ8")
+    exact, asked = Known(load_paired(*sides), codec="float32").worn(guess), torch.from_numpy(new[0])
+    assert exact is not None and torch.nn.functional.cosine_similarity(memory.recalled(asked), exact.recalled(asked)).min() > 0.98
+
+
+def test_what_a_choice_did_not_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = made()
+    assert choose(pairs).learned_at_most is None
+    for module in (choosing, folds_of):
+        monkeypatch.setattr(module, "LEARNED", 200)
+    choice = choose(pairs)
+    assert choice.learned_at_most == 200 == as_json(choice)["learned_at_most"]
+    assert "What was tried learned from 200 at most" in said_of(choice)[0]
+
+
+def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
+    pairs = made()
+    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
+        np.save(tmp_path / f"{name}.npy", embeds)
+    command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
+    for codec, said in {"SQ8": "without classes or captions nothing is remembered", "SQ9": "no memory codec 'SQ9'"}.items():
+        assert said in str(CliRunner().invoke(app, [*command, "--memory-codec", codec]).exception)
 
 
 def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.models import METHODS, ProcrustesModel, describe_old, query_memory
-from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses
+from xcompat.models import METHODS, ProcrustesModel, describe_old, query_memory, remembered
+from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.remembered import ClassStatistics, RememberedClasses
 
 NEW, OLD = 12, 8
 
@@ -84,7 +85,7 @@ def test_statistics_do_not_depend_on_blocks_or_on_unreadable_rows(monkeypatch: p
     old, labels = clustered(4, 9, OLD, 3)
     whole = ClassStatistics.of(old, labels, 5)  # of the fifth class there is none
     assert whole.counts_C.tolist() == [9, 9, 9, 9, 0] and not whole.means_Cd[4].any()
-    monkeypatch.setattr(query_memory, "ROWS", 7)
+    monkeypatch.setattr(remembered, "ROWS", 7)
     holes = np.insert(old, 5, np.nan, axis=0)
     parts = ClassStatistics.of(holes, np.insert(labels, 5, 2), 5)
     for name in ("counts_C", "means_Cd", "mean_d", "within_dd"):
@@ -161,7 +162,7 @@ def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     memory, shapes = filled(), []
     new, own = torch.from_numpy(unit(7, NEW, 7)), torch.from_numpy(unit(7, OLD, 8))
     whole, resemblance = memory(new, own), memory.resemblance
-    monkeypatch.setattr(query_memory, "_COSINES", 13)
+    monkeypatch.setattr(query_memory, "_HELD", 13)
     monkeypatch.setattr(memory, "resemblance", lambda block: shapes.append(len(block)) or resemblance(block))
     torch.testing.assert_close(memory(new, own), whole)
     assert shapes == [2, 2, 2, 1], "of six entries"

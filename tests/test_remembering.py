@@ -134,6 +134,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "are remembered with memory: pairs",
     ),
     "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
+    "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec: nothing is remembered"),
+    "a codec that is none": ({"memory_codec": "SQ9"}, "there is no memory codec 'SQ9'; it is float32, SQ8, SQ4"),
 }
 
 
@@ -185,6 +187,14 @@ def test_of_texts_alone_the_map_is_a_guess(raw: dict[str, Any], tmp_path: Path, 
     run_recipe(recipe_of(raw))
     assert json.loads((tmp_path / "run" / CHOICE).read_text()) == {"chosen": "procrustes", "memory": None}
     assert "the line that is taken is a guess" in " ".join(capsys.readouterr().out.split())
+
+
+def test_entries_are_kept_as_the_recipe_says(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["data"]["pairs"]["limit"] = 8  # a guess, which remembers
+    run_recipe(recipe_of(raw, memory_codec="SQ8"))
+    said = json.loads((tmp_path / "run" / CHOICE).read_text())
+    assert said["memory"]["codec"] == "SQ8" and said["memory"]["entries"] == 16
+    assert {"old+memory/old", "without memory/old", "new/old"} <= {label for label, _ in cases_of(tmp_path / "run")}
 
 
 def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -80,6 +80,10 @@ def map_(
     ] = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Of what is held out.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out.")] = False,
+    memory_codec: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
+    ] = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
@@ -88,7 +92,7 @@ def map_(
     """
     from xcompat.mapping.commands import map_embeddings
 
-    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite)
+    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec)
 
 
 @app.command()

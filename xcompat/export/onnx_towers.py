@@ -18,6 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.export.towers import ImageTower, Space, TextTower, Tower, reading_back, sources_of
 from xcompat.files import write_json
 from xcompat.models.base import CompatModel
+from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
 from xcompat.ownership import owned_path, require_replaceable
 
 TOLERANCE = 1e-4
@@ -43,10 +44,12 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
         overwrite: whether any folder may be replaced.
 
     Raises:
-        XcompatError: something else is there, the model brings no queries into an old space, PyTorch cannot export it, or
-            onnxruntime gives other embeddings; then nothing is left.
+        XcompatError: something else is there, the model brings no queries into an old space or they remember more than a graph
+            holds, PyTorch cannot export it, or onnxruntime gives other embeddings; then nothing is left.
     """
     _require_libraries()
+    if space == "old" and isinstance(model.memory, IndexedMemory):
+        raise XcompatError(IN_NO_GRAPH)
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()

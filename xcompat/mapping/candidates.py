@@ -16,7 +16,8 @@ from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.models import CompatModel, ProcrustesModel, RidgeModel
 from xcompat.models.config import describe_old
-from xcompat.models.query_memory import ClassStatistics, QueryMemory, QueryMetric, RememberedClasses, RememberedPairs
+from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.remembered import ClassStatistics, RememberedClasses, RememberedPairs
 
 Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
@@ -78,14 +79,18 @@ class Known:
         pairs: the training set.
         old: the old model as ``describe_old`` gives it; made up if None.
         lines: what solves each line, by its name.
+        codec: in which entries are kept (see :meth:`RememberedClasses.memory`); by how many they are if None.
     """
 
-    def __init__(self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES) -> None:
-        self.pairs = pairs
+    def __init__(
+        self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES, codec: str | None = None
+    ) -> None:
+        self.pairs, self.codec = pairs, codec
         self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[1])
         self.lines = lines
         self._lines: dict[str, CompatModel] = {}
-        self._metrics: dict[tuple[float, float], QueryMetric] = {}
+        self._metrics: dict[tuple[float | None, float], QueryMetric] = {}
+        self._memory: tuple[QueryMetric, QueryMemory] | None = None
         self._computed: dict[Hashable, Tensor] = {}
 
     def line(self, name: str) -> CompatModel:
@@ -113,24 +118,31 @@ class Known:
 
     def _metric(self, candidate: Candidate) -> QueryMetric:
         """Return the metric of a candidate; it is solved once."""
-        if candidate.power is None:
-            return QueryMetric(self.pairs.dims[1])
         key = candidate.power, candidate.damping
         if key not in self._metrics:
-            _, old = self._statistics
-            self._metrics[key] = QueryMetric.solve(old.mean_d, old.within_dd, *key)
+            self._metrics[key] = self._solved(*key)
         return self._metrics[key]
+
+    def _solved(self, power: float | None, damping: float) -> QueryMetric:
+        if power is None:
+            return QueryMetric(self.pairs.dims[1])
+        _, old = self._statistics
+        return QueryMetric.solve(old.mean_d, old.within_dd, power, damping)
 
     def worn(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
         """Return the metric and the memory of a candidate, which may say how sure queries are; None where it has neither."""
         if candidate.power is None and not candidate.share:
             return None
-        if candidate.share:
-            memory = self._remembered.memory(self._metric(candidate), candidate.sharpness, candidate.share)
-            return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
-        alone = QueryMemory(*self.pairs.dims, entries=0)
-        alone.metric = self._metric(candidate)
-        return alone
+        metric = self._metric(candidate)
+        if not candidate.share:
+            alone = QueryMemory(*self.pairs.dims, entries=0)
+            alone.metric = metric
+            return alone
+        if self._memory is None or self._memory[0] is not metric:  # candidates that differ in β and λ share their entries
+            self._memory = metric, self._remembered.memory(metric, candidate.sharpness, candidate.share, self.codec)
+        memory = self._memory[1]
+        memory.sharpness, memory.share = candidate.sharpness, candidate.share
+        return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
 
     def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
         """Bring queries into the old space as a candidate would.

@@ -15,8 +15,9 @@ from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstr
 from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Calibration, Evidence, calibrate
-from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
+from xcompat.mapping.folds import LEARNED, QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
+from xcompat.models.codes import AS_THEY_ARE
 
 RESAMPLES = 1000
 POWERS, DAMPINGS = (0.15, 0.25, 0.35, 0.5), (0.1, 0.3, 1.0)
@@ -89,6 +90,7 @@ class Choice:
             it has neither.
         floor: protocol -> metric -> what old queries find.
         n_queries: protocol -> how many were asked.
+        learned_at_most: how many items, or captioned images, each fold learned from, where it could have learned from more.
         than: where one line was given, that line alone: both models may have learned from the very items that are held out, and
             the old one more of them, so that gains over old queries say less than those over the line.
         confidence: how sure queries of the best are, None where nothing says so.
@@ -100,6 +102,7 @@ class Choice:
     without_new_model: Trial | None
     floor: dict[str, dict[str, float]]
     n_queries: dict[str, int]
+    learned_at_most: int | None = None
     than: Trial | None = None
     confidence: Calibration | None = None
     no_confidence: str = ""
@@ -129,10 +132,12 @@ class _HeldOut(ABC):
     sharpnesses: Sequence[float]
     shares: Sequence[float]
     powers: Sequence[float]
+    learned_rows: list[NDArray[np.int64]]
+    """What each fold learns from."""
 
     def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
         self.lines, self.seed = lines, seed
-        self.known = [Known(pairs, lines=lines) for pairs in self.learned()]
+        self.known = [Known(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.learned()]
         self.old = self.measured(lambda _, __, rows_Q, side: side.old_Nd[rows_Q])
         self.floor = _joined(self.old)
 
@@ -198,10 +203,11 @@ class _HeldOutClasses(_HeldOut):
         assert pairs.labels_N is not None
         self.pairs, self.labels_N, self.searched = pairs, pairs.labels_N, searched
         self.folds = list(folds(pairs.labels_N, searched, seed))
+        self.learned_rows = [fold.fit_F for fold in self.folds]
         super().__init__(lines, seed)
 
     def learned(self) -> Iterable[Paired]:
-        return [self.pairs.take(fold.fit_F) for fold in self.folds]
+        return [self.pairs.take(fit_F) for fit_F in self.learned_rows]
 
     def measured(self, queries: Queries) -> list[Measured]:
         parts = []
@@ -227,8 +233,9 @@ class _HeldOutCaptions(_HeldOut):
 
     def __init__(self, pairs: CaptionedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
         self.pairs = pairs
-        self.folds = list(caption_folds(int(pairs.groups[0].max()) + 1, seed))
-        self.searched = [pairs.take(searched_K) for _, searched_K in self.folds]
+        folds = list(caption_folds(int(pairs.groups[0].max()) + 1, seed))
+        self.learned_rows = [learned_K for learned_K, _ in folds]
+        self.searched = [pairs.take(searched_K) for _, searched_K in folds]
         draw = np.random.default_rng(seed)
         self.asked = [
             [np.sort(draw.permutation(len(side))[:QUERIES]) for side in (each.images, each.texts)] for each in self.searched
@@ -236,7 +243,7 @@ class _HeldOutCaptions(_HeldOut):
         super().__init__(lines, seed)
 
     def learned(self) -> Iterable[Paired]:
-        return [self.pairs.take(learned_K) for learned_K, _ in self.folds]
+        return [self.pairs.take(learned_K) for learned_K in self.learned_rows]
 
     def measured(self, queries: Queries) -> list[Measured]:
         parts = []
@@ -361,4 +368,15 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
     confidence, no_confidence = None, "they remember nothing"
     if chosen.candidate.share:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
-    return Choice(list(trials.values()), chosen, without_new_model, floor, counts, than, confidence, no_confidence)
+    most = max(map(len, held.learned_rows))
+    return Choice(
+        trials=list(trials.values()),
+        chosen=chosen,
+        without_new_model=without_new_model,
+        floor=floor,
+        n_queries=counts,
+        learned_at_most=most if most == LEARNED else None,
+        than=than,
+        confidence=confidence,
+        no_confidence=no_confidence,
+    )

@@ -14,6 +14,7 @@ from xcompat.mapping.choosing import Choice, choose
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
+from xcompat.models.codes import require_codec
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import owned_path, require_replaceable
@@ -24,7 +25,15 @@ MADE_BY = "map"
 
 
 def map_embeddings(
-    old: Path, new: Path, out: Path, old_model: str | None, new_model: str | None, searched: Searched, seed: int, overwrite: bool
+    old: Path,
+    new: Path,
+    out: Path,
+    old_model: str | None,
+    new_model: str | None,
+    searched: Searched,
+    seed: int,
+    overwrite: bool,
+    codec: str | None = None,
 ) -> bool:
     """Choose a map of queries by what is held out, solve it on everything, and write it as a model.
 
@@ -37,6 +46,7 @@ def map_embeddings(
         searched: what is known of the classes that will be searched.
         seed: of the folds.
         overwrite: whether anything may be replaced.
+        codec: in which a memory keeps its entries, as in :class:`~xcompat.models.remembered.RememberedPairs`.
 
     Returns:
         Whether new queries find more than old ones in everything that was held out.
@@ -49,6 +59,7 @@ def map_embeddings(
     seconds: dict[str, float] = {}
     with stage("read", seconds):
         pairs = load_paired(old, new)
+    _require_codec(codec, pairs)
     described = _described_old(old_model, old, pairs)
     encoder = _described_new(new_model, pairs) if new_model is not None else None
     with stage("try what was held out", seconds):
@@ -60,7 +71,8 @@ def map_embeddings(
     said = [*pairs.notes, *(said_of(choice) if choice is not None else [f"{no_choice}: the line that is taken is a guess."])]
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, (old, new)) as temporary:
         temporary.mkdir()
-        model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
+        confidence = choice.confidence if choice is not None else None
+        model = fit(candidate, Known(pairs, described, codec=codec), confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
         document = _document(choice, candidate, pairs) | {"old": described, "new": encoder, "searched_classes": searched}
@@ -70,6 +82,12 @@ def map_embeddings(
         console.print(literal(line), soft_wrap=True)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(candidate)}", soft_wrap=True)
     return beats
+
+
+def _require_codec(codec: str | None, pairs: Paired) -> None:
+    require_codec(codec)
+    if codec is not None and isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
+        raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
 
 
 def _choice(pairs: Paired, searched: Searched, seed: int) -> tuple[Choice | None, str | None]:

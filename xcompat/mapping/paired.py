@@ -64,7 +64,9 @@ class PairedEmbeddings:
         return int(self.labels_N.max()) + 1 if self.labels_N is not None else 0
 
     def take(self, rows_R: NDArray[np.int64]) -> PairedEmbeddings:
-        """Return some of the items."""
+        """Return some of the items; all in their order are left where they are."""
+        if np.array_equal(rows_R, np.arange(len(self))):
+            return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
         return PairedEmbeddings(self.new_ND[rows_R], self.old_Nd[rows_R], labels_R)
 

@@ -54,8 +54,12 @@ def said_of(choice: Choice) -> list[str]:
     (protocol, metric), least = min(cells.items(), key=lambda item: item[1].mean)
     interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
     where = f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
+    held = []
+    if choice.learned_at_most is not None:
+        held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
     if best.worst <= 0:
         return [
+            *held,
             "Nothing finds more than old queries in everything that was held out: "
             f"what is taken, {best.candidate}, is at {where}. "
             "Where the old model is at hand, mix its queries in (xcompat.slerp).",
@@ -63,7 +67,7 @@ def said_of(choice: Choice) -> list[str]:
         ]
     above = all(gain.low > 0 for gain in cells.values())
     sure = "and every interval lies above zero" if above else "though not every interval lies above zero"
-    said = [f"New queries find more than old ones in everything that was held out, {sure}; the least is {where}."]
+    said = [*held, f"New queries find more than old ones in everything that was held out, {sure}; the least is {where}."]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
@@ -99,6 +103,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "objective": choice.objective,
         "floor": choice.floor,
         "queries": choice.n_queries,
+        "learned_at_most": choice.learned_at_most,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "confidence": _confidence(choice),

@@ -21,6 +21,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
+from xcompat.models.indexed_memory import described
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.query_memory import QueryMemory
 from xcompat.models.spaces import SpacesModel
@@ -63,7 +64,7 @@ class CompatModel(SpacesModel):
         self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
         self.memory: QueryMemory | None = None
         if config.memory is not None:
-            self.memory = QueryMemory.described(config.memory, config.embedding_dim, self._dim_remembered())
+            self.memory = described(config.memory, config.embedding_dim, self._dim_remembered())
         if not self.embeds_in_memory:
             if config.encoder is None:
                 raise XcompatError(

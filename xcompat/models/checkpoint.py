@@ -26,6 +26,7 @@ from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.card import ModelFacts, model_card
 from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up, published
 from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
+from xcompat.models.query_memory import QueryMemory
 
 _OF_A_PUSH = (
     "repo_id",
@@ -46,6 +47,7 @@ class CheckpointModel(PreTrainedModel):
 
     encoder: Encoder | None
     _processor: Processor | None
+    memory: QueryMemory | None
     revision: str | None = None
     """The commit that a model from the Hub was loaded at; None for a folder's."""
     maps_galleries: bool
@@ -107,6 +109,8 @@ class CheckpointModel(PreTrainedModel):
                     f"the checkpoint {name} does not fit its configuration: "
                     f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
                 )
+        if model.memory is not None:
+            model.memory.check()
         model.set_trainable()
         return loaded if with_info else model
 

@@ -44,7 +44,7 @@ def train_chosen(stage: Stage) -> CompatModel:
     if stage.part.data.images is not None:
         warn_of_shared_images(stage)
     plain, old = stage.embedder("new"), stage.old().describe_old()
-    known = [Known(pairs, old, lines) for pairs, lines in _inputs(stage, plain)]
+    known = [Known(pairs, old, lines, stage.part.memory_codec) for pairs, lines in _inputs(stage, plain)]
     choice: Choice | None = None
     try:
         choice = joined([choose(each.pairs, stage.part.searched_classes, stage.recipe.seed, each.lines) for each in known])

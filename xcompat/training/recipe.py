@@ -58,6 +58,8 @@ class StageRecipe(Section):
             pretrained and the head is not, whose first gradients would undo them.
         memory: what queries remember of what was learned from, chosen by what is held out of it: ``classes`` of ``data.images``,
             ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for nothing.
+        memory_codec: in which a memory keeps its entries: ``float32`` for as they are, ``SQ8``, ``SQ4``, ``SQfp16`` or such as
+            ``PQ64``, of which a query looks at the nearest alone; unless given as they are up to 32,768, and ``SQ8`` for more.
         searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
             are in ``data.images`` (known), some are (open), or nothing (unknown).
         evaluation: how the result is judged; null for no evaluation.
@@ -78,6 +80,7 @@ class StageRecipe(Section):
     prompt_lr_factor: float = Field(100.0, gt=0)
     encoder_lr_factor: float = Field(1.0, gt=0)
     memory: Literal["classes", "pairs"] | None = None
+    memory_codec: str | None = None
     searched_classes: Searched = "unknown"
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
@@ -93,6 +96,14 @@ class StageRecipe(Section):
 
         if value not in (known := [CHOSEN, *METHODS]):
             raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
+        return value
+
+    @field_validator("memory_codec")
+    @classmethod
+    def _known_codec(cls, value: str | None) -> str | None:
+        from xcompat.models.codes import require_codec
+
+        require_codec(value)
         return value
 
     @field_validator("training")
@@ -157,6 +168,8 @@ class StageRecipe(Section):
             raise ValueError(
                 "data.texts: a map that is chosen learns from data.images or pairs; leave texts out, or name a method"
             )
+        if self.method != CHOSEN and self.memory is None and self.memory_codec is not None:
+            raise ValueError("memory_codec: nothing is remembered; set memory: classes or pairs, or leave memory_codec out")
         maps_queries = method.compares_with_old and not method.maps_galleries and self.options.get("direction") != "old_to_new"
         if self.memory is not None and not maps_queries:
             raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")

@@ -19,6 +19,7 @@ from xcompat.mapping.paired import grouped
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
+from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
 from xcompat.progress import console, literal
 from xcompat.training.build import warn_of_overlap
@@ -50,7 +51,7 @@ def remember(stage: Stage, model: CompatModel) -> None:
     pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
     if not is_main_process():
         return
-    known = Known(pairs, lines={method: lambda *_: model})
+    known = Known(pairs, lines={method: lambda *_: model}, codec=stage.part.memory_codec)
     choice: Choice | None = None
     try:
         choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines)
@@ -79,10 +80,9 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
         choice: what was tried; None where nothing could be.
         known: what was learned from.
     """
-    memory = Known(known.pairs.of_old(), lines=known.lines).worn(candidate)
-    described = as_json(choice) if choice is not None else {}
-    remembered = memory.settings if memory is not None else None
-    write_json(stage.folder / CHOICE, {"chosen": str(candidate), "memory": remembered, **described})
+    memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).worn(candidate)
+    said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
+    write_json(stage.folder / CHOICE, said | (as_json(choice) if choice is not None else {}))
     if memory is not None:
         with atomic_path(stage.folder / OLD_MEMORY) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
@@ -102,8 +102,9 @@ def old_memory(stage: Stage) -> QueryMemory | None:
         return None
     tensors = load_file(file)
     dim = tensors["metric.mean_d"].shape[0]
-    memory = QueryMemory.described(read_json(stage.folder / CHOICE)["memory"], dim, dim)
+    memory = described(read_json(stage.folder / CHOICE)["memory"], dim, dim)
     memory.load_state_dict(tensors)
+    memory.check()
     return memory
 
 

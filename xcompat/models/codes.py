@@ -1,0 +1,143 @@
+"""Embeddings in few bytes: faiss's codecs, and lists of codes that are searched where they lie."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.errors import XcompatError
+
+CODECS = "SQ8, SQ4, SQfp16, or PQ and a number of bytes, such as PQ64"
+_KNOWN = re.compile(r"SQ(4|8|fp16)|PQ[1-9][0-9]{0,3}")
+_LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # numbers for each dimension: where its range begins, and how wide it is
+_CENTROIDS = 256  # that a byte of a product quantiser chooses among, for its share of the dimensions
+
+
+AS_THEY_ARE = "float32"
+"""What stands for a codec where entries are kept as they are, however many."""
+
+
+def is_codec(name: object) -> bool:
+    """Return whether a name is that of a codec: 8 or 4 bits or half precision for each dimension, or product-quantised."""
+    return isinstance(name, str) and _KNOWN.fullmatch(name) is not None
+
+
+def require_codec(name: str | None) -> None:
+    """Refuse what is neither a codec nor :data:`AS_THEY_ARE`; None, for one by the number of entries, is well.
+
+    Raises:
+        XcompatError: naming those there are.
+    """
+    if name not in (None, AS_THEY_ARE) and not is_codec(name):
+        raise XcompatError(f"there is no memory codec {name!r}; it is {AS_THEY_ARE}, {CODECS}")
+
+
+class Codec:
+    """A faiss codec of vectors; what it learned is a row of floats that a checkpoint holds.
+
+    Args:
+        name: one of :data:`CODECS`.
+        dim: D; of no dimension nothing is kept.
+
+    Raises:
+        XcompatError: the dimension cannot be divided among so many bytes.
+    """
+
+    def __init__(self, name: str, dim: int) -> None:
+        import faiss
+
+        self.dim = dim
+        if not dim:
+            self.size = self.n_learned = 0
+            return
+        try:
+            self.index = faiss.index_factory(dim, name, faiss.METRIC_INNER_PRODUCT)
+        except RuntimeError:
+            raise XcompatError(f"codec {name} does not fit embeddings of {dim} dimensions; take {CODECS}, a divisor") from None
+        if name.startswith("PQ"):
+            self.index.do_polysemous_training = False  # minutes, for a kind of search that nobody makes here
+            self.index.pq.cp.min_points_per_centroid = 1  # below 39 faiss prints a warning for each byte
+        self.size = int(self.index.sa_code_size())
+        self.n_learned = dim * _LEARNED.get(name, _CENTROIDS)
+        self.fewest = _CENTROIDS if name.startswith("PQ") else 1
+
+    def train(self, embeds_ND: NDArray[np.float32]) -> Tensor:
+        """Learn the codec from embeddings (N, D); return what was learned, float32."""
+        import faiss
+
+        if not self.dim:
+            return torch.empty(0)
+        if len(embeds_ND) < self.fewest:
+            raise XcompatError(f"a product quantiser takes {self.fewest} entries to learn from, and there are {len(embeds_ND)}")
+        self.index.train(np.ascontiguousarray(embeds_ND))
+        return torch.from_numpy(faiss.vector_to_array(learned_of(self.index)))
+
+    def restore(self, learned_F: NDArray[np.float32]) -> Codec:
+        """Make the codec what it was when it had learned these floats."""
+        import faiss
+
+        if self.dim:
+            faiss.copy_array_to_vector(learned_F, learned_of(self.index))
+            self.index.is_trained = True
+        return self
+
+    def encode(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Return codes (N, :attr:`size`) of embeddings (N, D)."""
+        return self.index.sa_encode(np.ascontiguousarray(embeds_ND)) if self.dim else np.empty((len(embeds_ND), 0), np.uint8)
+
+    def decode(self, codes_NB: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return embeddings (N, D) as far as their codes tell."""
+        return self.index.sa_decode(codes_NB) if self.dim else np.empty((len(codes_NB), 0), np.float32)
+
+
+def learned_of(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+    """Return faiss's vector of the floats that the codec of an index has learned."""
+    return index.sq.trained if hasattr(index, "sq") else index.pq.centroids
+
+
+def open_lists(
+    name: str, centroids_LD: NDArray[np.float32], learned_F: NDArray[np.float32], codes_KB: NDArray[np.uint8], sizes_L: list[int]
+) -> Any:  # noqa: ANN401 - faiss has no types
+    """Put an inverted file together around codes; nothing is trained, encoded or copied.
+
+    Args:
+        name: the codec, of what lies between an embedding and the centroid of its list.
+        centroids_LD: of the lists.
+        learned_F: floats of the codec.
+        codes_KB: codes, list by list; whoever keeps the index keeps them, as it reads them where they are.
+        sizes_L: entries of each list, K in all.
+
+    Returns:
+        A faiss index by inner product, whose numbers are rows of the codes.
+    """
+    import faiss
+
+    assert codes_KB.flags.c_contiguous and sum(sizes_L) == len(codes_KB), "faiss would read what is not there"
+    count, dim = centroids_LD.shape
+    index = faiss.index_factory(dim, f"IVF{count},{name}", faiss.METRIC_INNER_PRODUCT)
+    assert index.code_size == codes_KB.shape[1]
+    index.quantizer.add(np.ascontiguousarray(centroids_LD))
+    faiss.copy_array_to_vector(learned_F, learned_of(index))
+    index.is_trained, index.ntotal = True, len(codes_KB)
+    lists, views = faiss.ArrayInvertedLists(count, 1), faiss.MaybeOwnedVectorUInt8Vector()
+    start = 0
+    for number, size in enumerate(sizes_L):
+        lists.resize(number, size)  # numbers of its rows, and a byte for each that the codes take the place of
+        view = faiss.MaybeOwnedVectorUInt8()
+        if size:
+            faiss.rev_swig_ptr(lists.get_ids(number), size)[:] = np.arange(start, start + size)
+            view.view_data = view.c_ptr = faiss.swig_ptr(codes_KB[start : start + size])
+            view.view_size = view.c_size = size * index.code_size
+            view.is_owned = False
+        views.push_back(view)
+        start += size
+    lists.codes.swap(views)
+    lists.code_size = index.code_size
+    index.replace_invlists(lists, True)
+    lists.this.disown()
+    return index

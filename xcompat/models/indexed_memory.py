@@ -1,0 +1,258 @@
+"""Memories of very many entries: kept as codes, of which a query looks at the nearest alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.errors import XcompatError
+from xcompat.models.codes import CODECS, Codec, is_codec, open_lists
+from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
+
+FIRST, NEAREST, PROBES = 128, 256, 128
+"""Dimensions of a key that are compared first, entries that the softmax runs over, and lists that are looked through for them."""
+_LISTS, _PER_LIST, _ROUNDS = 8192, 50, 10  # most lists, samples that each is made of, and rounds of k-means
+_SAMPLED = 2**16  # samples of which codecs learn, at least
+_ROWS = 2**15  # read at a time
+IN_NO_GRAPH = (
+    "what these queries remember is looked up by faiss, which no graph holds: keep its entries as they are with --memory-codec "
+    "float32 (memory_codec in a recipe), or leave them out with model.remember(model.memory.metric_alone())"
+)
+"""Why a memory cannot be exported as a graph, and what to do."""
+
+Read = Callable[[NDArray[np.int64]], Tensor]
+"""From numbers of entries (n,), ascending, to their keys or values (n, dim), float32."""
+
+
+def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryMemory:
+    """Build an empty memory as a configuration describes it.
+
+    Args:
+        settings: as :attr:`QueryMemory.settings` gives them.
+        new_dim: D.
+        old_dim: d.
+
+    Raises:
+        XcompatError: a setting is unknown, missing, or no number that it may be.
+    """
+    if not isinstance(settings, Mapping):
+        raise XcompatError(f"memory is {settings!r}; it has {', '.join(QueryMemory.LEAST)}")
+    kind = IndexedMemory if "codec" in settings else QueryMemory
+    refuse_settings(settings, kind.LEAST)
+    if kind is IndexedMemory and not is_codec(settings["codec"]):
+        raise XcompatError(f"memory.codec is {settings['codec']!r}; it is {CODECS}")
+    return kind(new_dim, old_dim, **settings)
+
+
+class IndexedMemory(QueryMemory):
+    """A memory whose softmax runs over the nearest entries alone, found by faiss in an inverted file of codes.
+
+    Keys are turned so that their first dimensions hold most of them, and the key metric turns queries likewise. By those alone
+    the lists are made and the nearest are found, in a fraction of the time; then the rest of the cosine is added. Entries lie
+    list by list, and the first part of a key is the centroid of its list plus what its code says. Faiss reads codes where they
+    lie; those of a model on a GPU are copied to the CPU when first asked.
+
+    Args:
+        new_dim: D.
+        old_dim: d.
+        entries: K.
+        sharpness: β.
+        share: λ.
+        confident: whether it says how sure queries are (:meth:`confidence`).
+        codec: of keys and values, one of :data:`~xcompat.models.codes.CODECS`.
+        first: dimensions of a key that are compared first, at most.
+        lists: L.
+        nearest: entries that the softmax runs over, k.
+        probes: lists that are looked through for them.
+    """
+
+    LEAST: ClassVar = {**QueryMemory.LEAST, "entries": 1, "codec": None, "first": 1, "lists": 1, "nearest": 1, "probes": 1}
+
+    first_codes_KB: Tensor
+    rest_codes_KB: Tensor
+    value_codes_KB: Tensor
+    first_codec_F: Tensor
+    rest_codec_F: Tensor
+    value_codec_F: Tensor
+    centroids_LH: Tensor
+    sizes_L: Tensor
+
+    def __init__(
+        self,
+        new_dim: int,
+        old_dim: int,
+        entries: int,
+        sharpness: float = 30.0,
+        share: float = 0.5,
+        confident: bool = False,
+        *,
+        codec: str,
+        lists: int,
+        first: int = FIRST,
+        nearest: int = NEAREST,
+        probes: int = PROBES,
+    ) -> None:
+        super().__init__(new_dim, old_dim, 0, sharpness, share, confident)
+        del self.keys_KD, self.values_Kd
+        self.key_metric = QueryMetric(new_dim)
+        self.entries, self.codec, self.lists, self.nearest, self.probes = entries, codec, lists, nearest, probes
+        self.first = min(first, new_dim)
+        for name, part in self._codecs().items():
+            self.register_buffer(f"{name}_codes_KB", torch.zeros(entries, part.size, dtype=torch.uint8))
+            self.register_buffer(f"{name}_codec_F", torch.zeros(part.n_learned))
+        self.register_buffer("centroids_LH", torch.zeros(lists, self.first))
+        self.register_buffer("sizes_L", torch.zeros(lists, dtype=torch.int64))
+        self._opened_at: tuple[Any, _Opened] | None = None
+
+    def _codecs(self) -> dict[str, Codec]:
+        """Return new codecs of the first and the other dimensions of keys, and of values."""
+        dims = {"first": self.first, "rest": self.dims[0] - self.first, "value": self.dims[1]}
+        return {name: Codec(self.codec, dim) for name, dim in dims.items()}
+
+    @classmethod
+    def of(cls, entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str) -> Self:
+        """Encode entries, which need not fit into memory: keys are read twice, values once, and a sample of both before.
+
+        Args:
+            entries: K.
+            keys: reads keys, L2-normalised, as the key metric makes them.
+            values: reads values.
+            key_metric: of the queries.
+            codec: as in the class.
+
+        Returns:
+            The memory; metric, gate, sharpness and share are those of an empty one.
+
+        Raises:
+            XcompatError: there are too few entries for the codec, or it does not fit their dimensions.
+        """
+        from faiss import Kmeans
+
+        lists = min(_LISTS, math.ceil(4 * math.sqrt(entries)), math.ceil(entries / _PER_LIST))
+        sample_S = np.sort(np.random.default_rng(0).permutation(entries)[: max(_SAMPLED, _PER_LIST * lists)])
+        keys_SD, values_Sd = keys(sample_S), values(sample_S)
+        memory = cls(keys_SD.shape[1], values_Sd.shape[1], entries, codec=codec, lists=lists)
+        turn_DD = torch.linalg.eigh((keys_SD.T @ keys_SD).double())[1].flip(1).float()
+        memory.key_metric.mean_d.copy_(key_metric.mean_d)
+        memory.key_metric.matrix_dd.copy_(key_metric.matrix_dd @ turn_DD)
+
+        def parts(keys_ND: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+            turned_ND = (keys_ND @ turn_DD).numpy()
+            return np.ascontiguousarray(turned_ND[:, : memory.first]), turned_ND[:, memory.first :]
+
+        first_SH, rest_SR = parts(keys_SD)
+        coarse = Kmeans(memory.first, lists, niter=_ROUNDS, spherical=True, seed=1, min_points_per_centroid=1)
+        coarse.cp.max_points_per_centroid = _PER_LIST
+        coarse.train(first_SH)
+        memory.centroids_LH.copy_(torch.from_numpy(coarse.centroids))
+        first_SH -= coarse.centroids[coarse.assign(first_SH)[1]]
+        codecs = memory._codecs()
+        for name, sample in {"first": first_SH, "rest": rest_SR, "value": values_Sd.numpy()}.items():
+            memory.get_buffer(f"{name}_codec_F").copy_(codecs[name].train(sample))
+        blocks = [np.arange(start, min(start + _ROWS, entries)) for start in range(0, entries, _ROWS)]
+        list_K = np.concatenate([coarse.assign(parts(keys(rows_B))[0])[1] for rows_B in blocks])
+        memory.sizes_L.copy_(torch.from_numpy(np.bincount(list_K, minlength=lists)))
+        place_K = np.empty(entries, np.int64)
+        place_K[np.argsort(list_K, kind="stable")] = np.arange(entries)
+        for rows_B in blocks:
+            first_BH, rest_BR = parts(keys(rows_B))
+            read = {"first": first_BH - coarse.centroids[list_K[rows_B]], "rest": rest_BR, "value": values(rows_B).numpy()}
+            for name, embeds in read.items():
+                memory.get_buffer(f"{name}_codes_KB").numpy()[place_K[rows_B]] = codecs[name].encode(embeds)
+        return memory
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what a configuration says of the memory; what it holds is in the weights."""
+        return super().settings | {name: getattr(self, name) for name in ("codec", "first", "lists", "nearest", "probes")}
+
+    def resemblance(self, new_BD: Tensor) -> Tensor:
+        """Return the cosines (B, k) of what the new model made of queries to the nearest keys, in no order."""
+        return self._nearest(new_BD)[0]
+
+    def _nearest(self, new_BD: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
+        """Return the cosines (B, k) to the nearest keys, and where their codes are.
+
+        Where the lists that are looked through hold fewer, the first code stands in at a cosine of -1.
+        """
+        if torch.compiler.is_exporting():
+            raise XcompatError(IN_NO_GRAPH)
+        opened, keyed_BD = self._open(), self.key_metric(new_BD).detach().cpu()
+        opened.index.nprobe = min(self.probes, self.lists)
+        cosines_Bk, rows_Bk = opened.index.search(keyed_BD[:, : self.first].numpy(), min(self.nearest, self.entries))
+        rest_BkR = opened.read("rest", np.maximum(rows_Bk, 0))
+        cosines_Bk = torch.from_numpy(cosines_Bk) + (rest_BkR @ keyed_BD[:, self.first :, None])[..., 0]
+        return cosines_Bk.clamp(-1, 1).to(new_BD.device), np.maximum(rows_Bk, 0)
+
+    @property
+    def _held(self) -> int:
+        """Numbers that are in memory at a time for a query: the keys and values of its nearest entries."""
+        return min(self.nearest, self.entries) * sum(self.dims)
+
+    def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
+        cosines_Bk, rows_Bk = self._nearest(new_BD)
+        values_Bkd = self._open().read("value", rows_Bk).to(new_BD.device)
+        mean_B1d = (self.sharpness * cosines_Bk).softmax(1)[:, None] @ values_Bkd
+        return self._opened(cosines_Bk)[:, None] * mean_B1d[:, 0]
+
+    def check(self) -> None:
+        """Refuse codes and lists that do not fit each other: faiss would read what is not there.
+
+        Raises:
+            XcompatError: a tensor is not what the settings say.
+        """
+        with torch.device("meta"):
+            wanted = type(self)(**self.settings, new_dim=self.dims[0], old_dim=self.dims[1])
+        alike = all(
+            given.shape == other.shape and (given.dtype == other.dtype or other.is_floating_point())
+            for given, other in zip(self.buffers(), wanted.buffers(), strict=True)
+        )
+        sizes_L = self.sizes_L
+        if not alike or not 0 <= sizes_L.min() <= sizes_L.max() <= self.entries or int(sizes_L.sum()) != self.entries:
+            raise XcompatError(
+                f"what these queries remember is damaged: lists and codes of its {self.entries:,} entries do not fit each other; "
+                "bring the checkpoint back as it was"
+            )
+
+    def _open(self) -> _Opened:
+        """Return what searches and reads the codes, put together anew where a tensor has changed."""
+        tensors = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name not in ("gate", "calibration")}
+        state = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors.values()]
+        if self._opened_at is None or self._opened_at[0] != state:
+            self.check()
+            arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            codes = {name: arrays[f"{name}_codes_KB"].numpy() for name in ("first", "rest", "value")}
+            learned = {name: arrays[f"{name}_codec_F"].float().numpy() for name in codes}
+            centroids_LH, sizes_L = arrays["centroids_LH"].float().numpy(), arrays["sizes_L"].tolist()
+            index = open_lists(self.codec, centroids_LH, learned["first"], codes["first"], sizes_L)
+            codecs = {name: codec.restore(learned[name]) for name, codec in self._codecs().items()}
+            self._opened_at = state, _Opened(index, codecs, codes)
+        return self._opened_at[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what faiss holds, which is put together again where it is needed."""
+        return self.__dict__ | {"_opened_at": None}
+
+
+class _Opened:
+    """What searches and reads the codes of a memory.
+
+    Args:
+        index: the inverted file, which reads the first codes where they lie.
+        codecs: of each part, by its name.
+        codes: of each part.
+    """
+
+    def __init__(self, index: Any, codecs: dict[str, Codec], codes: dict[str, NDArray[np.uint8]]) -> None:  # noqa: ANN401
+        self.index, self.codecs, self.codes = index, codecs, codes
+
+    def read(self, part: str, rows_Bk: NDArray[np.int64]) -> Tensor:
+        """Return what the codes of some rows (B, k) say: (B, k, dim) float32."""
+        decoded = self.codecs[part].decode(self.codes[part][rows_Bk.ravel()])
+        return torch.from_numpy(decoded).view(*rows_Bk.shape, decoded.shape[1])
