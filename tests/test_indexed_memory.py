@@ -237,12 +237,12 @@ def test_pairs_are_read_row_by_row_as_a_loop_reads_them() -> None:
 
 def test_many_entries_are_kept_as_codes_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     known, metric = RememberedPairs.of(*captioned()), QueryMetric(OLD)
-    monkeypatch.setattr(remembered, "MOST", 179)
+    monkeypatch.setattr(remembered, "MOST", 180 * NEW - 1)
     by_number = known.memory(metric, 20.0, 0.5)
     assert isinstance(by_number, IndexedMemory) and by_number.codec == "SQ8" and by_number.entries == 180
     as_they_are = known.memory(metric, 20.0, 0.5, "float32")
     assert type(as_they_are) is QueryMemory and type(known.memory(metric, 20.0, 0.5, "SQ4")) is IndexedMemory
-    monkeypatch.setattr(remembered, "MOST", 180)
+    monkeypatch.setattr(remembered, "MOST", 180 * NEW)
     assert type(known.memory(metric, 20.0, 0.5)) is QueryMemory
     by_number.nearest, by_number.probes = 180, by_number.lists
     queries = near(captioned()[0][0][:20], 4)

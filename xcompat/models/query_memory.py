@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from xcompat.errors import XcompatError, nearest
 
+_LEAST_WEIGHT = 1e-30  # less weighs nothing in float32, and as denormal numbers takes a CPU thirty times as long
 _HELD = 2**24  # numbers that are in memory at a time for the queries of a block
 
 
@@ -176,7 +177,8 @@ class QueryMemory(nn.Module):
 
     def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
         cosines_BK = self.resemblance(new_BD)
-        return self._opened(cosines_BK)[:, None] * ((self.sharpness * cosines_BK).softmax(1) @ self.values_Kd.float())
+        weights_BK = F.threshold((self.sharpness * cosines_BK).softmax(1), _LEAST_WEIGHT, 0.0)
+        return self._opened(cosines_BK)[:, None] * (weights_BK @ self.values_Kd.float())
 
     def _opened(self, cosines_BK: Tensor) -> Tensor:
         slope, offset = self.gate.float()

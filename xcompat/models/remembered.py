@@ -22,15 +22,15 @@ KEY_POWER, KEY_DAMPING = 0.5, 0.1
 """Of the metric in which queries are compared with what is remembered."""
 GATED = 5_000
 """Samples at most that a gate is fitted on."""
-MOST, LARGE = 32_768, "SQ8"
-"""Entries that are kept as they are unless a codec is named, and the codec of more."""
+MOST, LARGE = 2**24, "SQ8"
+"""Numbers in keys that are kept as they are unless a codec is named, 32,768 keys of 512 dimensions, and the codec of more."""
 _GATED_AT_ONCE = 256
 _OPEN = 30.0  # the logistic function of it is 1 in float32
 
 
 def _holding(entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str | None) -> QueryMemory:
     """Return a memory that holds entries, without the metric of its queries, gate, and settings of its softmax."""
-    codec = codec or (AS_THEY_ARE if entries <= MOST else LARGE)
+    codec = codec or (AS_THEY_ARE if entries * len(key_metric.mean_d) <= MOST else LARGE)
     if codec != AS_THEY_ARE:
         return IndexedMemory.of(entries, keys, values, key_metric, codec)
     keys_KD, values_Kd = keys(np.arange(entries)), values(np.arange(entries))
@@ -135,7 +135,7 @@ class RememberedClasses:
             sharpness: β.
             share: λ.
             codec: in which entries are kept, one of :data:`~xcompat.models.codes.CODECS`, or ``float32`` for as they are; None
-                for as they are up to :data:`MOST`, and ``SQ8`` for more.
+                for as they are up to :data:`MOST` numbers in the keys, and ``SQ8`` for more.
 
         Raises:
             XcompatError: the codec does not fit what there is.

@@ -59,7 +59,7 @@ class StageRecipe(Section):
         memory: what queries remember of what was learned from, chosen by what is held out of it: ``classes`` of ``data.images``,
             ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for nothing.
         memory_codec: in which a memory keeps its entries: ``float32`` for as they are, ``SQ8``, ``SQ4``, ``SQfp16`` or such as
-            ``PQ64``, of which a query looks at the nearest alone; unless given as they are up to 32,768, and ``SQ8`` for more.
+            ``PQ64``, of which a query looks at the nearest alone; unless given ``SQ8`` for more than 2^24 numbers in keys.
         searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
             are in ``data.images`` (known), some are (open), or nothing (unknown).
         evaluation: how the result is judged; null for no evaluation.
