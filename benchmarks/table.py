@@ -64,19 +64,26 @@ def comparison_markdown(study: dict[str, Any]) -> str:
     for direction in study["test"]:
         known = list(study["rows"][0]["old_gallery"][direction])
         metrics = [name for name in known if name in COMPARED] or known[:1]
-        first, names = metrics[0], [metric_name(metric) for metric in metrics]
-        heads = [*(f"new/old {name}" for name in names), f"gain at {names[0]}", *(f"new/new {name}" for name in names)]
+        names = [metric_name(metric) for metric in metrics]
+        wearing = any("old_with_memory" in row for row in study["rows"])
+        heads = [f"{side} {name}" for side in ("new/old", "gain at", "new/new") for name in names]
+        heads += [f"{side} {names[0]}" for side in ("without memory", "old+memory") if wearing]
         lines = [direction, "", "| " + " | ".join(["method", *heads, "compatible"]) + " |", "|---|" + "---:|" * (len(heads) + 1)]
         for row in study["rows"]:
             old, own = (row[side].get(direction, {}) for side in ("old_gallery", "own_gallery"))
             found, owned = ([spread(**side[name]) if name in side else "" for name in metrics] for side in (old, own))
-            difference = row.get("gain", {}).get(direction, {}).get(first)
-            gained = f"{gain(difference['mean'])} ({interval((difference['low'], difference['high']))})" if difference else ""
+            gained = [_gain(row.get("gain", {}).get(direction, {}).get(metric)) for metric in metrics]
+            sides = [row.get(side, {}).get(direction, {}) for side in ("without_memory", "old_with_memory") if wearing]
+            memories = [spread(**side[metrics[0]]) if side else "" for side in sides]
             verdict = f"{row['compatible']} of {len(study['seeds'])}" if row["method"] else ""
             name = f"**{row['name']}**" if row["name"] == study["best"] else row["name"]
-            lines.append("| " + " | ".join([name, *found, gained, *owned, verdict]) + " |")
+            lines.append("| " + " | ".join([name, *found, *gained, *owned, *memories, verdict]) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
+
+
+def _gain(difference: dict[str, float] | None) -> str:
+    return f"{gain(difference['mean'])} ({interval((difference['low'], difference['high']))})" if difference else ""
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from xcompat.evaluation import (
     evaluate_labelled_cases,
     paired_bootstrap,
 )
+from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import METHODS
 from xcompat.report import Report, ReportContent, load_report, wording
@@ -163,6 +164,26 @@ def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(co
     assert not any("from old" in column for column in tables(comparison)[0].columns)
     write_comparison(tmp_path, measured)
     assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1]["from_old"]
+
+
+def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
+    old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
+    wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
+    evaluation = evaluate_labelled_cases(old, new, None, None, extra=wearing, n_resamples=RESAMPLES)
+    save_report(tmp_path / "report", gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
+    report = load_report(tmp_path / "report")
+    measured = compare("study", [Contender("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
+    row = measured.methods[0]
+    without, with_memory, new_old = (metric_of(report, f"{query}/old", MAP) for query in (*wearing, "new"))
+    assert without != with_memory != new_old
+    assert (row.without_memory[MAP].mean, row.old_with_memory[MAP].mean) == (without, with_memory)
+    assert row.beside_old_with_memory[MAP].mean == pytest.approx(new_old - with_memory, abs=1e-7)  # stored in single precision
+    shown = next(table for table in tables(measured) if "memory" in table.title)
+    assert f"{100 * with_memory:.1f}" in shown.rows[0].cells
+    assert not any("memory" in table.title for table in tables(comparison))
+    write_comparison(tmp_path, measured)
+    written = json.loads(comparison_file(tmp_path).read_text())["rows"][-1]
+    assert written["beside_old_with_memory"][MAP[0]][MAP[1]]["low"] == row.beside_old_with_memory[MAP].low
 
 
 def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:

@@ -15,6 +15,8 @@ from xcompat.fingerprint import Fingerprint
 
 OLD_WITH_MEMORY = "old+memory"
 """Who asks old queries that wear the metric and the memory of the new ones."""
+WITHOUT_MEMORY = "without memory"
+"""Who asks new queries that wear neither."""
 FLIP_METRIC = "negative_flip_rate@1"
 RankKey = tuple[str, str, str]
 """(query, gallery, direction)."""

@@ -24,7 +24,7 @@ from xcompat.evaluation import (
     linear_cka,
     readable,
 )
-from xcompat.evaluation.cases import C
+from xcompat.evaluation.cases import WITHOUT_MEMORY, C
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
@@ -38,8 +38,6 @@ from xcompat.training.test_sets import EvaluationSet, display_name, map_contesta
 
 KS = (1, 5, 10, 50)
 CMC_KS = (1, 5)
-WITHOUT_MEMORY = "without memory"
-"""The case of new queries that remember nothing, of a model whose queries do."""
 
 
 @dataclass

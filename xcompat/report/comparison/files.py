@@ -113,11 +113,12 @@ def _row(row: Row) -> dict[str, Any]:
     galleries = {"old_gallery": _by_direction(row.old_gallery), "own_gallery": _by_direction(row.own_gallery)}
     if not isinstance(row, MethodRow):
         return {"name": row.name, "method": None, **galleries}
+    seldom = ("from_old", "without_memory", "old_with_memory", "beside_old_with_memory")
     return {
         "name": row.name,
         "method": row.method,
         **galleries,
-        **({"from_old": _by_direction(row.from_old)} if row.from_old else {}),
+        **{name: _by_direction(values) for name in seldom if (values := getattr(row, name))},
         "compatible": row.compatible,
         "not_hurt": row.not_hurt,
         "gain": _by_direction(row.gains),

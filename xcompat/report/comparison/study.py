@@ -11,6 +11,7 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference, paired_bootstrap
+from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.report.content import Report
 
 Key = tuple[str, str]
@@ -80,6 +81,10 @@ class MethodRow(Row):
         gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
         behind_best: new/old - new/old of the best method likewise; empty for the best one.
         from_old: (direction, metric) -> of old queries on the new gallery, old/new; empty where that was not measured.
+        without_memory: (direction, metric) -> of its queries without metric and memory, on the old gallery; empty where they wear
+            neither.
+        old_with_memory: likewise of old queries that wear the same, and
+        beside_old_with_memory: new/old - that, mean over seeds, with its interval over queries.
         extra_dims: dimensions of the new model's embeddings beyond the old one's.
         parameters: see :class:`Contender`.
         maps_galleries: see :class:`Contender`.
@@ -92,6 +97,9 @@ class MethodRow(Row):
     gains: dict[Key, PairedDifference]
     behind_best: dict[Key, PairedDifference]
     from_old: dict[Key, Spread]
+    without_memory: dict[Key, Spread]
+    old_with_memory: dict[Key, Spread]
+    beside_old_with_memory: dict[Key, PairedDifference]
     extra_dims: int
     parameters: int
     maps_galleries: bool
@@ -172,6 +180,9 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
             gains=differences(values[each.name], floor),
             behind_best=differences(values[each.name], values[best.name]) if each is not best else {},
             from_old=_spreads(each, "old/new"),
+            without_memory=_spreads(each, f"{WITHOUT_MEMORY}/old"),
+            old_with_memory=_spreads(each, f"{OLD_WITH_MEMORY}/old"),
+            beside_old_with_memory=differences(values[each.name], _values_per_query(each, OLD_WITH_MEMORY)),
             extra_dims=max(report.new.dim - report.old.dim for report in each.reports.values()),
             parameters=each.parameters,
             maps_galleries=each.maps_galleries,

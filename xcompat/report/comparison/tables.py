@@ -63,6 +63,7 @@ def tables(comparison: Comparison) -> list[Table]:
             behind = {row.name: row.behind_best for row in comparison.methods if row.name != comparison.best}
             best = f"new/old minus that of {comparison.best}, the best by {headline(comparison.first_metric)}, likewise."
             found.append(_differences(comparison, direction, f"{direction}: distance to {comparison.best}", best, behind))
+        found.append(_memories(comparison, direction))
     return [table for table in found if table.rows] + [_costs(comparison)]
 
 
@@ -138,6 +139,26 @@ def _differences(
             texts = [f"{gain(one.mean)} ({interval((one.low, one.high))})" for one in each]
             rows.append(TableRow(name, texts, name == comparison.best))
     return Table(title, explanation, list(metrics.values()), rows if metrics else [])
+
+
+def _memories(comparison: Comparison, direction: str) -> Table:
+    """Say what of a gain is the metric's and the memory's: new queries without them, old queries with them."""
+    wearing = [row for row in comparison.methods if row.old_with_memory]
+    metrics = [metric for each, metric in (wearing[0].old_with_memory if wearing else ()) if each == direction]
+    rows = []
+    for row in wearing:
+        keys = [(direction, metric) for metric in metrics]
+        found = [side.get(key) for side in (row.without_memory, row.old_with_memory) for key in keys]
+        cells = [spread(*value) if value else NOTHING for value in found]
+        beside = [row.beside_old_with_memory.get(key) for key in keys]
+        cells += [f"{gain(one.mean)} ({interval((one.low, one.high))})" if one else NOTHING for one in beside]
+        rows.append(TableRow(row.name, cells, row.name == comparison.best))
+    explanation = (
+        "Without: new queries without metric and memory, on the old gallery. Old with: old queries that wear the same, which "
+        "need no new model. Beside it: new/old minus that, with the 95 % interval over queries."
+    )
+    columns = [f"{metric_name(metric)}\n{side}" for side in ("without", "old with", "beside it") for metric in metrics]
+    return Table(f"{direction}: what metric and memory do", explanation, columns, rows)
 
 
 def _costs(comparison: Comparison) -> Table:
