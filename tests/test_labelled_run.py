@@ -24,7 +24,6 @@ from xcompat.files import read_json
 from xcompat.models import METHODS
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
-from xcompat.training import chosen as chosen_module
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
@@ -116,12 +115,10 @@ def carefully(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
-    training = trained["training"] | {"num_train_epochs": 2, "save_strategy": "epoch"}
-    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run"), training=training))
+    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run")))
     said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
     assert report.method == "map"
-    of_features = {name + " of penultimate features" for name in ("procrustes", "trained line", "network")}
-    assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "trained line", "network"} | of_features
+    assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "procrustes of penultimate features"}
     inputs = [
         [trial for trial in said["trials"] if ("penultimate" in trial["line"]) == of_features] for of_features in (False, True)
     ]
@@ -132,33 +129,8 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     cases = {f"{case.query}/{case.gallery}": case.metrics for case in report.cases}
     assert cases["new/new"] == cases["independent/independent"], "the new model stays as it is"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run"), training=training))
+    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run")))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-
-
-def test_a_choice_that_was_killed_goes_on_to_the_same(
-    trained: dict[str, Any], tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = trained["training"] | {"num_train_epochs": 2, "save_strategy": "epoch"}
-    changes = {"new": trained["independent"], "training": training, "evaluation": None}
-    run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "whole")))
-    calls: list[int] = []
-
-    def killed(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise XcompatError("interrupted at step 1")  # as a training says of Ctrl-C
-        return chosen_module_train(*arguments, **keywords)
-
-    chosen_module_train = chosen_module.train
-    monkeypatch.setattr(chosen_module, "train", killed)
-    with pytest.raises(XcompatError, match="interrupted"):
-        run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "killed")))
-    monkeypatch.setattr(chosen_module, "train", chosen_module_train)
-    run_recipe(recipe_of(trained, **changes, output_dir=str(tmp_path / "killed")))
-    whole, again = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("whole", "killed"))
-    assert whole.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in whole.items())
-    assert read_json(tmp_path / "whole" / CHOICE) == read_json(tmp_path / "killed" / CHOICE)
 
 
 @pytest.mark.parametrize("method", [*SEEN, *MAPS])

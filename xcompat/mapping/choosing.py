@@ -355,7 +355,7 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
 
     best = best_of(alone)
     if held.powers:
-        best = best_of([replace(line, power=power) for line in alone for power in held.powers])
+        best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
     best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
     if held.powers:
         best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])

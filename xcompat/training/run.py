@@ -23,7 +23,7 @@ from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
-from xcompat.training.chosen import train_chosen
+from xcompat.training.chosen import choose_map
 from xcompat.training.evaluate import Contestants, embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
@@ -125,12 +125,14 @@ class StageRun(Stage):
             console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
             return
         started = time.perf_counter()
+        model: CompatModel | None
         if self.part.method == CHOSEN:
-            model = train_chosen(self)
+            model = choose_map(self)
         else:
             model = train_stage(self)
             remember(self, model)
         if is_main_process():
+            assert model is not None
             with atomic_path(self.model_dir) as temporary:
                 model.export(temporary)
             seconds = round(time.perf_counter() - started, 3)
