@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from xcompat.data import PairSource, load_classes, load_pairs, open_image, to_rgb
+from xcompat.data import CorpusSource, PairSource, load_classes, load_pairs, load_texts, open_image, to_rgb
 from xcompat.data.images import UnusableSampleError
 from xcompat.errors import XcompatError
 
@@ -271,6 +271,18 @@ def test_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="no split 'tset'; did you mean 'test'"):
         load_pairs(two.model_copy(update={"split": "tset"}))
     assert load_pairs(two.model_copy(update={"split": "test"}))["caption"][:] == ["t2"]
+
+
+@pytest.mark.parametrize("field", ["split", "name", "revision"])
+def test_what_local_data_has_not_is_refused_not_ignored(field: str, tmp_path: Path) -> None:
+    write_shard(tmp_path / "part.tar", {"k0": sample(0)})
+    datasets.Dataset.from_dict({"image": [png()], "caption": ["t"]}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "lines.txt").write_text("a text\n")
+    for path in ("part.tar", "saved"):
+        with pytest.raises(XcompatError, match=f"has no {field}; leave {field} out"):
+            load_pairs(PairSource(path=str(tmp_path / path), **{field: "train[:50%]"}))
+    with pytest.raises(XcompatError, match=f"has no {field}; leave {field} out"):
+        load_texts([CorpusSource(path=str(tmp_path / "lines.txt"), **{field: "train"})])
 
 
 def test_hub_names_are_told_from_missing_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

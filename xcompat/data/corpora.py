@@ -26,6 +26,7 @@ from xcompat.data.sources import (
     has_suffix,
     is_saved_dataset,
     local_files,
+    refuse_hub_fields,
 )
 from xcompat.data.text_files import json_lines, text_lines
 from xcompat.errors import XcompatError
@@ -206,6 +207,7 @@ def _open(source: CorpusSource | PairSource) -> _Opened:
     if paths is None or source.format == "datasets" or (len(paths) == 1 and is_saved_dataset(paths[0])):
         raw = load_raw(PairSource(path=source.path, split=source.split, name=source.name, revision=source.revision), paths)
         return _Opened(source, [raw._fingerprint, source.text_column], [], raw)
+    refuse_hub_fields(source, "split", "name", "revision")
     known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
     files = [file for path in paths for file in ([path] if path.is_file() else _known_files(path, known))]
     return _Opened(source, [source.model_dump(), file_stamps(files)], files, None)

@@ -22,6 +22,7 @@ from xcompat.data.sources import (
     image_files,
     is_saved_dataset,
     local_files,
+    refuse_hub_fields,
 )
 from xcompat.errors import XcompatError, nearest, what_failed
 
@@ -55,6 +56,8 @@ def load_pairs(source: PairSource | str) -> AnyDataset:
     form = source.format if source.format != "auto" else ("datasets" if paths is None else detect_format(paths))
     if paths is None and form != "datasets":
         raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
+    if form != "datasets":
+        refuse_hub_fields(source, "split", "name", "revision")
     if form == "webdataset":
         dataset = _load_shards(source, files_with(paths or [], SHARD_SUFFIXES))
     elif form in ("captions", "images"):
@@ -218,6 +221,7 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
     import datasets
 
     if paths is not None:
+        refuse_hub_fields(source, "name", "revision")
         if not is_saved_dataset(paths[0]):
             raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
         try:
@@ -228,6 +232,8 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise XcompatError(f"{paths[0]} cannot be read ({what_failed(error)}); write it again") from error
+        if not isinstance(saved, datasets.DatasetDict):
+            refuse_hub_fields(source, "split")
         dataset = _one_split(dict(saved), source) if isinstance(saved, datasets.DatasetDict) else saved
         return dataset.to_iterable_dataset() if source.streaming else dataset
     try:

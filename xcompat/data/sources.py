@@ -87,6 +87,24 @@ class PairSource(ImageSource):
         return self.labels or self.label_column is not None
 
 
+def refuse_hub_fields(source: BaseModel, *fields: str) -> None:
+    """Refuse what is said of a data set on the Hub where local data would be read without it.
+
+    Args:
+        source: with a ``path``.
+        fields: names of those that mean nothing there.
+
+    Raises:
+        XcompatError: one is given.
+    """
+    for field in fields:
+        if getattr(source, field) is not None:
+            raise XcompatError(
+                f"{getattr(source, 'path', '')} is read as it is and has no {field}; leave {field} out, or set it to null where "
+                "a recipe has it"
+            )
+
+
 def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
     """Return whether a file name ends in one of the suffixes, whatever its case."""
     return Path(path).name.lower().endswith(suffixes)
