@@ -389,6 +389,25 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
         push(tmp_path / "plain", "me/plain", memory=memory)
 
 
+@torch.no_grad()
+def test_what_a_map_of_galleries_remembers_may_stay_at_home(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    model = build("fct", on_hub)
+    remembered = QueryMemory(model.config.old["dim"], model.config.embedding_dim, entries=3)
+    torch.nn.init.normal_(remembered.keys_KD)
+    torch.nn.init.normal_(remembered.values_Kd)
+    model.remember(remembered).export(tmp_path / "model")
+    with pytest.raises(XcompatError, match="maps galleries, which wear no metric; push it with --memory none"):
+        push(tmp_path / "model", "me/part", memory="metric")
+    push(tmp_path / "model", "me/whole")
+    push(tmp_path / "model", "me/part", memory="none")
+    said, kept = (hub.files(name)["README.md"].decode() for name in ("me/whole", "me/part"))
+    assert "this repository holds 3 means of their classes by the old model" in said and "means of their classes" not in kept
+    assert not [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name]
+    part, stored = AutoModel.from_pretrained("me/part"), torch.randn(5, model.config.old["dim"])
+    torch.testing.assert_close(part.upgrade(stored), model.own_upgrade(stored))
+    assert part.stored_fingerprint() == model.stored_fingerprint(), "queries and native items stay its own"
+
+
 def load_file_of(hub: Hub, repo: str, folder: Path) -> dict[str, torch.Tensor]:
     (folder / "weights.safetensors").write_bytes(hub.files(repo)["model.safetensors"])
     return load_file(folder / "weights.safetensors")

@@ -206,11 +206,16 @@ def test_settings_that_are_none_are_refused(settings: Any, said: str) -> None:
         wearing("procrustes", memory=settings)
 
 
-def test_what_brings_no_queries_to_an_old_space_remembers_nothing() -> None:
+def test_what_has_no_old_space_remembers_nothing() -> None:
     with pytest.raises(XcompatError, match="brings no queries"):
-        wearing("procrustes", direction="old_to_new", memory=filled().settings)
-    with pytest.raises(XcompatError, match="brings no queries"):
+        METHODS["independent"](METHODS["independent"].config_class(embedding_dim=NEW, memory=filled().settings))
+
+
+def test_a_memory_of_other_dimensions_is_refused() -> None:
+    with pytest.raises(XcompatError, match="from 12 to 8 dimensions does not fit ProcrustesModel, which maps 8 to 12"):
         wearing("procrustes", direction="old_to_new").remember(filled())
+    with pytest.raises(XcompatError, match="from 8 to 12 dimensions does not fit RidgeModel, which maps 12 to 8"):
+        wearing("ridge").remember(QueryMemory(OLD, NEW, 3))
 
 
 def test_one_class_or_none_cannot_be_remembered() -> None:

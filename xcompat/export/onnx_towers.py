@@ -48,7 +48,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
             holds, PyTorch cannot export it, or onnxruntime gives other embeddings; then nothing is left.
     """
     _require_libraries()
-    if space == "old" and isinstance(model.memory, IndexedMemory):
+    if space == "old" and isinstance(model.memory, IndexedMemory) and not model.maps_galleries:
         raise XcompatError(IN_NO_GRAPH)
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
@@ -61,7 +61,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
         "dim": tower.dim,
         "searches": [
             {"name": version.name, "fingerprint": version.digest}
-            for version in (model.compatible_with[:1] if space == "old" else [model.fingerprint()])
+            for version in (model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()])
         ],
         "preprocessing": json.loads(json.dumps(processor.describe(), default=str)),
     }

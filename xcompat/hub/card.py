@@ -30,7 +30,8 @@ class ModelFacts:
         holds: ``all`` weights, ``adapters`` alone, or the ``map`` alone.
         embeds_texts: whether it embeds texts beside images.
         maps_galleries: whether stored embeddings are mapped, and queries stay as they are.
-        remembers: how many embeddings of training data, or means of them, its queries are compared with; 0 for a metric alone.
+        remembers: how many embeddings of training data, or means of them, its queries, or what it maps, are compared with; 0 for
+            a metric alone.
         library: of a plain encoder, where it is not transformers.
         side_info: the model whose embeddings are stored beside the old ones, where the mapping needs them.
     """

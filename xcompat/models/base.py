@@ -32,7 +32,7 @@ class CompatModel(SpacesModel):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what its forward reads, builds its own parts in ``__init__`` after ``super().__init__``,
-    and overrides ``forward``, and ``own_view`` or ``upgrade`` where the spaces differ.
+    and overrides ``forward``, and ``own_view`` or ``own_upgrade`` where the spaces differ.
     """
 
     config_class = CompatConfig
@@ -64,7 +64,7 @@ class CompatModel(SpacesModel):
         self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
         self.memory: QueryMemory | None = None
         if config.memory is not None:
-            self.memory = described(config.memory, config.embedding_dim, self._dim_remembered())
+            self.memory = described(config.memory, *self._dims_remembered())
         if not self.embeds_in_memory:
             if config.encoder is None:
                 raise XcompatError(

@@ -29,7 +29,7 @@ class CompatConfig(PreTrainedConfig):
         weights: what the checkpoint holds; ``adapters`` for what differs from the encoder's own weights alone, which are those of
             ``encoder["name"]`` at ``encoder["revision"]``.
         logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
-        memory: what queries remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
+        memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
 
     Raises:

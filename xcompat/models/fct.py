@@ -92,8 +92,8 @@ class FctModel(CompatModel):
         self.classifier_CD = weight.detach().clone()
         self._outside_encoder = []  # the backbone shall not be in memory while h is trained
 
-    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.upgrade`)."""
+    def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.own_upgrade`)."""
         side, name = self.config.side_info, type(self).__name__
         if side is not None and side_info is None:
             which = side["name"]

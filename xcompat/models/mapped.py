@@ -41,7 +41,7 @@ class MappedModel(CompatModel):
     embeds_in_memory = True
 
     def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
-        self.maps_galleries = config.direction == "old_to_new"  # first: only what maps queries can remember
+        self.maps_galleries = config.direction == "old_to_new"  # first: which space is remembered depends on it
         super().__init__(config, encoder)
         assert config.old is not None
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
@@ -63,8 +63,8 @@ class MappedModel(CompatModel):
         """Return None, unless the map says which (see :attr:`CompatModel.own_view_layers`)."""
         return None
 
-    def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.upgrade`)."""
+    def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.own_upgrade`)."""
         return self.map(old_embeds.to(self.dtype)) if self.maps_galleries else old_embeds
 
 

@@ -3,7 +3,8 @@
 A map of queries cannot say what the classes say, and a network learns those it is shown by heart. Both can be looked up: the
 training set holds pairs of a new and an old embedding, a query asks which of them it resembles in the new space and leans towards
 their old ones (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022). Nothing is trained, and
-the stored gallery stays as it is.
+the stored gallery stays as it is. Turned round, where stored old embeddings are mapped and queries stay as they are, it is these
+that ask: keys lie in the old space and values in the new one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SpacesModel(CheckpointModel):
     _hashed: tuple[Any, str, str] | None = None
 
     def fingerprint(self) -> Fingerprint:
-        """Return the identity of this model: encoder, adapters, heads, preprocessing, and what its queries remember."""
+        """Return the identity of this model: encoder, adapters, heads, preprocessing, and what it remembers."""
         return Fingerprint(self._digests()[1], self.name_or_path or type(self).__name__)
 
     def _digests(self) -> tuple[str, str]:
@@ -104,15 +104,23 @@ class SpacesModel(CheckpointModel):
         return F.normalize(embeds[:, :dim].float(), dim=-1)
 
     def remember(self, memory: QueryMemory | None) -> Self:
-        """Let queries wear a metric and a memory, or nothing more.
+        """Let queries wear a metric and a memory, or nothing more; of a map of galleries, what it makes of stored embeddings.
 
         Args:
-            memory: what they remember, of this model's dimensions; None to forget.
+            memory: what they remember, from new dimensions to old ones, for a map of galleries from old to new; None to forget.
 
         Returns:
             The model itself; its fingerprint is another, that of what it stores in galleries stays.
+
+        Raises:
+            XcompatError: the model has no old space, or the memory is of other dimensions.
         """
-        self._dim_remembered()
+        dims = self._dims_remembered()
+        if memory is not None and memory.dims != dims:
+            raise XcompatError(
+                f"a memory from {memory.dims[0]} to {memory.dims[1]} dimensions does not fit {type(self).__name__}, which maps "
+                f"{dims[0]} to {dims[1]}"
+            )
         self.memory = memory.to(self.device).requires_grad_(False) if memory is not None else None
         self.config.memory = memory.settings if memory is not None else None
         return self
@@ -125,19 +133,21 @@ class SpacesModel(CheckpointModel):
 
         Returns:
             (B,) float32 in (0, 1): how probable it is that each finds no less than the old model's own query; None where the
-            model cannot say.
+            model cannot say, as one that maps galleries, whose queries lean on nothing.
         """
-        return self.memory.confidence(embeds) if self.memory is not None else None
+        return self.memory.confidence(embeds) if self.memory is not None and self.is_confident else None
 
     @property
     def is_confident(self) -> bool:
         """Return whether the model says how sure its queries are."""
-        return self.memory is not None and self.memory.calibration is not None
+        return self.memory is not None and self.memory.calibration is not None and not self.maps_galleries
 
-    def _dim_remembered(self) -> int:
-        if self.config.old is None or self.maps_galleries:
+    def _dims_remembered(self) -> tuple[int, int]:
+        """Return the dimensions of the space that is mapped, in which keys lie, and of the one it is mapped to."""
+        if self.config.old is None:
             raise XcompatError(f"{type(self).__name__} brings no queries to an old space: leave memory out")
-        return int(self.config.old["dim"])
+        new, old = self.config.embedding_dim, int(self.config.old["dim"])
+        return (old, new) if self.maps_galleries else (new, old)
 
     def require_version(self, version: Fingerprint | None) -> None:
         """Refuse a gallery this model was not made compatible with.
@@ -163,7 +173,7 @@ class SpacesModel(CheckpointModel):
         return embeds
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings towards the new model; the identity unless a method maps galleries.
+        """Map stored old embeddings towards the new model: :meth:`own_upgrade`, and what a map of galleries remembers.
 
         Args:
             old_embeds: (B, d) stored embeddings.
@@ -171,6 +181,19 @@ class SpacesModel(CheckpointModel):
 
         Returns:
             The embeddings to store instead.
+        """
+        own = self.own_upgrade(old_embeds, side_info)
+        return own if self.memory is None or not self.maps_galleries else self.memory(old_embeds, own)
+
+    def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings towards the new model, remembering nothing; the identity unless a method maps galleries.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) side-information stored with them, for methods that use it.
+
+        Returns:
+            (B, D) float32, L2-normalised, where a method maps galleries.
         """
         return old_embeds
 
@@ -192,11 +215,11 @@ class SpacesModel(CheckpointModel):
         return bool(self.compatible_with) and not self.maps_galleries
 
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds: what is stored remembers nothing, only queries do."""
+        """Return what a gallery of this model holds: own embeddings that are stored remember nothing."""
         return self.own_view(embeds) if self.stores_view else embeds
 
     def embeds_fingerprint(self) -> Fingerprint:
-        """Return the identity of what the model embeds: of all but what its queries remember."""
+        """Return the identity of what the model embeds: of all but what it remembers."""
         return Fingerprint(self._digests()[0], self.fingerprint().name)
 
     def stored_fingerprint(self) -> Fingerprint:

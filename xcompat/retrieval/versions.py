@@ -179,7 +179,9 @@ def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionReco
 def remembers(model: Model, version: VersionRecord) -> bool:
     """Return whether a model's queries wear what they remember where they search stored embeddings of a version."""
     compat = _compat(model)
-    if compat is None or compat is not model or compat.memory is None or version.digest == compat.stored_fingerprint().digest:
+    if compat is None or compat is not model or compat.memory is None or compat.maps_galleries:
+        return False
+    if version.digest == compat.stored_fingerprint().digest:
         return False
     return compat.compatible_with[0].digest in (version.digest, *version.shares)
 

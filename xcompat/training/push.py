@@ -105,6 +105,15 @@ def find_model(target: Path) -> Path:
     return stages[0] / "model"
 
 
+def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
+    """Leave at home what shall not go along of what a model remembers."""
+    if model.memory is None:
+        raise XcompatError(f"{folder} remembers nothing; leave out --memory {memory}")
+    if model.maps_galleries and memory == "metric":
+        raise XcompatError(f"{folder} maps galleries, which wear no metric; push it with --memory none")
+    return model.remember(model.memory.metric_alone() if memory == "metric" else None)
+
+
 def _prepare(folder: Path, prepared: Path, form: Form, memory: Remembered) -> tuple[ModelFacts, RunFacts]:
     """Write what is to be pushed, and gather what its card says."""
     if not is_checkpoint(str(folder)):
@@ -124,9 +133,7 @@ def _prepare(folder: Path, prepared: Path, form: Form, memory: Remembered) -> tu
     facts = model.facts()
     run = run_facts(folder, facts.fingerprint)
     if memory != "all":
-        if model.memory is None:
-            raise XcompatError(f"{folder} remembers nothing; leave out --memory {memory}")
-        facts = model.remember(model.memory.metric_alone() if memory == "metric" else None).facts()
+        facts = _forgetting(model, folder, memory).facts()
         run = _measured(run, "before what queries remember was left out")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
