@@ -21,8 +21,9 @@ from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
 from xcompat.mapping import folds as folds_of
 from xcompat.mapping.candidates import Known, fit
-from xcompat.mapping.choosing import Trial, careful
+from xcompat.mapping.choosing import careful
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
+from xcompat.mapping.held_out import Trial
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import remembered
 from xcompat.models.embedder import load_embedder

@@ -1,4 +1,4 @@
-"""What a map of queries can be made of: a line, the metric that queries wear on it, and what they remember."""
+"""What a map can be made of: a line, the metric that queries wear on it, and what is remembered."""
 
 from __future__ import annotations
 
@@ -144,20 +144,26 @@ class Known:
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
         return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
 
-    def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
-        """Bring queries into the old space as a candidate would.
+    def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable, *beside: np.ndarray) -> Tensor:
+        """Bring queries into the old space as a candidate would; of turned pairs, what is stored into the new one.
 
         Args:
             candidate: the candidate.
             new_QD: what the new model made of them.
             asked: which queries these are: what candidates share is computed once for them.
+            beside: what else the map reads (see :meth:`PairedEmbeddings.inputs`).
 
         Returns:
             (Q, d) float32, L2-normalised.
         """
-        line, inputs_QD = self.line(candidate.line), torch.from_numpy(np.array(new_QD, np.float32))
+        line, inputs = self.line(candidate.line), [torch.from_numpy(np.array(each, np.float32)) for each in (new_QD, *beside)]
+
+        def own() -> Tensor:
+            placed = [each.to(line.device) for each in inputs]
+            return (line.own_upgrade(*placed) if line.maps_galleries else line.own_view(placed[0])).cpu()
+
         with torch.inference_mode():
-            own_Qd = self._once((asked, candidate.line), lambda: line.own_view(inputs_QD.to(line.device)).cpu())
+            own_Qd = self._once((asked, candidate.line), own)
             if (memory := self.worn(candidate)) is None:
                 return own_Qd
             recalled_Qd = self.recalled(candidate, new_QD, asked)

@@ -63,16 +63,39 @@ class PairedEmbeddings:
         """Return C; 0 without labels."""
         return int(self.labels_N.max()) + 1 if self.labels_N is not None else 0
 
-    def take(self, rows_R: NDArray[np.int64]) -> PairedEmbeddings:
+    def take(self, rows_R: NDArray[np.int64]) -> Self:
         """Return some of the items; all in their order are left where they are."""
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
-        return PairedEmbeddings(self.new_ND[rows_R], self.old_Nd[rows_R], labels_R)
+        return replace(self, new_ND=self.new_ND[rows_R], old_Nd=self.old_Nd[rows_R], labels_N=labels_R, notes=())
 
-    def of_old(self) -> PairedEmbeddings:
+    def of_old(self) -> Self:
         """Return the same items with the old model in the place of the new one."""
         return replace(self, new_ND=self.old_Nd)
+
+    def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Return what a map reads of some of the items: new embeddings."""
+        return (self.new_ND[rows_R],)
+
+
+@dataclass(frozen=True)
+class TurnedEmbeddings(PairedEmbeddings):
+    """The same for a map of galleries, old and new turned: ``new_ND`` is what the old model made, ``old_Nd`` what the new did.
+
+    Args:
+        side_NS: side-information stored beside old embeddings, for a map that reads it.
+    """
+
+    side_NS: Rows | None = None
+
+    def take(self, rows_R: NDArray[np.int64]) -> Self:
+        """Return some of the items; embeddings of all in their order are left where they are."""
+        return replace(super().take(rows_R), side_NS=self.side_NS[rows_R] if self.side_NS is not None else None)
+
+    def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Return what a map reads of some of the items: old embeddings, and their side-information."""
+        return (*super().inputs(rows_R), *([self.side_NS[rows_R]] if self.side_NS is not None else []))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from xcompat.evaluation import PairedDifference
-from xcompat.mapping.choosing import Choice, Trial
+from xcompat.mapping.choosing import Choice
+from xcompat.mapping.held_out import Trial
 from xcompat.report.wording import metric_name
 
 
@@ -29,7 +30,7 @@ def choice_table(choice: Choice) -> Table:
     for trial in choice.best_of_each_kind():
         table.add_row(str(trial.candidate), *_cells(trial), style="bold" if trial is choice.chosen else "")
     if choice.without_new_model is not None:
-        table.add_row("old queries with the same metric and memory", *_cells(choice.without_new_model), style="dim")
+        table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
     return table
 
 
@@ -58,11 +59,11 @@ def said_of(choice: Choice) -> list[str]:
     if choice.learned_at_most is not None:
         held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
     if best.worst <= 0:
+        mix = "" if choice.of_galleries else " Where the old model is at hand, mix its queries in (xcompat.slerp)."
         return [
             *held,
             "Nothing finds more than old queries in everything that was held out: "
-            f"what is taken, {best.candidate}, is at {where}. "
-            "Where the old model is at hand, mix its queries in (xcompat.slerp).",
+            f"what is taken, {best.candidate}, is at {where}.{mix}",
             _said_of_confidence(choice),
         ]
     above = all(gain.low > 0 for gain in cells.values())
@@ -71,8 +72,8 @@ def said_of(choice: Choice) -> list[str]:
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
-            f"On average {100 * best.mean:+.1f} points; old queries with the same metric and memory have {100 * own.mean:+.1f}, "
-            "which needs no new model."
+            f"On average {100 * best.mean:+.1f} points; the old model with the same metric and memory has {100 * own.mean:+.1f}, "
+            "which needs no new one."
         )
     return [*said, _said_of_confidence(choice)]
 

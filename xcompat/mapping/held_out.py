@@ -1,0 +1,284 @@
+"""What is held out of a training set, and what candidates find on it beside the old model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
+from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
+from xcompat.mapping.confidence import Evidence
+from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
+from xcompat.models.codes import AS_THEY_ARE
+
+RESAMPLES = 1000
+POWERS = (0.15, 0.25, 0.35, 0.5)
+RECALLS = (1, 5, 10)
+Values = dict[str, dict[str, np.ndarray]]
+"""Protocol -> metric -> value of each query."""
+Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
+"""Of the number of a fold, the protocol, and rows of what is asked there: queries in the old space."""
+
+
+class Measured(NamedTuple):
+    """What queries of one fold find by one protocol.
+
+    Args:
+        fold: its number.
+        protocol: its name.
+        found: metric -> value of each query.
+        quality_Q: what each finds as one number: average precision, or of captions the reciprocal rank.
+        about_Q: what each is about.
+    """
+
+    fold: int
+    protocol: str
+    found: Mapping[str, np.ndarray]
+    quality_Q: NDArray[np.float64]
+    about_Q: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a candidate finds on what was held out, beside old queries on the same gallery.
+
+    Args:
+        candidate: the candidate.
+        gains: protocol -> metric -> new/old minus old/old, paired over the queries of all folds.
+    """
+
+    candidate: Candidate
+    gains: dict[str, dict[str, PairedDifference]]
+
+    def cells(self) -> Iterator[tuple[str, str, PairedDifference]]:
+        """Yield protocol, metric and gain."""
+        return ((protocol, metric, gain) for protocol, gains in self.gains.items() for metric, gain in gains.items())
+
+    @property
+    def least(self) -> PairedDifference:
+        """The smallest gain over all protocols and metrics."""
+        return min((gain for _, _, gain in self.cells()), key=lambda gain: gain.mean)
+
+    @property
+    def worst(self) -> float:
+        """The mean of the smallest gain."""
+        return self.least.mean
+
+    @property
+    def mean(self) -> float:
+        """The mean gain."""
+        return float(np.mean([gain.mean for _, _, gain in self.cells()]))
+
+
+class HeldOut(ABC):
+    """Folds of a training set, what is learned from each, and what old queries find there.
+
+    Args:
+        lines: what solves each line.
+        seed: of the folds and of the intervals.
+    """
+
+    sharpnesses: Sequence[float]
+    shares: Sequence[float]
+    powers: Sequence[float]
+    of_galleries = False
+    learned_rows: list[NDArray[np.int64]]
+    """What each fold learns from."""
+
+    def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
+        self.lines, self.seed = lines, seed
+        self.known = [Known(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.learned()]
+        self.old = self.found_by_old()
+        self.floor = _joined(self.old)
+
+    @abstractmethod
+    def learned(self) -> Iterable[Paired]:
+        """Return what is learned from in each fold."""
+
+    @abstractmethod
+    def measured(self, queries: Queries) -> list[Measured]:
+        """Measure every query of every fold.
+
+        Args:
+            queries: brings what is asked to the old space.
+        """
+
+    def found_by_old(self) -> list[Measured]:
+        """Measure old queries on old galleries."""
+        return self.measured(_stay)
+
+    @abstractmethod
+    def with_old_queries(self) -> HeldOut:
+        """Return the same with the old model in the place of the new one."""
+
+    def queries_of(self, candidate: Candidate) -> Queries:
+        """Return what brings queries to the old space as a candidate does, with what each fold teaches it."""
+
+        def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            new_QD, *beside = side.inputs(rows_Q)
+            return self.known[fold].queries(candidate, new_QD, protocol, *beside).numpy()
+
+        return queries
+
+    def evidence(self, candidate: Candidate) -> Evidence:
+        """Gather which queries of a candidate find less than old ones, and how much each leans on what is remembered."""
+        leaning = list[NDArray[np.float64]]()
+        queries = self.queries_of(candidate)
+
+        def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            recalled_Qd = self.known[fold].recalled(candidate, side.new_ND[rows_Q], protocol)
+            leaning.append(recalled_Qd.norm(dim=1).double().numpy())
+            return queries(fold, protocol, rows_Q, side)
+
+        new = self.measured(noted)
+        hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
+        folds = [np.full(len(each.quality_Q), each.fold) for each in new]
+        about = [each.about_Q * len(self.known) + each.fold for each in new]
+        return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
+
+    def try_(self, candidate: Candidate) -> Trial:
+        """Measure a candidate."""
+        found = _joined(self.measured(self.queries_of(candidate)))
+        gains = {
+            protocol: {
+                metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)
+                for metric, values_Q in metrics.items()
+            }
+            for protocol, metrics in found.items()
+        }
+        return Trial(candidate, gains)
+
+
+class HeldOutClasses(HeldOut):
+    """Items that search items of their own class."""
+
+    sharpnesses, shares = (20.0, 30.0, 40.0), (0.3, 0.5, 0.8, 1.2)
+    powers: Sequence[float] = POWERS
+
+    def __init__(self, pairs: PairedEmbeddings, searched: Searched, lines: Mapping[str, Solver], seed: int) -> None:
+        assert pairs.labels_N is not None
+        self.pairs, self.labels_N, self.searched = pairs, pairs.labels_N, searched
+        self.folds = list(folds(pairs.labels_N, searched, seed))
+        self.learned_rows = [fold.fit_F for fold in self.folds]
+        super().__init__(lines, seed)
+
+    def learned(self) -> Iterable[Paired]:
+        """See :meth:`HeldOut.learned`."""
+        return [self.pairs.take(fit_F) for fit_F in self.learned_rows]
+
+    def measured(self, queries: Queries) -> list[Measured]:
+        """See :meth:`HeldOut.measured`."""
+        return self.found(queries, _stay)
+
+    def found(self, asked: Queries, searched: Queries) -> list[Measured]:
+        """Measure what every held-out item finds among the others.
+
+        Args:
+            asked: brings items to where they search.
+            searched: brings items to where they are searched.
+        """
+        parts = []
+        for number, fold in enumerate(self.folds):
+            for protocol, rows_Q in fold.searched.items():
+                labels_Q = self.labels_N[rows_Q]
+                asked_Qd, searched_Qd = (each(number, protocol, rows_Q, self.pairs) for each in (asked, searched))
+                ranked = ranking_per_query(asked_Qd, searched_Qd, labels_Q, labels_Q, rows_Q, rows_Q)
+                assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
+                first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
+                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map@1.0": precision_Q}
+                parts.append(Measured(number, protocol, found, precision_Q, rows_Q))
+        return parts
+
+    def with_old_queries(self) -> HeldOut:
+        """See :meth:`HeldOut.with_old_queries`."""
+        return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
+
+
+class HeldOutGalleries(HeldOutClasses):
+    """Items as the new model embeds them, that search what a map of galleries makes of others; sides of the pairs are turned.
+
+    No metric is tried: worn by what is mapped alone it would part that from queries, which stay as they are, and from items that
+    the new model stores beside it.
+    """
+
+    powers = ()
+    of_galleries = True
+    pairs: TurnedEmbeddings
+
+    def measured(self, queries: Queries) -> list[Measured]:
+        """See :meth:`HeldOut.measured`."""
+        return self.found(_stay, queries)
+
+    def found_by_old(self) -> list[Measured]:
+        """See :meth:`HeldOut.found_by_old`."""
+
+        def old(_: int, __: str, rows_Q: NDArray[np.int64], turned: PairedEmbeddings) -> NDArray[np.float32]:
+            return turned.new_ND[rows_Q]
+
+        return self.found(old, old)
+
+    def with_old_queries(self) -> HeldOut:
+        """See :meth:`HeldOut.with_old_queries`."""
+        of_old = TurnedEmbeddings(self.pairs.new_ND, self.pairs.new_ND, self.labels_N)
+        return HeldOutGalleries(of_old, self.searched, LINES, self.seed)
+
+
+class HeldOutCaptions(HeldOut):
+    """Captions that search images, and images that search captions."""
+
+    sharpnesses, shares, powers = (40.0, 60.0, 100.0), (0.3, 0.5, 0.8, 1.2), ()
+
+    def __init__(self, pairs: CaptionedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
+        self.pairs = pairs
+        folds = list(caption_folds(int(pairs.groups[0].max()) + 1, seed))
+        self.learned_rows = [learned_K for learned_K, _ in folds]
+        self.searched = [pairs.take(searched_K) for _, searched_K in folds]
+        draw = np.random.default_rng(seed)
+        self.asked = [
+            [np.sort(draw.permutation(len(side))[:QUERIES]) for side in (each.images, each.texts)] for each in self.searched
+        ]
+        super().__init__(lines, seed)
+
+    def learned(self) -> Iterable[Paired]:
+        """See :meth:`HeldOut.learned`."""
+        return [self.pairs.take(learned_K) for learned_K in self.learned_rows]
+
+    def measured(self, queries: Queries) -> list[Measured]:
+        """See :meth:`HeldOut.measured`."""
+        parts = []
+        for number, pairs in enumerate(self.searched):
+            sides, groups = (pairs.images, pairs.texts), pairs.groups
+            for protocol, asking, searched in ((TEXT_TO_IMAGE, 1, 0), (IMAGE_TO_TEXT, 0, 1)):
+                rows_Q = self.asked[number][asking]
+                asked_Qd = queries(number, protocol, rows_Q, sides[asking])
+                first_Q = first_hit_ranks(asked_Qd, sides[searched].old_Nd[:], groups[asking][rows_Q], groups[searched])
+                found = {f"recall@{k}": first_Q < k for k in RECALLS}
+                parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups[asking][rows_Q]))
+        return parts
+
+    def with_old_queries(self) -> HeldOut:
+        """See :meth:`HeldOut.with_old_queries`."""
+        return HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
+
+
+def _stay(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+    """Return items as they lie in the space that others are brought to."""
+    return side.old_Nd[rows_Q]
+
+
+def _joined(parts: Sequence[Measured]) -> Values:
+    """Put the folds of each protocol behind one another."""
+    return {
+        protocol: {
+            metric: np.concatenate([each.found[metric] for each in parts if each.protocol == protocol]).astype(np.float64)
+            for metric in parts[0].found
+        }
+        for protocol in dict.fromkeys(each.protocol for each in parts)
+    }
