@@ -90,6 +90,14 @@ def write_folder(folder: Path) -> str:
     return str(folder)
 
 
+def write_classes(folder: Path) -> str:
+    for number in range(24):
+        pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+        (folder / f"class {number % 3}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"class {number % 3}" / f"{number}.png")
+    return str(folder)
+
+
 def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     (folder / "texts.txt").write_text("\n".join(f"dog {number}" for number in range(60)) + "\n")
     pair: dict[str, Any] = {"method": "xbt", "projection": "stage:phi", "options": LORA, "evaluation": None}
@@ -108,6 +116,15 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
         {**pair, "name": "parts", "mini_batch_size": 2},
         {"name": "chosen", "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
         {"name": "remembering", "method": "projection", "options": {"noise_std": 0}, "memory": "pairs", "evaluation": None},
+        {
+            "name": "upgraded",
+            "method": "ridge",
+            "options": {"direction": "old_to_new"},
+            "memory": "classes",
+            "searched_classes": "known",
+            "data": {"images": {"path": write_classes(folder / "classes")}, "pairs": None, "texts": [], "test": None},
+            "evaluation": None,
+        },
         {"name": "scale", "method": "independent", "evaluation": None},
         {"name": "scale_parts", "method": "independent", "evaluation": None, "mini_batch_size": 2},
     ]
@@ -248,7 +265,7 @@ def test_reports_are_those_of_one_process(runs: tuple[Path, Path]) -> None:
     assert two["cases"] == one["cases"] and two["criterion"] == one["criterion"]
 
 
-@pytest.mark.parametrize("name", ["chosen", "remembering"])
+@pytest.mark.parametrize("name", ["chosen", "remembering", "upgraded"])
 def test_what_is_chosen_is_what_one_process_chooses(name: str, runs: tuple[Path, Path]) -> None:
     one, two = (json.loads((run / "run" / name / "choice.json").read_text()) for run in runs)
     assert two["chosen"] == one["chosen"] and [trial["name"] for trial in two["trials"]] == [t["name"] for t in one["trials"]]

@@ -20,9 +20,12 @@ import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.evaluation import cmc
 from xcompat.files import read_json
+from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models import METHODS
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
@@ -101,6 +104,63 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
     assert (model.memory is not None) == any("same metric and memory" in note for note in load_report(tmp_path / "run").notes)
     entries = 4 if chosen["share"] else 0
     assert (said["memory"] or {}).get("entries", 0) == entries
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+@pytest.mark.parametrize("method", ["fct", "procrustes"])
+def test_upgrades_of_galleries_remember_classes(
+    method: str,
+    guessed: bool,
+    trained: dict[str, Any],
+    folders: dict[str, str],
+    tmp_path: Path,
+    undrawn: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if guessed:
+        monkeypatch.setattr("xcompat.mapping.folds.FEWEST", 100)
+    changes: dict[str, Any] = {"method": method, "memory": "classes", "searched_classes": "known"}
+    changes |= {"side_info": trained["old"]} if method == "fct" else {"options": {"direction": "old_to_new"}}
+    run_recipe(recipe_of(trained, **changes, new=trained["independent"], output_dir=str(tmp_path / "run")))
+    said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
+    model = load_checkpoint(str(tmp_path / "run" / "model"))
+    if not guessed:
+        chosen = next(trial for trial in said["trials"] if trial["name"] == said["chosen"])
+        alone = said["trials"][0]
+
+        def worst(trial: dict[str, Any]) -> float:  # over the map alone, in tenths of a point
+            metrics = trial["gains"]["known classes"].items()
+            return round(1000 * min(gain["mean"] - alone["gains"]["known classes"][name]["mean"] for name, gain in metrics))
+
+        assert worst(chosen) == max(map(worst, said["trials"])) and {trial["power"] for trial in said["trials"]} == {None}
+    else:
+        assert said == {"chosen": f"{method} + memory, β 30, λ 0.5", "memory": {"entries": 4, "sharpness": 30.0, "share": 0.5}}
+    table = {case.label: case.metrics for case in report.cases}
+    rows = ["without memory/old", "new+memory/new+memory"] if said["memory"] is not None else []
+    wanted = ["old/old", "independent/old", "new/old", *rows, "new/new", "independent/independent"]
+    assert list(table) == wanted and (model.memory is not None) == bool(rows)
+    if not rows:
+        return
+    old, new = load_embedder(trained["old"]), load_embedder(trained["independent"])
+    test = load_labelled(LabelledSource(path=folders["test"]))
+    pictures = [Image.open(row["path"]).convert("RGB") for row in test.dataset["image"]]
+    stored, asked = (each.embed({"pixel_values": each.processor.images(pictures)}) for each in (old, new))
+    labels, ids = test.labels(), np.arange(len(pictures))
+    learned = load_labelled(LabelledSource(path=folders["train"]))
+    shown = new.embed({"pixel_values": new.processor.images([Image.open(row["path"]) for row in learned.dataset["image"]])})
+    both = Known(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).worn(Candidate("none", share=0.5))
+    assert both is not None
+    side = [stored] if method == "fct" else []
+    with torch.inference_mode():
+        leaning = both(asked, asked)
+        searches = {
+            "new/old": (asked, model.upgrade(stored, *side)),
+            "without memory/old": (asked, model.own_upgrade(stored, *side)),
+            "new+memory/new+memory": (leaning, leaning),
+        }
+    for label, sides in searches.items():
+        found = cmc(*(side.numpy() for side in sides), labels, labels, ids, ids, ks=(1, 2))
+        assert found[1] == pytest.approx(table[label]["cmc@1"], abs=0.1)  # caches are float16
 
 
 def carefully(trials: list[dict[str, Any]]) -> dict[str, Any]:

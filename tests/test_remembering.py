@@ -125,9 +125,12 @@ def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no classes": ({"memory": "classes"}, "name them under data.images"),
-    "a gallery map": ({"method": "fct", "data": {"images": {"path": "x"}}}, "method fct brings no queries to an old space"),
+    "pairs of a gallery map": ({"method": "fct"}, "method fct maps galleries, which remember classes alone; set memory: classes"),
+    "pairs of another direction": (
+        {"method": "ridge", "options": {"direction": "old_to_new"}},
+        "method ridge maps galleries, which remember classes alone",
+    ),
     "no old model": ({"method": "independent", "old": None}, "method independent brings no queries"),
-    "another direction": ({"method": "ridge", "options": {"direction": "old_to_new"}}, "method ridge brings no queries"),
     "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "name them under data.remembered or data.pairs"),
     "pairs beside classes": (
         {"memory": "classes", "data": {"images": {"path": "x"}, "remembered": {"path": "x"}}, "method": "query_map"},

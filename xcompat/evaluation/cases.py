@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ OLD_WITH_MEMORY = "old+memory"
 """Who asks old queries that wear the metric and the memory of the new ones."""
 WITHOUT_MEMORY = "without memory"
 """Who asks new queries that wear neither."""
+NEW_WITH_MEMORY = "new+memory"
+"""Who asks new queries that remember what a mapped gallery does; a gallery of the new model that does likewise."""
 FLIP_METRIC = "negative_flip_rate@1"
 RankKey = tuple[str, str, str]
 """(query, gallery, direction)."""
@@ -56,6 +59,7 @@ class Contestant(Protocol):
 
 
 C = TypeVar("C", bound=Contestant)
+NOBODY: Mapping[tuple[str, str], tuple[Any, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ def who_queries_whom(
     further: Mapping[str, C],
     upgraded: C | None = None,
     old_on_new: bool = False,
+    beside: Mapping[tuple[str, str], tuple[C, C]] = NOBODY,
 ) -> list[tuple[str, str, C, C]]:
     """Check that the models fit together and list the cases.
 
@@ -180,6 +185,7 @@ def who_queries_whom(
         further: more query models in the old space, by name.
         upgraded: the old gallery mapped towards the new model, for methods that map galleries.
         old_on_new: whether old queries search the new model's gallery too.
+        beside: further cases: names of query and gallery -> who asks and what is searched.
 
     Returns:
         (query, gallery, query model, gallery model) per case, in the report's order.
@@ -188,7 +194,9 @@ def who_queries_whom(
         XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
     """
     stays = old if upgraded is None else upgraded
-    _require_fitting(old, stays, {"new_view": new_view, "new": new, "independent": independent, "upgraded": upgraded}, further)
+    searched = {f"{query}/{gallery}": items for (query, gallery), (_, items) in beside.items()}
+    roles = {"new_view": new_view, "new": new, "independent": independent, "upgraded": upgraded, **searched}
+    _require_fitting(old, stays, roles, further)
     if old_on_new and upgraded is not None:
         raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
     pairs = [("old", "old", old, old)]
@@ -196,6 +204,7 @@ def who_queries_whom(
         pairs.append(("independent", "old", fit_dim(independent, old.dim), old))
     pairs += [(name, "old", model, old) for name, model in further.items()]
     pairs.append(("new", "old", new_view, stays))
+    pairs += [(query, gallery, *models) for (query, gallery), models in beside.items()]
     if old_on_new:
         pairs.append(("old", "new", old, new_view))
     if new is not None:

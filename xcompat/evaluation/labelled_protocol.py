@@ -10,6 +10,7 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
+    NOBODY,
     OLD_WITH_MEMORY,
     Case,
     Difference,
@@ -109,6 +110,7 @@ def evaluate_labelled_cases(
     n_resamples: int = 1000,
     seed: int = 0,
     shared: bool = False,
+    beside: Mapping[tuple[str, str], tuple[EmbeddedImages, EmbeddedImages]] = NOBODY,
 ) -> Evaluation:
     """Measure CMC and mean average precision of every case and judge backward compatibility (Shen et al. 2020).
 
@@ -119,23 +121,22 @@ def evaluate_labelled_cases(
         independent: the new model without any training for compatibility; for ``independent/old`` its first dimensions are
             compared (zero-padded if it has fewer).
         extra: further query models in the old space: each gives the case ``name/old``.
-        upgraded: the old gallery after it was mapped towards the new model (FCT); then ``new/old`` searches it, with queries of
-            ``new_view``, which must be of its dimension.
+        upgraded: the old gallery mapped towards the new model (FCT), of the dimension of ``new_view``: ``new/old`` searches it.
         old_on_new: whether to measure ``old/new`` too: old queries on the new model's gallery, in the space that both share.
         ks: cut-offs of CMC.
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws over queries.
         seed: of the draws.
         shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+        beside: further cases: names of query and gallery -> who asks and what is searched.
 
     Returns:
         Cases, verdict, ranks, average precision of every query.
 
     Raises:
-        XcompatError: the models were not evaluated on the same items, dimensions do not fit, there is nothing to measure, or old
-            queries cannot search the new gallery because the old one is mapped instead.
+        XcompatError: items or dimensions do not fit, there is nothing to measure, or ``old_on_new`` of a gallery that is mapped.
     """
-    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
+    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new, beside)
     ranked = {(case[0], case[1]): _rank(*case, chunk_size, shared) for case in pairs}
     sampling = Sampling(n_resamples, seed)
     floor = ranked["old", "old"]

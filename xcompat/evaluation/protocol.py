@@ -10,6 +10,7 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
+    NOBODY,
     OLD_WITH_MEMORY,
     Case,
     Difference,
@@ -134,6 +135,7 @@ def evaluate_cases(
     n_resamples: int = 1000,
     seed: int = 0,
     shared: bool = False,
+    beside: Mapping[tuple[str, str], tuple[EmbeddedPairs, EmbeddedPairs]] = NOBODY,
 ) -> Evaluation:
     """Measure every case in both directions and judge backward compatibility.
 
@@ -154,6 +156,7 @@ def evaluate_cases(
         n_resamples: bootstrap draws; queries with one id are drawn together.
         seed: of the draws.
         shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+        beside: further cases: names of query and gallery -> who asks and what is searched.
 
     Returns:
         Cases, verdict, ranks.
@@ -161,7 +164,7 @@ def evaluate_cases(
     Raises:
         XcompatError: if the models were not evaluated on the same items, dimensions do not fit, or there is nothing to measure.
     """
-    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new)
+    pairs = who_queries_whom(old, new_view, new, independent, dict(extra), upgraded, old_on_new, beside)
     ranks = {
         (query, gallery, direction): _direction_ranks(f"{query}/{gallery}", queries, items, direction, chunk_size, shared)
         for query, gallery, queries, items in pairs

@@ -15,9 +15,12 @@ _MEANINGS = {
     "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
     "slerp/old": "old and new queries mixed, old gallery: what both models find together, each query embedded twice",
     "fallback/old": "new queries, or old ones where these are not sure, old gallery: some queries embedded twice",
+    "without memory/old": "the same without what is remembered: what the map alone gives",
+    "old+memory/old": "old queries that remember likewise, old gallery: what of it needs no new model",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
     "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",
+    "new+memory/new+memory": "new queries and a new gallery that remember likewise: the ceiling of a gallery that remembers",
     "independent/independent": "a plain new model on its own gallery: the ceiling",
 }
 _METRICS = {

@@ -24,7 +24,7 @@ from xcompat.evaluation import (
     linear_cka,
     readable,
 )
-from xcompat.evaluation.cases import WITHOUT_MEMORY, C
+from xcompat.evaluation.cases import NEW_WITH_MEMORY, WITHOUT_MEMORY, C
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
@@ -51,6 +51,8 @@ class Contestants:
         independent: the new model without any training for compatibility.
         extra: other query models in the old space, by name.
         upgraded: the old gallery mapped towards the new model, where the method does that.
+        forgetful: the same without what the map remembers.
+        ceiling: the new model among its own, where both its queries and its gallery remember likewise.
         side_info: what is stored beside the old gallery and mapped with it, where there is some.
         confidence: how sure the new queries are, (N, 1) each, where the model says so.
     """
@@ -61,6 +63,8 @@ class Contestants:
     independent: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     upgraded: Any = None
+    forgetful: Any = None
+    ceiling: Any = None
     side_info: Any = None
     confidence: Any = None
 
@@ -100,7 +104,11 @@ def embed_new(
     if model.maps_galleries:
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
-        return Contestants(old, own, own, independent, upgraded=upgraded, side_info=side_info)
+        forgetful = None
+        if model.memory is not None:
+            named = f"{old.name}, mapped without memory", model.embeds_fingerprint().derived("upgrade")
+            forgetful = map_contestant(old, *named, model.own_upgrade, model.device, side_info)
+        return Contestants(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
     version = old.fingerprint
     view = map_contestant(raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
     extra = {}
@@ -119,18 +127,18 @@ def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
     return confidence[:, None]
 
 
-def with_memory(old: C, memory: QueryMemory) -> C:
-    """Let old queries wear a metric and a memory: what of a gain needs no new model.
+def with_memory(model: C, memory: QueryMemory) -> C:
+    """Let embeddings of one model wear a metric and a memory: of old queries, what of a gain needs no new model.
 
     Args:
-        old: the old model's embeddings.
-        memory: whose keys are old embeddings as well.
+        model: the old model's embeddings, or the new one's.
+        memory: whose keys are embeddings of that model as well.
 
     Returns:
-        The queries.
+        The same items.
     """
-    named = f"{old.name} that remembers", old.fingerprint.derived("memory")
-    return map_contestant(old, *named, lambda embeds: memory(embeds, embeds), torch.device("cpu"))
+    named = f"{model.name} that remembers", model.fingerprint.derived("memory")
+    return map_contestant(model, *named, lambda embeds: memory(embeds, embeds), torch.device("cpu"))
 
 
 def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
@@ -168,7 +176,7 @@ def judge(
     Returns:
         The evaluation, and the contestants without unreadable images.
     """
-    roles = ("old", "new_view", "new", "independent", "upgraded", "side_info", "confidence")
+    roles = ("old", "new_view", "new", "independent", "upgraded", "forgetful", "ceiling", "side_info", "confidence")
     present = {role: model for role in roles if (model := getattr(contestants, role)) is not None}
     clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
     extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
@@ -183,6 +191,14 @@ def judge(
         "n_resamples": settings.resamples,
         "seed": seed,
         "shared": shared,
+        "beside": {
+            names: (asks, searched)
+            for names, asks, searched in (
+                ((WITHOUT_MEMORY, "old"), kept.new_view, kept.forgetful),
+                ((NEW_WITH_MEMORY, NEW_WITH_MEMORY), kept.ceiling, kept.ceiling),
+            )
+            if searched is not None
+        },
     }
     models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
     if isinstance(kept.old, EmbeddedImages):

@@ -56,8 +56,8 @@ class StageRecipe(Section):
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
         encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
             pretrained and the head is not, whose first gradients would undo them.
-        memory: what queries remember of what was learned from, chosen by what is held out of it: ``classes`` of ``data.images``,
-            ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for nothing.
+        memory: what queries or mapped galleries remember of what was learned from, chosen by what is held out: ``classes`` of
+            ``data.images``, for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for none.
         memory_codec: in which a memory keeps its entries: ``float32`` for as they are, ``SQ8``, ``SQ4``, ``SQfp16`` or such as
             ``PQ64``, of which a query looks at the nearest alone; unless given ``SQ8`` for more than 2^24 numbers in keys.
         searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
@@ -170,9 +170,10 @@ class StageRecipe(Section):
             )
         if self.method != CHOSEN and self.memory is None and self.memory_codec is not None:
             raise ValueError("memory_codec: nothing is remembered; set memory: classes or pairs, or leave memory_codec out")
-        maps_queries = method.compares_with_old and not method.maps_galleries and self.options.get("direction") != "old_to_new"
-        if self.memory is not None and not maps_queries:
+        if self.memory is not None and not method.compares_with_old:
             raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
+        if self.memory == "pairs" and (method.maps_galleries or self.options.get("direction") == "old_to_new"):
+            raise ValueError(f"memory: method {self.method} maps galleries, which remember classes alone; set memory: classes")
         if self.memory == "classes" and self.data.images is None:
             raise ValueError("memory: classes are those of labelled images; name them under data.images")
         pairs = self.remembered_pairs

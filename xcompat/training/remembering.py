@@ -1,21 +1,22 @@
-"""What the queries of a stage's model remember: chosen on what the stage learned from."""
+"""What a stage's model remembers: chosen on what the stage learned from."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from xcompat.data import flatten_captions, load_pairs
 from xcompat.data.notices import notice
-from xcompat.data.schema import ID
+from xcompat.data.schema import ID, SIDE_INFO
 from xcompat.distributed import is_main_process
 from xcompat.embedding import EmbeddingCache
 from xcompat.errors import NothingHeldOutError
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, choose
-from xcompat.mapping.candidates import Candidate, Known
-from xcompat.mapping.paired import grouped
+from xcompat.mapping.candidates import Candidate, Known, Paired
+from xcompat.mapping.paired import TurnedEmbeddings, grouped
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
@@ -27,14 +28,17 @@ from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.stage import Stage
 
-GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
+GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
 """What is taken where there are too few items to hold any out."""
+
+P = TypeVar("P", bound=PairedEmbeddings)
 
 
 def remember(stage: Stage, model: CompatModel) -> None:
     """Choose what a trained model's queries wear by what was held out, and let them; all processes embed, the first one chooses.
 
-    Beside the model stands what was tried, and the same memory for old queries, which a report shows beside the new ones.
+    Of a model that maps galleries it is what is mapped that remembers. Beside the model stands what was tried, and the same
+    memory of one model alone, which a report shows beside it.
 
     Args:
         stage: the stage that was trained.
@@ -48,7 +52,11 @@ def remember(stage: Stage, model: CompatModel) -> None:
         return
     model.eval()
     new = _new(stage, model)
-    pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
+    pairs: Paired
+    if model.maps_galleries:
+        pairs = gallery_pairs(stage, new, model)
+    else:
+        pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
     if not is_main_process():
         return
     known = Known(pairs, lines={method: lambda *_: model}, codec=stage.part.memory_codec)
@@ -58,8 +66,9 @@ def remember(stage: Stage, model: CompatModel) -> None:
         candidate = choice.chosen.candidate
         show(choice)
     except NothingHeldOutError as error:
-        candidate = Candidate(method, **GUESSES[kind])
-        notice(f"{error}: what queries remember is a guess")
+        who = "galleries" if model.maps_galleries else "queries"
+        candidate = Candidate(method, **GUESSES[who if model.maps_galleries else kind])
+        notice(f"{error}: what {who} remember is a guess")
     model.remember(known.worn(candidate, choice.confidence if choice is not None else None))
     record(stage, candidate, choice, known)
 
@@ -72,7 +81,9 @@ def show(choice: Choice) -> None:
 
 
 def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Known) -> None:
-    """Write what was tried beside the model, and the same memory for old queries, which a report shows beside the new ones.
+    """Write what was tried beside the model, and the same memory of one model alone, which a report shows beside it.
+
+    That is the memory of old queries; of a map of galleries, that of the new model's own queries and galleries.
 
     Args:
         stage: the stage.
@@ -88,14 +99,14 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
 
 
-def old_memory(stage: Stage) -> QueryMemory | None:
-    """Read what old queries would remember.
+def memory_of_one(stage: Stage) -> QueryMemory | None:
+    """Read what one model alone would remember: old queries, or the new model where the stage maps galleries.
 
     Args:
         stage: a stage that is done.
 
     Returns:
-        The memory; None where the stage's own queries remember nothing.
+        The memory; None where the stage's model remembers nothing.
     """
     file = stage.folder / OLD_MEMORY
     if not file.exists():
@@ -118,7 +129,25 @@ def labelled_pairs(stage: Stage, new: Embedder) -> PairedEmbeddings:
     Returns:
         What both models can read.
     """
-    return _readable(stage.cache(new), stage.cache(stage.old()), stage.images.labels())
+    caches = stage.cache(new), stage.cache(stage.old())
+    return _readable(PairedEmbeddings(*caches, stage.images.labels()), *caches)
+
+
+def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> TurnedEmbeddings:
+    """Embed the labelled images that a map of galleries learns from.
+
+    Args:
+        stage: the stage.
+        new: the new model, whose queries stay as they are.
+        model: the map, which may read side-information.
+
+    Returns:
+        What all models can read, old and new turned.
+    """
+    caches = stage.cache(stage.old()), stage.cache(new)
+    sides = [stage.cache(stage.remembered(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    turned = TurnedEmbeddings(*caches, stage.images.labels(), side_NS=sides[0] if sides else None)
+    return _readable(turned, *caches, *sides)
 
 
 def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
@@ -141,8 +170,9 @@ def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
     _, rows_M = np.unique(texts, return_index=True)
     new_images, new_texts = caption_caches(stage, new)
     old_images, old_texts = caption_caches(stage, stage.embedder("old"))
-    images = _readable(new_images, old_images, image_groups_N)
-    return CaptionedEmbeddings.whole(images, _readable(new_texts, old_texts, text_groups_M[rows_M]))
+    images = _readable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)
+    texts_alone = _readable(PairedEmbeddings(new_texts, old_texts, text_groups_M[rows_M]), new_texts, old_texts)
+    return CaptionedEmbeddings.whole(images, texts_alone)
 
 
 def caption_caches(stage: Stage, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
@@ -167,7 +197,7 @@ def _new(stage: Stage, model: CompatModel) -> Embedder:
     return Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim)
 
 
-def _readable(new: EmbeddingCache, old: EmbeddingCache, labels_N: NDArray[np.int64]) -> PairedEmbeddings:
+def _readable(pairs: P, *caches: EmbeddingCache) -> P:
     """Leave out what one of the models could not read."""
-    pairs, kept_N = PairedEmbeddings(new, old, labels_N), new.readable() & old.readable()
+    kept_N = np.all([cache.readable() for cache in caches], axis=0)
     return pairs if kept_N.all() else pairs.take(np.flatnonzero(kept_N))

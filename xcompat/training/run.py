@@ -43,7 +43,7 @@ from xcompat.training.record import (
     settings_of,
     write_recipe,
 )
-from xcompat.training.remembering import caption_caches, old_memory, remember
+from xcompat.training.remembering import caption_caches, memory_of_one, remember
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
@@ -278,9 +278,12 @@ class StageRun(Stage):
                 "its queries do not search the old one; leave it out"
             )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
-        if (memory := old_memory(self)) is not None:
+        memory, ceiling = memory_of_one(self), None
+        if memory is not None and model.maps_galleries:
+            ceiling = with_memory(contestants.new, memory)
+        elif memory is not None:
             extra[OLD_WITH_MEMORY] = with_memory(old, memory)
-        return replace(contestants, extra={**contestants.extra, **extra})
+        return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
         """Embed the test set with every version before the old one, whose galleries a chain of upgrades still serves."""
