@@ -153,8 +153,15 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     assert 0.5 < said["auroc"]["ci95"][0] < said["auroc"]["value"]
 
 
-def test_a_map_without_a_memory_says_so() -> None:
+def test_without_a_metric_no_damping_of_it_is_tried() -> None:
     choice = choose(made())
+    assert choice.chosen.candidate.power is None and choice.chosen.candidate.share
+    names = [str(trial.candidate) for trial in choice.trials]
+    assert len(set(names)) == len(names)
+
+
+def test_a_map_without_a_memory_says_so() -> None:
+    choice = choose(made().of_old())  # which no memory makes better
     assert choice.confidence is None and said_of(choice)[-1] == "No query says how sure it is: they remember nothing."
     assert as_json(choice)["confidence"] == {"none": "they remember nothing"}
 

@@ -137,7 +137,9 @@ def test_how_sure_queries_are_is_no_gallerys_matter() -> None:
 
 
 def test_the_card_says_what_is_mapped_remembers() -> None:
-    facts = replace(mapping("fct").remember(memory()).facts(), base={"name": "new", "revision": None, "library": "timm"})
+    unnamed = mapping("fct").remember(memory()).facts()
+    assert "into the space of a newer model, which is not named:" in str(model_card("me/map", unnamed, None))
+    facts = replace(unnamed, base={"name": "new", "revision": None, "library": "timm"})
     card = str(model_card("me/map", facts, None))
     assert "What it maps leans on what the training data were: this repository holds 10 means of their classes by the old" in card
     assert "Queries wear" not in card

@@ -145,7 +145,7 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
     if held.powers:
         best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
     best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
-    if held.powers:
+    if best.power is not None:
         best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
     chosen = better(trials.values(), than) if than is not None else careful(trials.values())
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
