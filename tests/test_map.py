@@ -21,7 +21,7 @@ from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
 from xcompat.mapping import folds as folds_of
 from xcompat.mapping.candidates import Known, fit
-from xcompat.mapping.choosing import careful
+from xcompat.mapping.choosing import Choice, careful, joined
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.showing import as_json, said_of
@@ -177,19 +177,30 @@ def test_the_worst_gain_decides_and_then_the_mean() -> None:
     assert choose(made(), "unknown").chosen == choice.chosen, "the same seed chooses the same"
 
 
+def tried(share: float, worst: float, mean: float, line: str = "procrustes", half: float = 0.0196) -> Trial:
+    def gain(of: float) -> PairedDifference:
+        return PairedDifference(of, of - half, of + half)
+
+    return Trial(Candidate(line, 0.25, share=share), {"new classes": {"cmc@1": gain(worst), "map@1.0": gain(2 * mean - worst)}})
+
+
 def test_what_is_not_surely_above_old_queries_leans_little_on_memory() -> None:
-    def trial(share: float, mean: float, half: float, other: float) -> Trial:
-        def gain(of: float) -> PairedDifference:
-            return PairedDifference(of, of - half, of + half)
-
-        return Trial(Candidate("procrustes", 0.25, share=share), {"new classes": {"cmc@1": gain(mean), "map@1.0": gain(other)}})
-
-    bold, mild, none = trial(0.8, 0.020, 0.0196, 0.09), trial(0.3, 0.011, 0.0196, 0.05), trial(0.0, 0.009, 0.0196, 0.03)
+    bold, mild, none = tried(0.8, 0.020, 0.09), tried(0.3, 0.011, 0.05), tried(0.0, 0.010, 0.03)
     assert careful([bold, mild, none]) is bold, "surely above zero"
-    bold, mild, none = trial(0.8, 0.019, 0.0196, 0.09), trial(0.3, 0.010, 0.0196, 0.05), trial(0.0, 0.008, 0.0196, 0.03)
-    assert careful([bold, mild, none]) is mild, "within a standard error of .01; without memory is not"
-    better_line = trial(0.3, 0.012, 0.0196, 0.05)
-    assert careful([bold, mild, none, better_line]) is better_line
+    bold = tried(0.8, 0.019, 0.09)
+    assert careful([bold, mild, none]) is mild, "within a standard error of .01, and gains more than none"
+    nothing = tried(0.0, 0.011, 0.06)
+    assert careful([bold, mild, nothing]) is nothing, "what gains as much without a memory needs none"
+
+
+def test_of_inputs_that_find_as_much_the_one_before_the_trained_layer_is_taken() -> None:
+    def choice(trial: Trial) -> Choice:
+        return Choice([trial], trial, None, {}, {})
+
+    embedding = choice(tried(0.3, 0.030, 0.05))
+    for worst, taken in ((0.021, "of features"), (0.019, "procrustes")):
+        both = joined([embedding, choice(tried(0.3, worst, 0.04, "of features"))])
+        assert both.chosen.candidate.line == taken and len(both.trials) == 2
 
 
 def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: Path) -> None:

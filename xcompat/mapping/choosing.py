@@ -13,7 +13,6 @@ from xcompat.mapping.held_out import HeldOut, HeldOutCaptions, HeldOutClasses, H
 from xcompat.mapping.paired import CaptionedEmbeddings, TurnedEmbeddings
 
 DAMPINGS = (0.1, 0.3, 1.0)
-_STANDARD_ERRORS = 1.96  # from the mean to the end of an interval of 95 %
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Choice:
         """What was the best."""
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
-        careful = "; where that gain is not surely above zero, of all within a standard error of it the least share of memory"
+        careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"
         return best + careful * (self.than is None)
 
     def best_of_each_kind(self) -> list[Trial]:
@@ -78,10 +77,11 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
 
 
 def careful(trials: Collection[Trial]) -> Trial:
-    """Return the best where its worst gain is surely above zero; else, of all within a standard error, what remembers least.
+    """Return the best where its worst gain is surely above zero; else what gains most of what is close and remembers little.
 
-    Few items held out say little, and a memory that is too bold costs most on classes that nobody has shown (the rule of one
-    standard error, Breiman et al. 1984, Classification and Regression Trees §3.4.3).
+    Few items held out say little, and a memory that is too bold costs most on classes that nobody has shown, while the mildest
+    costs next to nothing there and gains on all others (after the rule of one standard error, Breiman et al. 1984, Classification
+    and Regression Trees §3.4.3).
 
     Args:
         trials: one or more.
@@ -89,23 +89,25 @@ def careful(trials: Collection[Trial]) -> Trial:
     best = better(trials)
     if best.least.low > 0:
         return best
-    error = (best.least.high - best.least.low) / (2 * _STANDARD_ERRORS)
-    close = [trial for trial in trials if trial.worst >= best.worst - error]
-    share = min(trial.candidate.share for trial in close)
-    return better(trial for trial in close if trial.candidate.share == share)
+    close = [trial for trial in trials if trial.worst >= best.worst - best.error]
+    mildest = min((trial.candidate.share for trial in close if trial.candidate.share), default=0.0)
+    return max((trial for trial in close if trial.candidate.share <= mildest), key=lambda trial: trial.mean)
 
 
 def joined(choices: Sequence[Choice]) -> Choice:
     """Put choices among lines of several inputs of the same items together.
 
+    A layer that was trained on the very items that are held out finds more of them than of others, and the layers before it less
+    so: of inputs whose worst gains are within a standard error the one furthest from it is taken.
+
     Args:
-        choices: one or more.
+        choices: one or more, of what the new model ends in first.
 
     Returns:
-        All their trials, and the best of what each took.
+        All their trials, and what one of them took.
     """
     best = better(choice.chosen for choice in choices)
-    taken = next(choice for choice in choices if choice.chosen is best)
+    taken = [choice for choice in choices if choice.chosen.worst >= best.worst - best.error][-1]
     return replace(taken, trials=[trial for choice in choices for trial in choice.trials])
 
 

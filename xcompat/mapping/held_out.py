@@ -21,6 +21,7 @@ from xcompat.models.codes import AS_THEY_ARE
 RESAMPLES = 1000
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
+_STANDARD_ERRORS = 1.96  # from the mean to the end of an interval of 95 %
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
@@ -70,6 +71,11 @@ class Trial:
     def worst(self) -> float:
         """The mean of the smallest gain."""
         return self.least.mean
+
+    @property
+    def error(self) -> float:
+        """The standard error of the smallest gain."""
+        return (self.least.high - self.least.low) / (2 * _STANDARD_ERRORS)
 
     @property
     def mean(self) -> float:
