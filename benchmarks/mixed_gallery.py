@@ -35,9 +35,9 @@ IMAGES, QUERIES, SEEDS = 5000, 1000, 5
 SHARES = np.linspace(0, 1, 11)
 SHUFFLED = 3
 """Random orders of a seed; what is compared with them is compared with their mean."""
-SAME = "standardised by the same items"
-"""Means and deviations are of the same items in both versions, which a gallery has not: it replaces what is embedded anew."""
-MERGES = ("raw", "standardised", SAME)
+MERGES: tuple[Merge, ...] = ("raw", "standardised", "rank")
+MERGED: Merge = "standardised"
+"""How galleries merge, in which orders are compared."""
 METRICS = ("CMC@1", "CMC@5", "mAP@R")
 BEST = {"largest true error": "needs the new embeddings", "what helps these queries": "needs the queries and their classes"}
 
@@ -64,13 +64,13 @@ class Scene(NamedTuple):
     stored_N: NDArray[np.int64]
     right_QN: NDArray[np.bool_]
 
-    def quality(self, versions: tuple[Scored, Scored], anew_N: NDArray[np.bool_], merge: str) -> NDArray[np.float64]:
+    def quality(self, versions: tuple[Scored, Scored], anew_N: NDArray[np.bool_], merge: Merge) -> NDArray[np.float64]:
         """Return what each query finds where some items are embedded anew, merged by the library: (3, Q) as ``METRICS``.
 
         Args:
             versions: mapped embeddings, and new ones.
             anew_N: which are embedded anew.
-            merge: one of ``MERGES``, or ``rank``.
+            merge: one of ``MERGES``.
         """
         sizes_Q = self.right_QN.sum(1)
         k = int(sizes_Q.max())
@@ -78,18 +78,17 @@ class Scene(NamedTuple):
         for version, (scores_QN, ranked_QN) in enumerate(versions):
             there_N = anew_N == bool(version)
             if there_N.any():
-                like = np.flatnonzero(there_N | (merge == SAME))
-                sample = like[np.unique(np.linspace(0, len(like) - 1, min(SAMPLE, len(like))).astype(np.int64))]
+                there = np.flatnonzero(there_N)
+                sample = there[np.unique(np.linspace(0, len(there) - 1, min(SAMPLE, len(there))).astype(np.int64))]
                 rows_Qk = _first(ranked_QN, there_N, k)
                 best_Qk = np.take_along_axis(scores_QN, rows_Qk, 1)
                 found.append(Candidates(best_Qk, np.full_like(rows_Qk, version), rows_Qk, scores_QN[:, sample]))
-        by: Merge = "rank" if merge == "rank" else "raw" if merge == "raw" else "standardised"
-        right_Qk = np.take_along_axis(self.right_QN, merge_candidates(found, k, by)[2], 1)
+        right_Qk = np.take_along_axis(self.right_QN, merge_candidates(found, k, merge)[2], 1)
         places_k = np.arange(1, k + 1)
         precise_Qk = np.cumsum(right_Qk, 1) / places_k * right_Qk * (places_k <= sizes_Q[:, None])
         return np.stack([right_Qk[:, 0], right_Qk[:, :5].any(1), precise_Qk.sum(1) / sizes_Q])
 
-    def curve(self, versions: tuple[Scored, Scored], order_N: Floats, merge: str) -> NDArray[np.float64]:
+    def curve(self, versions: tuple[Scored, Scored], order_N: Floats, merge: Merge) -> NDArray[np.float64]:
         """Return :meth:`quality` at every share, what has the largest numbers first: (S, 3, Q)."""
         ranked = np.argsort(-order_N, kind="stable")
         places_N = np.argsort(ranked)
@@ -143,11 +142,11 @@ def measure_seed(scene: Scene, kind: MapKind, found: Mapped, learned: Photos, te
     orders |= dict(zip(BEST, (squared_distance(found.stored_ND, stored.new_ND), useful_N), strict=True))
     generator = np.random.default_rng(seed)
     shuffled = [generator.random(len(scene.stored_N), dtype=np.float32) for _ in range(SHUFFLED)]
-    for merge in (*MERGES, *(["rank"] if kind == "fct" else [])):
+    for merge in MERGES if kind == "fct" else (MERGED,):
         random = np.mean([scene.curve(versions, order_N, merge) for order_N in shuffled], axis=0)
         curves.setdefault((kind, "random", merge), []).append(random)
-        for name, order_N in orders.items() if merge in MERGES else ():
-            curves.setdefault((kind, name, merge), []).append(scene.curve(versions, order_N, merge))
+    for name, order_N in orders.items():
+        curves.setdefault((kind, name, MERGED), []).append(scene.curve(versions, order_N, MERGED))
 
 
 def main() -> None:
@@ -195,7 +194,7 @@ def show_merges(curves: Curves, floors: NDArray[np.float64]) -> None:
         f"\nold/old: {old} ({' / '.join(METRICS)})\n\nCMC@1 / mAP@R by the share that is embedded anew, in random order\n"
     )
     console.print(f"| merge | {' | '.join(f'{share:.0%}' for share in SHARES)} | area |\n|---|{'---:|' * (len(SHARES) + 1)}")
-    for merge in ("raw", "standardised", "rank"):
+    for merge in MERGES:
         mean = np.mean([curve.mean(-1) for curve in curves["fct", "random", merge]], axis=0)[:, [0, 2]]
         points = [*mean, np.trapezoid(mean, SHARES, axis=0)]
         console.print(f"| {merge} | {' | '.join(' / '.join(f'{100 * value:.1f}' for value in point) for point in points)} |")
@@ -204,26 +203,22 @@ def show_merges(curves: Curves, floors: NDArray[np.float64]) -> None:
 def show_orders(curves: Curves, asked: list[NDArray[np.int64]]) -> None:
     """Print the areas of all orders as differences from random order, over all seeds and seed by seed."""
     seeds = [[rows] for rows in asked]
-    pair = [curves["fct", "random", merge] for merge in ("standardised", "raw")]
-    console.print(
-        f"\nstandardised - raw, random order: {', '.join(f'{name} {gain(*pair, i, asked)}' for i, name in enumerate(METRICS))}"
-    )
-    for merge in MERGES:
-        console.print(
-            f"\nArea under the curve, {merge}: points beside random order, with 95 % intervals over queries of {SEEDS} seeds\n"
-        )
-        console.print(f"| map | order | {' | '.join(METRICS)} |\n|---|---|{'---:|' * len(METRICS)}")
-        for (kind, order, by), mine in curves.items():
-            other = curves[kind, "random", by]
-            if by == merge:
-                whole = [f"{100 * np.mean([area(curve)[i] for curve in mine]):.1f}" for i in range(len(METRICS))]
-                cells = whole if order == "random" else [gain(mine, other, i, asked) for i in range(len(METRICS))]
-                console.print(f"| {kind} | {order}{' (the area)' * (order == 'random')} | {' | '.join(cells)} |")
-    console.print(f"\nSeed by seed, standardised: CMC@1\n\n| map | order | {' | '.join(map(str, range(SEEDS)))} |")
+    merged, raw = curves["fct", "random", MERGED], curves["fct", "random", "raw"]
+    beside = ", ".join(f"{name} {gain(merged, raw, i, asked)}" for i, name in enumerate(METRICS))
+    console.print(f"\nstandardised - raw, random order: {beside}")
+    console.print(f"\nArea under the curve: points beside random order, with 95 % intervals over queries of {SEEDS} seeds\n")
+    console.print(f"| map | order | {' | '.join(METRICS)} |\n|---|---|{'---:|' * len(METRICS)}")
+    for (kind, order, merge), mine in curves.items():
+        other = curves[kind, "random", merge]
+        if merge == MERGED:
+            whole = [f"{100 * np.mean([area(curve)[i] for curve in mine]):.1f}" for i in range(len(METRICS))]
+            cells = whole if order == "random" else [gain(mine, other, i, asked) for i in range(len(METRICS))]
+            console.print(f"| {kind} | {order}{' (the area)' * (order == 'random')} | {' | '.join(cells)} |")
+    console.print(f"\nSeed by seed: CMC@1\n\n| map | order | {' | '.join(map(str, range(SEEDS)))} |")
     console.print(f"|---|---|{'---:|' * SEEDS}")
-    for (kind, order, by), mine in curves.items():
-        if by == "standardised" and order != "random" and order not in BEST:
-            other = curves[kind, "random", by]
+    for (kind, order, merge), mine in curves.items():
+        if merge == MERGED and order != "random" and order not in BEST:
+            other = curves[kind, "random", merge]
             cells = [gain([a], [b], 0, rows) for a, b, rows in zip(mine, other, seeds, strict=True)]
             console.print(f"| {kind} | {order} | {' | '.join(cells)} |")
 
@@ -236,7 +231,7 @@ def draw(curves: Curves, floors: NDArray[np.float64]) -> None:
     axes = figure.add_subplot()
     axes.axhline(100 * floors[:, 0].mean(), linestyle="--", color="#7a828e", label="old queries, old gallery")
     for (kind, order, merge), mine in curves.items():
-        if kind == "fct" and (merge == "standardised" or (order == "random" and merge in ("raw", "rank"))):
+        if kind == "fct":
             line = 100 * np.mean([curve[:, 0].mean(-1) for curve in mine], axis=0)
             style = "-" if order == "random" else "--" if order in BEST else ":"
             axes.plot(100 * SHARES, line, style, marker="o", markersize=3, label=f"{order}, {merge}")
