@@ -22,10 +22,22 @@ from xcompat.models import METHODS, describe_old
 from xcompat.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+LISTED = [f"docs/{name}" for name in re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", INDEX, re.MULTILINE)]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "docs/README.md", *LISTED]}
+LINKING = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+README_LINES, README_WIDTH = 250, 150
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line] + [".git"]
-EXAMPLES = re.findall(r"<!-- runnable -->\n```(\w+)\n(.*?)```", README, re.DOTALL)
+EXAMPLES = [
+    (name, language, code)
+    for name, page in PAGES.items()
+    for language, code in re.findall(r"<!-- runnable -->\n```(\w+)\n(.*?)```", page, re.DOTALL)
+]
+RECIPES = [
+    (name, recipe, text)
+    for name, page in PAGES.items()
+    for recipe, text in re.findall(r"```yaml\n# (\S+)\n(.*?)```", page, re.DOTALL)
+]
 
 
 def tree_of(page: str) -> dict[str, str]:
@@ -53,7 +65,7 @@ def on_disk(folder: Path) -> set[str]:
 
 
 def test_the_tree_is_the_disk() -> None:
-    told = set(tree_of(STRUCTURE))
+    told = set(tree_of(PAGES["docs/structure.md"]))
     folders = [ROOT, *(path for path in sorted((ROOT / "xcompat").rglob("*")) if path.is_dir() and path.name != "__pycache__")]
     there = set().union(*(on_disk(folder) for folder in [*folders, ROOT / "xcompat"]))
     assert told - there == set(), "in docs/structure.md, but not on the disk"
@@ -61,8 +73,19 @@ def test_the_tree_is_the_disk() -> None:
 
 
 def test_the_readme_shows_the_tree_down_to_the_packages() -> None:
-    upper = {path: caption for path, caption in tree_of(STRUCTURE).items() if re.fullmatch(r"[^/]+/?|xcompat/[^/]+/", path)}
-    assert tree_of(README) == upper
+    tree = tree_of(PAGES["docs/structure.md"])
+    upper = {path: caption for path, caption in tree.items() if re.fullmatch(r"[^/]+/?|xcompat/[^/]+/", path)}
+    assert tree_of(PAGES["README.md"]) == upper
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= README_LINES
+    assert [line for line in lines if len(line) > README_WIDTH] == []
+
+
+def test_the_index_lists_every_page_once() -> None:
+    assert sorted(LISTED) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 
 
 def test_the_tree_is_read_as_it_is_written() -> None:
@@ -70,27 +93,40 @@ def test_the_tree_is_read_as_it_is_written() -> None:
     assert tree_of(drawn) == {"a/": "first", "a/b.py": "inside", "c": "last"}
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def anchors_of(page: str) -> set[str]:
+    """Return what a link may name after its #: every heading, in small letters, with hyphens and without punctuation."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", LINKING)
 def test_links_and_paths_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    recipes = re.findall(r"\b(?:recipes|accelerate_configs|benchmarks|tests)/[\w/.-]+\.(?:yaml|py|md)", text)
-    missing = [path for path in links + recipes if not (ROOT / path).exists()]
-    assert not missing
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if "://" not in target:
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{name} links to {target}"
+            assert not anchor or anchor in anchors_of(linked.read_text(encoding="utf-8")), f"{target} has no heading {anchor}"
+    paths = re.findall(r"\b(?:recipes|accelerate_configs|benchmarks|tests)/[\w/.-]+\.(?:yaml|py|md)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def table_column(heading: str) -> set[str]:
-    """Return the code spans in the first column of the table whose header starts so."""
-    table = README[README.index(heading) :].split("\n\n", 1)[0].splitlines()[2:]
+def table_column(name: str, heading: str) -> set[str]:
+    """Return the code spans in the first column of the page's table whose header starts so."""
+    page = PAGES[name]
+    table = page[page.index(heading) :].split("\n\n", 1)[0].splitlines()[2:]
     return {name for row in table for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
 
 
 def test_every_method_is_described() -> None:
-    assert table_column("| `method:` in a recipe") == set(METHODS)
+    assert table_column("docs/methods.md", "| `method:` in a recipe") == set(METHODS)
 
 
 def test_every_way_to_launch_is_described() -> None:
-    assert table_column("| name | for |") == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert table_column("docs/training.md", "| name | for |") == {
+        path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")
+    }
 
 
 def test_every_test_file_is_described() -> None:
@@ -118,14 +154,15 @@ def test_the_papers_can_be_cited() -> None:
         assert reference["title"] and isinstance(reference["year"], int)
 
 
-def test_the_recipes_in_the_readme_are_some(tmp_path: Path) -> None:
-    recipes = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README, re.DOTALL)
-    for name, text in recipes:
+def test_the_recipes_in_the_pages_are_some(tmp_path: Path) -> None:
+    told = {"photos.yaml": (["map"], 3e-4), "upgrade.yaml": (["projection", "xbt"], 1e-4)}
+    assert {name for _, name, _ in RECIPES} == set(told)
+    for page, name, text in RECIPES:
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert [stage.method for stage in load_recipe(tmp_path / "photos.yaml").stages] == ["map"]
-    stages = load_recipe(tmp_path / "upgrade.yaml").stages
-    assert [stage.method for stage in stages] == ["projection", "xbt"]
-    assert all(stage.data.test is not None and stage.training["learning_rate"] == 1e-4 for stage in stages)
+        stages = load_recipe(tmp_path / name).stages
+        methods, rate = told[name]
+        assert [stage.method for stage in stages] == methods, page
+        assert all(stage.data.tests() and stage.training["learning_rate"] == rate for stage in stages), page
 
 
 def unit(rows_ND: np.ndarray) -> np.ndarray:
@@ -134,7 +171,7 @@ def unit(rows_ND: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def workplace(tmp_path: Path, folder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that holds, in miniature, every file that the README's examples read; it is the current one."""
+    """Return a folder that holds, in miniature, every file that the pages' examples read; it is the current one."""
     old = describe_old(Fingerprint.from_string("clip-b32"), dim=8)
     model = XbtModel.from_encoder(folder_of["clip"], old=old, adapters={"lora": {"rank": 2}, "prompts": 2})
     model.export(tmp_path / "runs/clip_b32_to_l14/xbt/model")
@@ -165,15 +202,18 @@ def run_shell(code: str) -> None:
 
 
 def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert {language for language, _ in EXAMPLES} == {"python", "sh"}
-    names: dict[str, Any] = {}
-    for language, code in EXAMPLES:
+    """Page after page: the files that an example writes are there for the next page, its names are not."""
+    assert {language for _, language, _ in EXAMPLES} == {"python", "sh"}
+    names: dict[str, dict[str, Any]] = {}
+    for page, language, code in EXAMPLES:
         if language == "sh":
             run_shell(code)
         else:
-            exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own README
-    assert names["queries"].shape == (2, 8)
-    np.testing.assert_allclose(names["queries"].norm(dim=-1), 1, rtol=1e-5)
+            exec(compile(code, page, "exec"), names.setdefault(page, {}))  # noqa: S102 - our own pages
+    assert names["README.md"]["own"].shape == (60, 16)
+    for page in ("README.md", "docs/recipes.md"):
+        assert names[page]["queries"].shape == (2, 8)
+        np.testing.assert_allclose(names[page]["queries"].norm(dim=-1), 1, rtol=1e-5)
     assert (workplace / "runs/judged/report/report.html").exists()
     printed = capsys.readouterr().out
     assert "clip-b32@" in printed, "the versions whose indexes may be searched"

@@ -106,7 +106,7 @@ def compatible(tmp_path: Path, folder_of: dict[str, str], old_folder: str) -> st
     return str(tmp_path / "xbt")
 
 
-def test_the_commands_of_the_readme_one_after_the_other(
+def test_the_commands_of_the_page_on_galleries_one_after_the_other(
     run: Run, photos: Path, tmp_path: Path, compatible: str, folder_of: dict[str, str], old_folder: str
 ) -> None:
     gallery, more = tmp_path / "gallery", tmp_path / "more"
