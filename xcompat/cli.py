@@ -206,7 +206,7 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Do the main job on the embedded data: two models, one old gallery, a verdict. Under 8 minutes on 2 cores."""
+    """Do the main job on the embedded data: two models, one old gallery, a verdict. About 11 minutes on 2 cores."""
     from xcompat.quickstart import run_quickstart
 
     run_quickstart(output, overrides or [])
