@@ -195,7 +195,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     embedder = Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim)
     pairs = captioned_pairs(run, embedder)
     known = Known(pairs, lines={"xbt": lambda *_: model})
-    choice = choose(pairs, lines=known.lines)
+    choice = choose(pairs, lines=known.lines, beside_line=True)
     model.remember(known.worn(choice.chosen.candidate, choice.confidence))
     assert run.part.data.test is not None
     test = load_pair_test_set(run.part.data.test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from xcompat.cli import app
 from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
 from xcompat.mapping import folds as folds_of
-from xcompat.mapping.candidates import Known, fit
+from xcompat.mapping.candidates import LINES, Known, fit
 from xcompat.mapping.choosing import Choice, careful, joined
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
 from xcompat.mapping.held_out import Trial
@@ -201,6 +202,24 @@ def test_of_inputs_that_find_as_much_the_one_before_the_trained_layer_is_taken()
     for worst, taken in ((0.021, "of features"), (0.019, "procrustes")):
         both = joined([embedding, choice(tried(0.3, worst, 0.04, "of features"))])
         assert both.chosen.candidate.line == taken and len(both.trials) == 2
+
+
+def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
+    pairs = made()
+    turned = np.random.default_rng(3).permutation(len(pairs))  # new embeddings that say nothing
+    choice = choose(replace(pairs, new_ND=pairs.new_ND[turned]), "known")
+    assert choice.chosen.worst < 0 and choice.mixed is not None and choice.mixed.worst > choice.chosen.worst
+    said = " ".join(said_of(choice))
+    assert f"half-way they are at {100 * choice.mixed.worst:+.1f} points" in said
+    assert as_json(choice)["mixed"]["worst"] == choice.mixed.worst
+    assert choose(pairs, "known").mixed is None
+
+
+def test_one_line_alone_is_judged_beside_old_queries_unless_it_was_trained() -> None:
+    lines = {"procrustes": LINES["procrustes"]}
+    assert choose(made(), "known", lines=lines).than is None
+    beside = choose(made(), "known", lines=lines, beside_line=True)
+    assert beside.than is beside.trials[0]
 
 
 def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     if of != "embeddings":
         model, given = side_map()
     assert given.labels_N is not None
-    choice = choose(given, "open", lines={"map": lambda *_: model})
+    choice = choose(given, "open", lines={"map": lambda *_: model}, beside_line=True)
     assert choice.than is choice.trials[0] and choice.than.candidate == Candidate("map")
     assert all(trial.candidate.power is None for trial in choice.trials), "no metric is tried"
     assert {(trial.candidate.sharpness, trial.candidate.share) for trial in choice.trials if trial.candidate.share} == {

@@ -13,6 +13,8 @@ from xcompat.mapping.held_out import HeldOut, HeldOutCaptions, HeldOutClasses, H
 from xcompat.mapping.paired import CaptionedEmbeddings, TurnedEmbeddings
 
 DAMPINGS = (0.1, 0.3, 1.0)
+MIXED = 0.5
+"""The share of the old query where both are asked."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Choice:
         floor: protocol -> metric -> what old queries find.
         n_queries: protocol -> how many were asked.
         learned_at_most: how many items, or captioned images, each fold learned from, where it could have learned from more.
-        than: where one line was given, that line alone: both models may have learned from the very items that are held out, and
-            the old one more of them, so that gains over old queries say less than those over the line.
+        than: the line that metric and memory were judged beside: both models may have learned from the very items that are held
+            out, and the old one more of them, so that gains over old queries say less than those over it; None for old queries.
+        mixed: the best with old queries half-way, where it finds no more than these; None where it does, and of galleries.
         confidence: how sure queries of the best are, None where nothing says so.
         no_confidence: why not.
         of_galleries: whether it is stored embeddings that were mapped, and not queries.
@@ -41,6 +44,7 @@ class Choice:
     n_queries: dict[str, int]
     learned_at_most: int | None = None
     than: Trial | None = None
+    mixed: Trial | None = None
     confidence: Calibration | None = None
     no_confidence: str = ""
     of_galleries: bool = False
@@ -111,14 +115,40 @@ def joined(choices: Sequence[Choice]) -> Choice:
     return replace(taken, trials=[trial for choice in choices for trial in choice.trials])
 
 
-def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: Mapping[str, Solver] = LINES) -> Choice:
+def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Trial]:
+    """Try every line, then its metric, then the memory of what was best, and then finer settings of that."""
+    alone = [Candidate(name) for name in lines]
+    trials = {than.candidate: than} if than is not None else {}
+
+    def best_of(candidates: Sequence[Candidate]) -> Candidate:
+        for each in candidates:
+            if each not in trials:
+                trials[each] = held.try_(each)
+        return better((trials[each] for each in candidates), than).candidate
+
+    best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
+    best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
+    if best.power is not None:
+        best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
+    return list(trials.values())
+
+
+def choose(
+    pairs: Paired,
+    searched: Searched = "unknown",
+    seed: int = 0,
+    lines: Mapping[str, Solver] = LINES,
+    beside_line: bool = False,
+) -> Choice:
     """Try what a map can be made of, a part after the other: a line, its metric, its memory, and then finer settings.
 
     Args:
         pairs: the training set, with classes or with captions; turned for maps of galleries, whose metric stays as it is.
         searched: what is known of the classes that will be searched.
         seed: of the folds and of the intervals.
-        lines: what brings the new space to the old one, by name; where it is one alone, metric and memory are judged beside it.
+        lines: what brings the new space to the old one, by name.
+        beside_line: whether metric and memory are judged beside the first line alone, and not beside old queries: of a model
+            that was trained, as the old one may have been, on the very items that are held out.
 
     Returns:
         Every trial, and the best.
@@ -133,23 +163,9 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
         raise NothingHeldOutError("no classes or captions are known, so nothing says what a query should find")
     else:
         held = (HeldOutGalleries if isinstance(pairs, TurnedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)
-    alone = [Candidate(name) for name in lines]
-    than = held.try_(alone[0]) if len(alone) == 1 else None
-    trials = {alone[0]: than} if than is not None else {}
-
-    def best_of(candidates: Sequence[Candidate]) -> Candidate:
-        for each in candidates:
-            if each not in trials:
-                trials[each] = held.try_(each)
-        return better((trials[each] for each in candidates), than).candidate
-
-    best = best_of(alone)
-    if held.powers:
-        best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
-    best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
-    if best.power is not None:
-        best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
-    chosen = better(trials.values(), than) if than is not None else careful(trials.values())
+    than = held.try_(Candidate(next(iter(lines)))) if beside_line else None
+    trials = _tried(held, lines, than)
+    chosen = better(trials, than) if than is not None else careful(trials)
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
@@ -158,15 +174,17 @@ def choose(pairs: Paired, searched: Searched = "unknown", seed: int = 0, lines: 
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
+    mixed = held.try_(chosen.candidate, MIXED) if chosen.worst <= 0 and not held.of_galleries else None
     most = max(map(len, held.learned_rows))
     return Choice(
-        trials=list(trials.values()),
+        trials=trials,
         chosen=chosen,
         without_new_model=without_new_model,
         floor=floor,
         n_queries=counts,
         learned_at_most=most if most == LEARNED else None,
         than=than,
+        mixed=mixed,
         confidence=confidence,
         no_confidence=no_confidence,
         of_galleries=held.of_galleries,

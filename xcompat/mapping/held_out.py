@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
@@ -149,9 +151,15 @@ class HeldOut(ABC):
         about = [each.about_Q * len(self.known) + each.fold for each in new]
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
-    def try_(self, candidate: Candidate) -> Trial:
-        """Measure a candidate."""
-        found = _joined(self.measured(self.queries_of(candidate)))
+    def try_(self, candidate: Candidate, old_share: float = 0.0) -> Trial:
+        """Measure a candidate, perhaps with a share of the old query in each (:func:`~xcompat.heads.slerp`)."""
+        new = self.queries_of(candidate)
+
+        def mixed(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            new_Qd, old_Qd = new(fold, protocol, rows_Q, side), np.array(side.old_Nd[rows_Q], np.float32)
+            return slerp(torch.from_numpy(new_Qd), torch.from_numpy(old_Qd), old_share).numpy()
+
+        found = _joined(self.measured(mixed if old_share else new))
         gains = {
             protocol: {
                 metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)

@@ -31,6 +31,8 @@ def choice_table(choice: Choice) -> Table:
         table.add_row(str(trial.candidate), *_cells(trial), style="bold" if trial is choice.chosen else "")
     if choice.without_new_model is not None:
         table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
+    if choice.mixed is not None:
+        table.add_row("the best with old queries half-way", *_cells(choice.mixed), style="dim")
     return table
 
 
@@ -51,24 +53,21 @@ def said_of(choice: Choice) -> list[str]:
         Sentences.
     """
     best = choice.chosen
-    cells = {(protocol, metric): gain for protocol, metric, gain in best.cells()}
-    (protocol, metric), least = min(cells.items(), key=lambda item: item[1].mean)
-    interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
-    where = f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
     held = []
     if choice.learned_at_most is not None:
         held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
     if best.worst <= 0:
-        mix = "" if choice.of_galleries else " Where the old model is at hand, mix its queries in (xcompat.slerp)."
+        mix = " Where the old model is at hand, mix its queries in (xcompat.slerp); "
+        mix = f"{mix}half-way they are at {_least(choice.mixed)}." if choice.mixed is not None else ""
         return [
             *held,
             "Nothing finds more than old queries in everything that was held out: "
-            f"what is taken, {best.candidate}, is at {where}.{mix}",
+            f"what is taken, {best.candidate}, is at {_least(best)}.{mix}",
             _said_of_confidence(choice),
         ]
-    above = all(gain.low > 0 for gain in cells.values())
+    above = all(gain.low > 0 for _, _, gain in best.cells())
     sure = "and every interval lies above zero" if above else "though not every interval lies above zero"
-    said = [*held, f"New queries find more than old ones in everything that was held out, {sure}; the least is {where}."]
+    said = [*held, f"New queries find more than old ones in everything that was held out, {sure}; the least is {_least(best)}."]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
@@ -76,6 +75,13 @@ def said_of(choice: Choice) -> list[str]:
             "which needs no new one."
         )
     return [*said, _said_of_confidence(choice)]
+
+
+def _least(trial: Trial) -> str:
+    """Say what a trial finds least beside old queries, and where."""
+    protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
+    interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
+    return f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
 
 
 def _said_of_confidence(choice: Choice) -> str:
@@ -107,6 +113,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "learned_at_most": choice.learned_at_most,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
+        "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
         "confidence": _confidence(choice),
     }
 

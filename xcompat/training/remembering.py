@@ -62,7 +62,7 @@ def remember(stage: Stage, model: CompatModel) -> None:
     known = Known(pairs, lines={method: lambda *_: model}, codec=stage.part.memory_codec)
     choice: Choice | None = None
     try:
-        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines)
+        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines, beside_line=True)
         candidate = choice.chosen.candidate
         show(choice)
     except NothingHeldOutError as error:
