@@ -144,7 +144,7 @@ def _differences(
 def _memories(comparison: Comparison, direction: str) -> Table:
     """Say what of a gain is the metric's and the memory's: new queries without them, old queries with them."""
     wearing = [row for row in comparison.methods if row.without_memory]
-    metrics = [metric for each, metric in (wearing[0].without_memory if wearing else ()) if each == direction]
+    metrics = [metric for each, metric in (wearing[0].gains if wearing else ()) if each == direction]
     rows = []
     for row in wearing:
         keys = [(direction, metric) for metric in metrics]
