@@ -207,7 +207,7 @@ def _open(source: CorpusSource | PairSource) -> _Opened:
     if paths is None or source.format == "datasets" or (len(paths) == 1 and is_saved_dataset(paths[0])):
         raw = load_raw(PairSource(path=source.path, split=source.split, name=source.name, revision=source.revision), paths)
         return _Opened(source, [raw._fingerprint, source.text_column], [], raw)
-    refuse_hub_fields(source, "split", "name", "revision")
+    refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
     known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
     files = [file for path in paths for file in ([path] if path.is_file() else _known_files(path, known))]
     return _Opened(source, [source.model_dump(), file_stamps(files)], files, None)

@@ -57,7 +57,7 @@ def load_pairs(source: PairSource | str) -> AnyDataset:
     if paths is None and form != "datasets":
         raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
     if form != "datasets":
-        refuse_hub_fields(source, "split", "name", "revision")
+        refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
     if form == "webdataset":
         dataset = _load_shards(source, files_with(paths or [], SHARD_SUFFIXES))
     elif form in ("captions", "images"):
@@ -221,7 +221,7 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
     import datasets
 
     if paths is not None:
-        refuse_hub_fields(source, "name", "revision")
+        refuse_hub_fields(source.path, name=source.name, revision=source.revision)
         if not is_saved_dataset(paths[0]):
             raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
         try:
@@ -232,9 +232,11 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise XcompatError(f"{paths[0]} cannot be read ({what_failed(error)}); write it again") from error
-        if not isinstance(saved, datasets.DatasetDict):
-            refuse_hub_fields(source, "split")
-        dataset = _one_split(dict(saved), source) if isinstance(saved, datasets.DatasetDict) else saved
+        if isinstance(saved, datasets.DatasetDict):
+            dataset = _one_split(dict(saved), source)
+        else:
+            refuse_hub_fields(source.path, split=source.split)
+            dataset = saved
         return dataset.to_iterable_dataset() if source.streaming else dataset
     try:
         loaded = datasets.load_dataset(

@@ -87,21 +87,20 @@ class PairSource(ImageSource):
         return self.labels or self.label_column is not None
 
 
-def refuse_hub_fields(source: BaseModel, *fields: str) -> None:
+def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
     """Refuse what is said of a data set on the Hub where local data would be read without it.
 
     Args:
-        source: with a ``path``.
-        fields: names of those that mean nothing there.
+        path: of the data.
+        fields: what means nothing there, None where it is not given.
 
     Raises:
         XcompatError: one is given.
     """
-    for field in fields:
-        if getattr(source, field) is not None:
+    for name, value in fields.items():
+        if value is not None:
             raise XcompatError(
-                f"{getattr(source, 'path', '')} is read as it is and has no {field}; leave {field} out, or set it to null where "
-                "a recipe has it"
+                f"{path} is read as it is and has no {name}; leave {name} out, or set it to null where a recipe has it"
             )
 
 
