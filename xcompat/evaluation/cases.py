@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -59,7 +58,6 @@ class Contestant(Protocol):
 
 
 C = TypeVar("C", bound=Contestant)
-NOBODY: Mapping[tuple[str, str], tuple[Any, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def who_queries_whom(
     further: Mapping[str, C],
     upgraded: C | None = None,
     old_on_new: bool = False,
-    beside: Mapping[tuple[str, str], tuple[C, C]] = NOBODY,
+    beside: Mapping[tuple[str, str], tuple[C, C]] | None = None,
 ) -> list[tuple[str, str, C, C]]:
     """Check that the models fit together and list the cases.
 
@@ -193,7 +191,7 @@ def who_queries_whom(
     Raises:
         XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
     """
-    stays = old if upgraded is None else upgraded
+    stays, beside = old if upgraded is None else upgraded, beside or {}
     searched = {f"{query}/{gallery}": items for (query, gallery), (_, items) in beside.items()}
     roles = {"new_view": new_view, "new": new, "independent": independent, "upgraded": upgraded, **searched}
     _require_fitting(old, stays, roles, further)

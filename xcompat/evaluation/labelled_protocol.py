@@ -10,7 +10,6 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
-    NOBODY,
     OLD_WITH_MEMORY,
     Case,
     Difference,
@@ -110,7 +109,7 @@ def evaluate_labelled_cases(
     n_resamples: int = 1000,
     seed: int = 0,
     shared: bool = False,
-    beside: Mapping[tuple[str, str], tuple[EmbeddedImages, EmbeddedImages]] = NOBODY,
+    beside: Mapping[tuple[str, str], tuple[EmbeddedImages, EmbeddedImages]] | None = None,
 ) -> Evaluation:
     """Measure CMC and mean average precision of every case and judge backward compatibility (Shen et al. 2020).
 

@@ -10,7 +10,6 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
-    NOBODY,
     OLD_WITH_MEMORY,
     Case,
     Difference,
@@ -135,7 +134,7 @@ def evaluate_cases(
     n_resamples: int = 1000,
     seed: int = 0,
     shared: bool = False,
-    beside: Mapping[tuple[str, str], tuple[EmbeddedPairs, EmbeddedPairs]] = NOBODY,
+    beside: Mapping[tuple[str, str], tuple[EmbeddedPairs, EmbeddedPairs]] | None = None,
 ) -> Evaluation:
     """Measure every case in both directions and judge backward compatibility.
 

@@ -47,13 +47,12 @@ def remember(stage: Stage, model: CompatModel) -> None:
     Raises:
         XcompatError: there is nothing to remember.
     """
-    kind, method = stage.part.memory, stage.part.method
-    if kind is None:
+    if stage.part.memory is None:
         return
     model.eval()
-    new = _new(stage, model)
+    kind, method, new = "galleries" if model.maps_galleries else stage.part.memory, stage.part.method, _new(stage, model)
     pairs: Paired
-    if model.maps_galleries:
+    if kind == "galleries":
         pairs = gallery_pairs(stage, new, model)
     else:
         pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
@@ -66,9 +65,8 @@ def remember(stage: Stage, model: CompatModel) -> None:
         candidate = choice.chosen.candidate
         show(choice)
     except NothingHeldOutError as error:
-        who = "galleries" if model.maps_galleries else "queries"
-        candidate = Candidate(method, **GUESSES[who if model.maps_galleries else kind])
-        notice(f"{error}: what {who} remember is a guess")
+        candidate = Candidate(method, **GUESSES[kind])
+        notice(f"{error}: what {'galleries' if kind == 'galleries' else 'queries'} remember is a guess")
     model.remember(known.worn(candidate, choice.confidence if choice is not None else None))
     record(stage, candidate, choice, known)
 
