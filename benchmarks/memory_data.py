@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from confidence import NEW, OLD, TEST, TRAIN
 from numpy.typing import NDArray
 from rich.console import Console
 from sklearn.cluster import MiniBatchKMeans
@@ -27,11 +28,10 @@ from xcompat.mapping import PairedEmbeddings, choose, fit
 from xcompat.mapping.candidates import Known
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import samples_of_classes
+from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
 
-SHARED, OUT = Path("../shared"), Path("runs/memory_data")
-OLD, NEW = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))
-TRAIN, TEST = (str(SHARED / "data/tiny-imagenet" / name) for name in ("train-*.tar.gz", "val-0000.tar.gz"))
+OUT = Path("runs/memory_data")
 CLASSES, ASKED, IMAGES = 200, 25, 50
 """Of the data, validation images of each class, and training images of each where nothing else is said."""
 console = Console(soft_wrap=True, markup=False, highlight=False)
@@ -82,7 +82,7 @@ def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[str, list[Pa
 
 def cell(gain: PairedDifference) -> str:
     """Write a gain in points with its interval."""
-    return f"{100 * gain.mean:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
+    return gain_with_interval(gain.mean, gain.low, gain.high)
 
 
 TrainingSet = tuple[str, int, Callable[[PairedEmbeddings], NDArray[np.int64]] | None]

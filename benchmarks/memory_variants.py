@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from memory_data import ASKED, CLASSES, IMAGES, TEST, TRAIN, cell, console, first_of_each, photos
+from confidence import TEST, TRAIN
+from memory_data import ASKED, CLASSES, IMAGES, cell, console, first_of_each, photos
 from torch import Tensor
 from torch.nn import functional as F
 

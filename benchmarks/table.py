@@ -14,7 +14,7 @@ from rich.console import Console
 from xcompat.files import read_json
 from xcompat.report import Report, load_report
 from xcompat.report.comparison import comparison_file
-from xcompat.report.wording import gain, interval, metric_name, spread
+from xcompat.report.wording import gain_with_interval, metric_name, spread
 
 DIRECTIONS = ("text-to-image", "image-to-text")
 COMPARED = ("cmc@1", "map@1.0", "recall@1", "recall@10")
@@ -83,7 +83,7 @@ def comparison_markdown(study: dict[str, Any]) -> str:
 
 
 def _gain(difference: dict[str, float] | None) -> str:
-    return f"{gain(difference['mean'])} ({interval((difference['low'], difference['high']))})" if difference else ""
+    return gain_with_interval(difference["mean"], difference["low"], difference["high"]) if difference else ""
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.table import Table
 from xcompat.evaluation import PairedDifference
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
-from xcompat.report.wording import metric_name
+from xcompat.report.wording import gain, gain_with_interval, interval, metric_name
 
 
 def choice_table(choice: Choice) -> Table:
@@ -37,10 +37,10 @@ def choice_table(choice: Choice) -> Table:
 
 
 def _cells(trial: Trial) -> list[str]:
-    def line(metric: str, gain: PairedDifference) -> str:
-        return f"{metric_name(metric)} {100 * gain.mean:+.1f} ({100 * gain.low:.1f} to {100 * gain.high:.1f})"
+    def line(metric: str, found: PairedDifference) -> str:
+        return f"{metric_name(metric)} {gain_with_interval(found.mean, found.low, found.high)}"
 
-    return ["\n".join(line(metric, gain) for metric, gain in gains.items()) for gains in trial.gains.values()]
+    return ["\n".join(line(metric, found) for metric, found in gains.items()) for gains in trial.gains.values()]
 
 
 def said_of(choice: Choice) -> list[str]:
@@ -80,8 +80,7 @@ def said_of(choice: Choice) -> list[str]:
 def _least(trial: Trial) -> str:
     """Say what a trial finds least beside old queries, and where."""
     protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
-    interval = f"{100 * least.low:.1f} to {100 * least.high:.1f}"
-    return f"{100 * least.mean:+.1f} points ({interval}) at {metric_name(metric)}, {protocol}"
+    return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
 
 
 def _said_of_confidence(choice: Choice) -> str:

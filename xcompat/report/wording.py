@@ -113,6 +113,24 @@ def spread(mean: float, std: float | None) -> str:
     return f"{mean * 100:.1f}" + (f" ± {std * 100:.1f}" if std is not None else "")
 
 
+def gain_with_interval(mean: float, low: float, high: float) -> str:
+    """Return a difference of fractions in percentage points with its interval.
+
+    Args:
+        mean: the difference.
+        low: where its interval begins.
+        high: where it ends.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> gain_with_interval(0.0312, 0.01, 0.05)
+        '+3.1 (1.0 to 5.0)'
+    """
+    return f"{gain(mean)} ({interval((low, high))})"
+
+
 def gain(mean: float) -> str:
     """Return a difference of fractions in percentage points, with its sign.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from xcompat.evaluation import PairedDifference
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
-from xcompat.report.wording import gain, interval, metric_name, spread
+from xcompat.report.wording import gain_with_interval, metric_name, spread
 
 NOTHING = "–"
 OLD_QUERIES = "from old"
@@ -136,7 +136,7 @@ def _differences(
     for name, differences in found.items():
         if differences:
             each = [differences[direction, metric] for metric in metrics]
-            texts = [f"{gain(one.mean)} ({interval((one.low, one.high))})" for one in each]
+            texts = [gain_with_interval(one.mean, one.low, one.high) for one in each]
             rows.append(TableRow(name, texts, name == comparison.best))
     return Table(title, explanation, list(metrics.values()), rows if metrics else [])
 
@@ -151,7 +151,7 @@ def _memories(comparison: Comparison, direction: str) -> Table:
         found = [side.get(key) for side in (row.without_memory, row.old_with_memory) for key in keys]
         cells = [spread(*value) if value else NOTHING for value in found]
         beside = [row.beside_old_with_memory.get(key) for key in keys]
-        cells += [f"{gain(one.mean)} ({interval((one.low, one.high))})" if one else NOTHING for one in beside]
+        cells += [gain_with_interval(one.mean, one.low, one.high) if one else NOTHING for one in beside]
         rows.append(TableRow(row.name, cells, row.name == comparison.best))
     explanation = (
         "Without: new queries without metric and memory, on the old gallery. Old with: old queries that wear the same, which "
