@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,8 @@ from hypothesis import settings
 from PIL import Image
 
 from xcompat.encoders.standins import save_stand_in
-from xcompat.retrieval import faiss_probe, probing
+from xcompat.models import CompatModel
+from xcompat.retrieval import Gallery, faiss_probe, probing
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples in every run, however slow
 settings.load_profile("repeatable")
@@ -31,6 +32,27 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
+
+
+@pytest.fixture
+def interrupt_upgrade(monkeypatch: pytest.MonkeyPatch) -> Callable[[Gallery, CompatModel, int], None]:
+    """Return what upgrades a gallery in blocks of 50, each written at once, and kills it after so many of them."""
+
+    def interrupt(gallery: Gallery, model: CompatModel, blocks: int) -> None:
+        original, calls = type(model).own_upgrade, iter(range(blocks + 1))
+
+        def killed(self: CompatModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+            if next(calls) == blocks:
+                raise KeyboardInterrupt
+            return original(self, embeds, side)
+
+        monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * model.config.embedding_dim * 4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model), "own_upgrade", killed)
+            with pytest.raises(KeyboardInterrupt):
+                gallery.upgrade(model, batch_size=50)
+
+    return interrupt
 
 
 @pytest.fixture(autouse=True)

@@ -208,20 +208,11 @@ def test_a_journal_that_cannot_be_read_is_begun_anew(said: str, tmp_path: Path) 
     assert not list(gallery.path.glob("upgrade-*.json"))
 
 
-def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
+    tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
+) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
-    original, calls = FctModel.upgrade, iter(range(3))
-
-    def killed(self: FctModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return original(self, embeds, side)
-
-    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * D * 4)
-    monkeypatch.setattr(FctModel, "upgrade", killed)
-    with pytest.raises(KeyboardInterrupt):
-        gallery.upgrade(model, batch_size=50)
-    monkeypatch.setattr(FctModel, "upgrade", original)
+    interrupt_upgrade(gallery, model, 2)
     again = Gallery.open(gallery.path)
     again.remove(["5"])  # its block was mapped before the kill
     again.commit()

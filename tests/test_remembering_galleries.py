@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,22 +181,11 @@ def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
 
 
 def test_an_upgrade_that_was_begun_without_memory_is_not_continued_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
 ) -> None:
     gallery, model, given = old_gallery(tmp_path / "g"), mapping("fct"), pairs()
-    original, calls = FctModel.own_upgrade, iter(range(2))
-
-    def killed(self: FctModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        return original(self, embeds, side)
-
-    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * NEW * 4)
-    monkeypatch.setattr(FctModel, "own_upgrade", killed)
-    with pytest.raises(KeyboardInterrupt):
-        gallery.upgrade(model, batch_size=50)
+    interrupt_upgrade(gallery, model, 1)
     assert list(gallery.path.glob("upgrade-*.json"))
-    monkeypatch.setattr(FctModel, "own_upgrade", original)
     again, model = Gallery.open(gallery.path), model.remember(memory())
     again.upgrade(model, batch_size=50)
     with torch.no_grad():
