@@ -30,8 +30,8 @@ lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(STAMP) ## Measure speed and memory beside other software, and write it into benchmarks/RESULTS.md.
-	$(VENV)/bin/python benchmarks/run.py
+bench: $(STAMP) ## Measure speed and memory beside other software, and write it into docs/results/speed.md.
+	$(VENV)/bin/python benchmarks/speed/run.py
 
 faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/long_run.py

@@ -15,7 +15,7 @@ import warm
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "benchmarks"
+SCRIPTS = ROOT / "benchmarks" / "speed"
 TOYS = {
     "ranking": {"items": 120, "classes": 5, "dim": 8, "rounds": 1},
     "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4, "rounds": 1},
@@ -32,6 +32,7 @@ TOYS = {
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "studies"))
     return importlib.import_module
 
 
@@ -124,20 +125,20 @@ def test_results_are_rewritten_between_the_markers_only(benchmark: Any, tmp_path
     found = run.scripts()
     assert SCRIPTS / "ranking.py" in found and SCRIPTS / "measuring.py" not in found and SCRIPTS / "run.py" not in found
     assert all(path.read_text().endswith('if __name__ == "__main__":\n    main(measure)\n') for path in found)
-    before = (SCRIPTS / "RESULTS.md").read_text()
+    before = run.RESULTS.read_text()
     assert len(run.SECTION.findall(before)) == 1
-    (tmp_path / "RESULTS.md").write_text(before)
+    (tmp_path / "speed.md").write_text(before)
     rows = {
         "one.py": [row("ours", "theirs", 20.0, ">= 15", "1 s, 20 s")],
         "two.py": [row("two.py", "", None, "", "FAILED: exit code 1")],
     }
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "speed.md")
     monkeypatch.setattr(run, "scripts", lambda: [Path(name) for name in rows])
     monkeypatch.setattr(run, "rows_of", lambda script: rows[script.name])
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 1, "a script that failed is no success"
-    after = (tmp_path / "RESULTS.md").read_text()
+    after = (tmp_path / "speed.md").read_text()
     assert run.SECTION.sub("", after) == run.SECTION.sub("", before)
     assert "| ours | theirs | 20 | >= 15 holds | 1 s, 20 s |" in after and "torch" in after
     assert "FAILED" in after
@@ -152,7 +153,7 @@ def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: 
 
 def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     """On a GPU it has not been run; its parts are those that would run there."""
-    script = SCRIPTS / "gpu" / "throughput.py"
+    script = ROOT / "benchmarks" / "gpu" / "throughput.py"
     done = warm.run(script, "--tiny", folder=tmp_path, COLUMNS="200")
     assert done.returncode == 0, done.stderr
     printed = done.stdout

@@ -378,7 +378,7 @@ def test_the_table_of_results_holds_numbers_of_the_comparison(
 ) -> None:
     found, folder = written
     monkeypatch.setattr(sys, "argv", ["table.py", str(folder)])
-    runpy.run_path(str(ROOT / "benchmarks" / "table.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "benchmarks" / "studies" / "table.py"), run_name="__main__")
     blocks = re.findall(r"(?:^\|.*\|\n)+", capsys.readouterr().out, re.MULTILINE)
     assert len(blocks) == len(found.sizes)
     for block, direction in zip(blocks, found.sizes, strict=True):

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 LISTED = [f"docs/{name}" for name in re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", INDEX, re.MULTILINE)]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "docs/README.md", *LISTED]}
-LINKING = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+RESULTS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "results").glob("*.md"))]
+LINKING = [*PAGES, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 README_LINES, README_WIDTH = 250, 150
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line] + [".git"]
 EXAMPLES = [
@@ -86,6 +87,12 @@ def test_the_readme_is_read_in_five_minutes() -> None:
 
 def test_the_index_lists_every_page_once() -> None:
     assert sorted(LISTED) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+
+
+def test_the_results_list_every_study_once() -> None:
+    index = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", index, re.MULTILINE)
+    assert sorted(f"docs/results/{name}" for name in ["README.md", *listed]) == RESULTS
 
 
 def test_the_tree_is_read_as_it_is_written() -> None:

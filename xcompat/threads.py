@@ -29,8 +29,8 @@ def keep_freed_memory() -> None:
     """Have glibc give freed memory to whoever asks next (mallopt(3)), for the rest of the process.
 
     Left alone it returns anything as large as a batch's activations to the system, which clears every page of it for the next
-    batch, and takes a third of the time for that where a ResNet-50 embeds on a CPU (`python benchmarks/freed_memory.py`). Other
-    C libraries stay as they are.
+    batch, and takes a third of the time for that where a ResNet-50 embeds on a CPU
+    (`python benchmarks/speed/freed_memory.py`). Other C libraries stay as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -2,7 +2,7 @@
 
 What a query leans on tells most of it: the length of what it recalls is the gate, which says how much the query looks like
 anything remembered, times how much of one mind the entries are that it resembles. The margin between the two nearest entries, and
-how far the query's own place is from what it recalls, add nothing that stays on other data (`benchmarks/confidence.py`).
+how far the query's own place is from what it recalls, add nothing that stays on other data (`benchmarks/studies/confidence.py`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class MixBctConfig(ClassifiedConfig):
         mixed_share: α, the share of a batch whose new features are replaced by old ones.
         keep: the share of each class's old embeddings that is credible: the nearest to the class's centre.
         head: how features are classified; plain softmax would need features of one length. ArcFace, the better one on validation
-            glyphs, keeps photos at chance (``benchmarks/RESULTS.md``).
+            glyphs, keeps photos at chance (``docs/results/trained_backbones.md``).
     """
 
     model_type = "xcompat-mixbct"

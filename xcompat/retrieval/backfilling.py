@@ -68,7 +68,7 @@ def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) ->
 
     That order is random with respect to what they show, and the same in every call: the next one goes on where this one stops.
     Scores are standardised per version, so what is embedded anew should be like what is left. Orders that choose (folder by
-    folder, hubs, what is mapped worst) make two versions that differ, and find less (``benchmarks/mixed_gallery.py``).
+    folder, hubs, what is mapped worst) make two versions that differ, and find less (``benchmarks/studies/mixed_gallery.py``).
 
     Args:
         gallery: the gallery.

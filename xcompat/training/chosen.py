@@ -26,7 +26,7 @@ def choose_map(stage: Stage) -> CompatModel | None:
     """Try what a map of queries can be made of, and solve the best on everything; all processes embed, the first one chooses.
 
     Lines and networks that are trained stood beside these: they cost minutes, not seconds, and found no more on other images
-    than what is solved and remembers (benchmarks/RESULTS.md has the figures).
+    than what is solved and remembers (docs/results/chosen_map.md has the figures).
 
     Args:
         stage: with labelled images, images with captions, or texts, of which nothing can be held out.
