@@ -23,7 +23,7 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn import functional as F
 
 from xcompat.data import LabelledSource, Subset, load_labelled, select
-from xcompat.evaluation import first_hit_ranks, ranking_per_query
+from xcompat.evaluation import first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.selective import area_under_roc, calibration_error, risk_coverage
 from xcompat.heads import slerp
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
@@ -31,6 +31,7 @@ from xcompat.mapping.candidates import Known
 from xcompat.mapping.folds import folds
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
 from xcompat.training.recipe import load_recipe
 from xcompat.training.remembering import captioned_pairs
@@ -232,6 +233,7 @@ def show(every: list[Asked]) -> None:
         console.print(f"| {sign} | {' | '.join(cells)} |")
     for asked in every:
         show_fallback(asked)
+    show_gains(every)
 
 
 def show_fallback(asked: Asked) -> None:
@@ -242,8 +244,7 @@ def show_fallback(asked: Asked) -> None:
     )
 
     def values(found: Searches) -> NDArray[np.float64]:
-        flips, hurt = asked.old.right_Q & ~found.right_Q, found.quality_Q < asked.old.quality_Q
-        return 100 * np.array([found.right_Q.mean(), found.quality_Q.mean(), flips.mean(), hurt.mean()])
+        return 100 * per_query(asked, found).mean(axis=1)
 
     def cell(numbers: NDArray[np.float64]) -> str:
         return " / ".join(f"{number:.1f}" for number in numbers)
@@ -258,6 +259,31 @@ def show_fallback(asked: Asked) -> None:
             cells += [cell(values(asked.new.where(unsure_Q, other))), cell(drawn)]
         console.print(f"| {name} | {100 * unsure_Q.mean():.1f} | {' | '.join(cells)} |")
     console.print(f"| every query | 100.0 | {cell(values(asked.old))} | | {cell(values(asked.mixed))} | |")
+
+
+def show_gains(every: list[Asked]) -> None:
+    """Print what falling back changes, with intervals: beside new queries alone, and beside as many at random."""
+    heads = " | ".join(name for other in ("old", "mix") for name in (f"{other}: beside new alone", "beside random"))
+    console.print(f"\nWhat falling back changes, in points\n\n| queries | fall back | of | {heads} |\n|---|---|---|{'---:|' * 4}")
+    for asked in every:
+        for share in SHARES[1:]:
+            unsure_Q = asked.confidence_Q < np.quantile(asked.confidence_Q, share)
+            alone, *others = (per_query(asked, each) for each in (asked.new, asked.old, asked.mixed))
+            for measure, name in enumerate(("first hit right", "quality", "negative flips", "hurt")):
+                cells = []
+                for other in others:
+                    fallen_Q = np.where(unsure_Q, other[measure], alone[measure])
+                    random_Q = alone[measure] + unsure_Q.mean() * (other[measure] - alone[measure])
+                    for against_Q in (alone[measure], random_Q):
+                        gain = paired_bootstrap(fallen_Q, against_Q, clusters_Q=asked.about_Q)
+                        cells.append(gain_with_interval(gain.mean, gain.low, gain.high))
+                console.print(f"| {asked.name} | {share:.0%} | {name} | {' | '.join(cells)} |")
+
+
+def per_query(asked: Asked, found: Searches) -> NDArray[np.float64]:
+    """Return ``(4, Q)`` whether the first hit is right, quality, negative flip and hurt of every query."""
+    flips_Q, hurt_Q = asked.old.right_Q & ~found.right_Q, found.quality_Q < asked.old.quality_Q
+    return np.stack([found.right_Q, found.quality_Q, flips_Q, hurt_Q]).astype(np.float64)
 
 
 def main(folder: Annotated[Path | None, typer.Option("--quickstart", help="A finished quickstart.")] = None) -> None:
