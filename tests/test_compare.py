@@ -186,6 +186,26 @@ def test_what_memory_does_has_a_table_where_queries_remember(comparison: Compari
     assert written["beside_old_with_memory"][MAP[0]][MAP[1]]["low"] == row.beside_old_with_memory[MAP].low
 
 
+def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path) -> None:
+    old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
+    wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
+    for order in ((0, 1), (1, 0)):
+        reports = {}
+        for seed, extra in zip(order, (wearing, {}), strict=True):
+            evaluation = evaluate_labelled_cases(old, new, None, None, extra=extra, n_resamples=RESAMPLES)
+            folder = tmp_path / str(order[0]) / str(seed)
+            save_report(folder, gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
+            reports[seed] = load_report(folder)
+        (measured, _), labels = (reports[seed] for seed in order), [*(f"{query}/old" for query in wearing), "new/old", "old/old"]
+        without, with_memory, new_old, old_old = (metric_of(measured, label, MAP) for label in labels)
+        study = compare("study", [Contender("bct", "bct", dict(sorted(reports.items())), 0, False, [1.0] * 2)], RESAMPLES)
+        row = study.methods[0]
+        assert row.without_memory[MAP].mean == pytest.approx((without + new_old) / 2)
+        assert row.old_with_memory[MAP].mean == pytest.approx((with_memory + old_old) / 2)
+        assert row.beside_old_with_memory[MAP].mean == pytest.approx(new_old - (with_memory + old_old) / 2, abs=1e-7)
+        assert [note for note in study.notes if note.startswith("In 1 of 2 seeds, queries of bct")]
+
+
 def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:
     for contender in (*contenders, *pair_contenders):
         for report in contender.reports.values():

@@ -180,9 +180,9 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
             gains=differences(values[each.name], floor),
             behind_best=differences(values[each.name], values[best.name]) if each is not best else {},
             from_old=_spreads(each, "old/new"),
-            without_memory=_spreads(each, f"{WITHOUT_MEMORY}/old"),
-            old_with_memory=_spreads(each, f"{OLD_WITH_MEMORY}/old"),
-            beside_old_with_memory=differences(values[each.name], _values_per_query(each, OLD_WITH_MEMORY)),
+            without_memory=_spreads(each, f"{WITHOUT_MEMORY}/old", plain="new/old"),
+            old_with_memory=_spreads(each, f"{OLD_WITH_MEMORY}/old", plain="old/old"),
+            beside_old_with_memory=differences(values[each.name], _values_per_query(each, OLD_WITH_MEMORY, plain="old")),
             extra_dims=max(report.new.dim - report.old.dim for report in each.reports.values()),
             parameters=each.parameters,
             maps_galleries=each.maps_galleries,
@@ -195,10 +195,23 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
         ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, "independent/independent"))
     sizes = {case.direction: (case.n_queries, case.n_gallery) for case in reversed(first.cases)}  # zero-shot cases stand last
     notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
+    notes += [said for each in contenders if (said := _said_of_forgetting(each))]
     silent = [each.name for each in contenders if not values[each.name]]
     if silent:
         notes.append(f"No differences for {', '.join(silent)}: their reports lack report_data.safetensors; evaluate again.")
     return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
+
+
+def _said_of_forgetting(contender: Contender) -> str:
+    """Say in how many seeds queries remember nothing, where in others they do; else nothing."""
+    reports = contender.reports.values()
+    forgetful = sum(not _metrics(report, f"{WITHOUT_MEMORY}/old") for report in reports)
+    if forgetful in (0, len(reports)):
+        return ""
+    return (
+        f"In {forgetful} of {len(reports)} seeds, queries of {contender.name} wear no metric and no memory: there, what they are "
+        "without stands for themselves, and what old queries are with the same for old queries."
+    )
 
 
 def values_per_query(report: Report, query: str, direction: str, metric: str) -> np.ndarray | None:
@@ -223,12 +236,21 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
     return np.where(ranks_Q >= 0, ranks_Q < int(k), np.nan)
 
 
-def _values_per_query(contender: Contender, query: str) -> dict[Key, np.ndarray]:
-    """Average what each query scores over the seeds, for the metrics that every report has it of."""
+def _values_per_query(contender: Contender, query: str, plain: str = "") -> dict[Key, np.ndarray]:
+    """Average what each query scores over the seeds, for the metrics that every report has it of.
+
+    Args:
+        contender: the method.
+        query: the model that embeds the queries.
+        plain: whose queries they are in seeds where nothing is remembered, if only in some of them.
+    """
     reports = list(contender.reports.values())
+    asked = [query if _metrics(report, f"{query}/old") else plain for report in reports]
+    if plain and query not in asked:
+        return {}
     found = {}
-    for direction, metric in _metrics(reports[0], f"{query}/old"):
-        per_seed = [values_per_query(report, query, direction, metric) for report in reports]
+    for direction, metric in _metrics(reports[0], f"{asked[0]}/old"):
+        per_seed = [values_per_query(report, who, direction, metric) for who, report in zip(asked, reports, strict=True)]
         known = [values_Q for values_Q in per_seed if values_Q is not None]
         if len(known) == len(reports):
             found[direction, metric] = np.mean(known, axis=0)
@@ -252,9 +274,14 @@ def _metrics(report: Report, label: str) -> dict[Key, float]:
     return {(case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
 
 
-def _spreads(contender: Contender, label: str) -> dict[Key, Spread]:
-    per_seed = [_metrics(report, label) for report in contender.reports.values()]
-    return {key: _spread([metrics[key] for metrics in per_seed]) for key in per_seed[0]}
+def _spreads(contender: Contender, label: str, plain: str = "") -> dict[Key, Spread]:
+    """Return mean and deviation over seeds of a case; of ``plain`` in seeds that have not that case, if others have."""
+    reports = list(contender.reports.values())
+    per_seed = [_metrics(report, label) for report in reports]
+    if plain and any(per_seed):
+        per_seed = [found or _metrics(report, plain) for found, report in zip(per_seed, reports, strict=True)]
+    shared = [key for key in per_seed[0] if all(key in metrics for metrics in per_seed)]  # old queries have no flips
+    return {key: _spread([metrics[key] for metrics in per_seed]) for key in shared}
 
 
 def _spread(values: Sequence[float]) -> Spread:
