@@ -29,7 +29,7 @@ OLD = describe_old(Fingerprint.from_string("old"), dim=8)
 TEXTS = [f"{number} {thing}" for number in ("one", "two") for thing in ("red shoes", "dogs", "cats in the snow", "alpha")]
 LABELS_B = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 LORA: dict[str, Any] = {"lora": {"rank": 2, "dropout": 0.0}, "prompts": 2}
-IN_PARTS = [name for name, method in METHODS.items() if method.has_embeds_loss() and name != "rbt"]  # it has batch norms
+IN_PARTS = [name for name, method in METHODS.items() if method.loss_of_embeddings and name != "rbt"]  # it has batch norms
 
 
 def unit(rows: int, dim: int, seed: int) -> Tensor:
@@ -87,7 +87,7 @@ def in_one_graph(model: CompatModel, batch: dict[str, Tensor], size: int) -> Ten
     parts = [{name: column[start : start + size] for name, column in batch.items()} for start in range(0, 8, size)]
     outputs = [model(**part, return_loss=False) for part in parts]
     whole = CompatOutput(**{name: torch.cat([output[name] for output in outputs]) for name in outputs[0]})
-    loss = model.embeds_loss(whole, batch)
+    loss = model.loss(whole, batch)
     loss.backward()
     return loss.detach()
 

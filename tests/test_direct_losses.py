@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from xcompat import Fingerprint
 from xcompat.models import METHODS, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.outputs import CompatOutput
 
 CLASSES = ["cat", "dog", "shoe", "tree"]
 LABELS_N = np.array([0, 2, 2, 0, 1, 2, 0, 1])  # no image of the last class
@@ -62,6 +63,10 @@ def by_prototypes(x: Vector, label: int, scale: float | None) -> float:
     return cross_entropy({row: scale * cosine(prototype, x) for row, prototype in PROTOTYPES.items()}, label)
 
 
+def loss_of(model: Any, features_ND: Vector) -> float:
+    return float(model.loss(CompatOutput(features=features_ND), {"labels": torch.from_numpy(LABELS_N), "old_embeds": OLD_Nd}))
+
+
 def mean(terms: list[float]) -> Any:
     return pytest.approx(sum(terms) / len(terms), rel=1e-4)
 
@@ -75,7 +80,7 @@ def test_bct(extra: int, scale: float | None, folder_of: dict[str, str]) -> None
         by_classifier(model, x, label) + 2.5 * by_prototypes(x[:OLD_DIM], label, scale)
         for x, label in zip(given, LABELS_N.tolist(), strict=True)
     ]
-    assert float(model.loss(given, torch.from_numpy(LABELS_N), None, None)) == mean(terms)
+    assert loss_of(model, given) == mean(terms)
 
 
 def test_l2(folder_of: dict[str, str]) -> None:
@@ -84,7 +89,7 @@ def test_l2(folder_of: dict[str, str]) -> None:
     for x, label, old in zip(given, LABELS_N.tolist(), OLD_Nd, strict=True):
         compared = x[:OLD_DIM] / x[:OLD_DIM].norm()
         terms.append(by_classifier(model, x, label) + 10 * math.sqrt(float((compared - old).square().sum())))
-    assert float(model.loss(given, torch.from_numpy(LABELS_N), OLD_Nd, None)) == mean(terms)
+    assert loss_of(model, given) == mean(terms)
 
 
 @pytest.mark.parametrize("hardest", [None, 2])
@@ -97,7 +102,7 @@ def test_contrast(hardest: int | None, folder_of: dict[str, str]) -> None:
         for side in (OLD_Nd, given[:, :OLD_DIM]):
             logits += sorted((cosine(given[i][:OLD_DIM], side[k]) / 0.2 for k in others), reverse=True)[:hardest]
         terms.append(by_classifier(model, given[i], label) + 0.5 * cross_entropy(dict(enumerate(logits)), 0))
-    assert float(model.loss(given, torch.from_numpy(LABELS_N), OLD_Nd, None)) == mean(terms)
+    assert loss_of(model, given) == mean(terms)
 
 
 def test_oca(folder_of: dict[str, str]) -> None:
@@ -107,7 +112,7 @@ def test_oca(folder_of: dict[str, str]) -> None:
     for x, label in zip(given, LABELS_N.tolist(), strict=True):
         compatible = by_prototypes(x[:OLD_DIM], label, 16.0), 1 - cosine(x[:OLD_DIM], PROTOTYPES[label])
         terms.append(by_classifier(model, turn @ x, label) + 10 * compatible[0] + 5 * compatible[1])
-    assert float(model.loss(given, torch.from_numpy(LABELS_N), None, None)) == mean(terms)
+    assert loss_of(model, given) == mean(terms)
 
 
 @pytest.mark.parametrize("classified", ["new_part", "whole"])

@@ -24,6 +24,7 @@ from xcompat.models.classified import ClassifiedModel
 from xcompat.models.nccl import class_entropies, consensus
 from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
 from xcompat.models.unibct import refined_weights
+from xcompat.outputs import CompatOutput
 from xcompat.training import schedule as schedule_module
 from xcompat.training.recipe import StageRecipe
 from xcompat.training.schedule import ScheduleCallback, embed_training_set
@@ -59,7 +60,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def compatibility(model: Any, features: torch.Tensor, labels: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
     """Return the loss beside the new classifier's own."""
-    return model.loss(features, labels, old, None) - model.classification_loss(features, labels)
+    return loss_of(model, features, labels, old) - model.classification_loss(features, labels)
+
+
+def loss_of(model: Any, features: torch.Tensor, labels: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """Return the loss of raw features."""
+    return model.loss(CompatOutput(features=features), {"labels": labels, "old_embeds": old})
 
 
 # -------------------------------------------------------------------------------------------------------- all of them
@@ -101,7 +107,7 @@ def test_unprepared_it_says_so(method: str, folder_of: dict[str, str]) -> None:
     described = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
     model: Any = METHODS[method].from_encoder(folder_of["clip"], old=described, classes=CLASSES, dim=DIM)
     with pytest.raises(XcompatError, match=f"{method} has not been told"):
-        model.loss(*batch(), None)
+        loss_of(model, *batch())
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -112,7 +118,7 @@ def test_unreadable_old_embeddings_and_unknown_classes_count_for_nothing(method:
     features, labels, old = batch()
     labels = torch.where(torch.arange(8) == 2, 3, labels)  # a class without old samples
     old[torch.arange(8) == 5] = torch.nan
-    loss = model.loss(features, labels, old, None)
+    loss = loss_of(model, features, labels, old)
     loss.backward()
     assert loss.isfinite() and features.grad is not None and features.grad.isfinite().all()
     nothing_known = compatibility(model, features, torch.full((8,), 3), torch.full_like(old, torch.nan))

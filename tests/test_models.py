@@ -294,7 +294,31 @@ def test_a_missing_column_is_named(method: str, folder_of: dict[str, str], image
         batch = batch_for(model, images)
         del batch[column]
         with pytest.raises(XcompatError, match=f"needs the column {column} "):
-            model(**batch)
+            model(**batch, return_loss=True)
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_what_is_embedded_alone_is_embedded_without_a_loss(
+    method: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    model = build(method, folder_of)
+    batch = batch_for(model, images)
+    whole = model.eval()(**batch)
+    assert whole.loss is not None
+    compared = [name for name in model.columns if name not in model.embedded]
+    alone = {name: column for name, column in batch.items() if name not in compared}
+    without = model(**alone) if compared else model(**batch, return_loss=False)
+    assert without.loss is None
+    for name in without:
+        torch.testing.assert_close(without[name], whole[name])
+    if len(compared) > 1:
+        with pytest.raises(XcompatError, match=f"needs the column {compared[0]} "):
+            model(**alone, **{compared[1]: batch[compared[1]]}, **{name: batch[name] for name in compared[2:]})
+
+
+def test_columns_that_no_method_reads_are_refused(folder_of: dict[str, str]) -> None:
+    with pytest.raises(TypeError, match="XbtModel reads no column lables"):
+        build("xbt", folder_of)(lables=LABELS)
 
 
 @pytest.mark.parametrize("method", ["xbt", "direct"])

@@ -1,11 +1,15 @@
-"""What every model's forward returns."""
+"""What every model's forward reads and returns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
+
+Batch = Mapping[str, Tensor]
+"""Columns of B samples by name, as a collator makes them."""
 
 
 @dataclass
@@ -13,13 +17,15 @@ class CompatOutput(ModelOutput):
     """Loss and embeddings of one batch.
 
     Args:
-        loss: scalar; None when ``return_loss`` is off.
+        loss: scalar; None where none was computed.
         image_embeds: (B, d) what the loss compared for the images, L2-normalised; None without images.
         text_embeds: (B, d) the same for the texts; None without texts.
+        features: (B, D) embeddings of the images before normalisation, where the loss reads them.
         logits_per_image: (B, T) scaled cosines of every image with every text; None unless asked for, as in zero-shot use.
     """
 
     loss: Tensor | None = None
     image_embeds: Tensor | None = None
     text_embeds: Tensor | None = None
+    features: Tensor | None = None
     logits_per_image: Tensor | None = None

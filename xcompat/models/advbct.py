@@ -16,6 +16,7 @@ from xcompat.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, samples_of_classes
+from xcompat.outputs import Batch, CompatOutput
 
 HIDDEN = 100
 FEWEST_FOR_OUTLIERS = 4  # quartiles of fewer radii say nothing
@@ -86,15 +87,14 @@ class AdvBctModel(ClassifiedModel):
             raise XcompatError("advbct needs old embeddings of at least two images of some class; is it the right old model?")
         self.centres_Cd, self.radii_C = (torch.from_numpy(array).to(self.device) for array in (centres_Cd, radii_C))
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`AdvBctModel`."""
-        assert old_Bd is not None
-        config = self.config
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE, the boundary loss and the adversarial one (see :meth:`CompatModel.loss`)."""
+        config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):
             new_Bd = F.normalize(self.old_features(features_BD), dim=-1)
             loss = loss + config.boundary_weight * self._boundary_loss(new_Bd, labels_B)
-            return loss + config.adversarial_weight * (1 - self.progress) * self._adversarial_loss(new_Bd, old_Bd)
+            return loss + config.adversarial_weight * (1 - self.progress) * self._adversarial_loss(new_Bd, batch["old_embeds"])
 
     def _boundary_loss(self, new_Bd: Tensor, labels_B: Tensor) -> Tensor:
         """Return L_p2s; classes without a radius contribute nothing."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from xcompat.encoders.base import Encoder
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.unlabelled import UnlabelledModel
+from xcompat.outputs import Batch, CompatOutput
 
 SIDE = 32
 """Pixels of a side of what is drawn."""
@@ -42,9 +43,9 @@ class AutoencoderModel(UnlabelledModel):
             self.decoder = _decoder(config.embedding_dim)
         self.post_init()
 
-    def loss(self, features_BD: Tensor, pixel_values: Tensor, second_pixel_values: Tensor | None) -> Tensor:
-        """See :class:`AutoencoderModel`."""
-        return F.mse_loss(self.decoder(features_BD), F.adaptive_avg_pool2d(pixel_values, SIDE))
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return how far what is drawn is from the images (see :meth:`CompatModel.loss`)."""
+        return F.mse_loss(self.decoder(output["features"]), F.adaptive_avg_pool2d(batch["pixel_values"], SIDE))
 
 
 def _decoder(dim: int) -> nn.Sequential:

@@ -13,6 +13,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
+from xcompat.outputs import Batch, CompatOutput
 
 
 class BackboneConfig(CompatConfig):
@@ -28,7 +29,7 @@ class BackboneConfig(CompatConfig):
 
 
 class BackboneModel(CompatModel):
-    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's.
+    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's :meth:`loss`.
 
     Args:
         config: the configuration.
@@ -70,6 +71,12 @@ class BackboneModel(CompatModel):
         """
         assert self.encoder is not None
         return self.neck(self.encoder.image_features(pixel_values))
+
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Embed images, and keep their features (see :meth:`CompatModel.embed_batch`)."""
+        self.require_columns(batch, ("pixel_values",))
+        features = self.features(batch["pixel_values"]).float()
+        return CompatOutput(image_embeds=F.normalize(features, dim=-1), features=features)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """See :meth:`CompatModel.embed_images`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.outputs import Batch, CompatOutput
 
 
 class BctConfig(PrototypedConfig):
@@ -22,7 +23,8 @@ class BctModel(PrototypedModel):
     config_class = BctConfig
     citation = "Shen et al., Towards backward-compatible representation learning, CVPR 2020"
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`BctModel`."""
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE of both classifiers (see :meth:`CompatModel.loss`)."""
+        features_BD, labels_B = output["features"], batch["labels"]
         compatible = self.old_classification_loss(features_BD, labels_B)
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class Bt2Config(PrototypedConfig):
@@ -40,6 +41,17 @@ class Bt2Config(PrototypedConfig):
     old_weight: float = 5.0
     norm_ratio: float = 2.0
     classified: Literal["new_part", "whole"] = "new_part"
+
+
+@dataclass
+class Bt2Output(CompatOutput):
+    """Embeddings of a batch, and what the loss compares with the independent model.
+
+    Args:
+        new_part: (B, m) φ3, L2-normalised.
+    """
+
+    new_part: Tensor | None = None
 
 
 class Bt2Model(PrototypedModel):
@@ -121,34 +133,16 @@ class Bt2Model(PrototypedModel):
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
         return self._parts(pixel_values)[0]
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        labels: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        new_embeds: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the loss of both parts.
+    def embed_batch(self, batch: Batch) -> Bt2Output:
+        """Embed images, and keep φ3 (see :meth:`CompatModel.embed_batch`)."""
+        self.require_columns(batch, ("pixel_values",))
+        features, own = self._parts(batch["pixel_values"])
+        return Bt2Output(image_embeds=F.normalize(features, dim=-1), features=features, new_part=own)
 
-        Args:
-            pixel_values: (B, C, H, W) float32.
-            labels: (B,) int64 in [0, C).
-            old_embeds: (B, d) old embeddings of the images, L2-normalised.
-            new_embeds: (B, m) embeddings of the independently trained new model, L2-normalised.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and L2-normalised φ_new.
-        """
-        self._require(pixel_values=pixel_values, labels=labels, old_embeds=old_embeds, new_embeds=new_embeds)
-        assert pixel_values is not None and labels is not None and old_embeds is not None and new_embeds is not None
-        features, own = self._parts(pixel_values)
-        loss = None
-        if return_loss:
-            config = self.config
-            loss = self.classification_loss(own if config.classified == "new_part" else features, labels)
-            loss = loss + config.independent_weight * angular_alignment_loss(own, new_embeds)
-            loss = loss + config.compat_weight * self.old_classification_loss(features, labels)
-            loss = loss + config.old_weight * angular_alignment_loss(self.old_features(features), old_embeds)
-        return CompatOutput(loss=loss, image_embeds=F.normalize(features, dim=-1))
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the loss of both parts (see :meth:`CompatModel.loss`)."""
+        config, labels_B, features, own = self.config, batch["labels"], output["features"], output["new_part"]
+        loss = self.classification_loss(own if config.classified == "new_part" else features, labels_B)
+        loss = loss + config.independent_weight * angular_alignment_loss(own, batch["new_embeds"])
+        loss = loss + config.compat_weight * self.old_classification_loss(features, labels_B)
+        return loss + config.old_weight * angular_alignment_loss(self.old_features(features), batch["old_embeds"])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
@@ -19,7 +18,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.models.stored import StoredModel, is_stored
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class ClassifiedConfig(BackboneConfig):
@@ -142,40 +141,13 @@ class ClassifiedModel(BackboneModel):
         """Return False: a gallery holds the whole embedding, whose first dimensions are the spaces of older versions."""
         return False
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        labels: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        new_embeds: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the method's loss.
-
-        Args:
-            pixel_values: (B, C, H, W) float32.
-            labels: (B,) int64 in [0, C).
-            old_embeds: (B, d) old embeddings of the images, L2-normalised, for methods that read them.
-            new_embeds: (B, D') embeddings of the independently trained new model, for methods that read them.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and L2-normalised embeddings.
-        """
-        given = {"pixel_values": pixel_values, "labels": labels, "old_embeds": old_embeds, "new_embeds": new_embeds}
-        self._require(**{name: given[name] for name in self.columns})
-        assert pixel_values is not None and labels is not None
-        features = self.features(pixel_values).float()
-        loss = self.loss(features, labels, old_embeds, new_embeds) if return_loss else None
-        return CompatOutput(loss=loss, image_embeds=F.normalize(features, dim=-1))
-
     def old_features(self, features_BD: Tensor) -> Tensor:
         """Return the part of features that old embeddings are compared with: the first d dimensions."""
         return features_BD[:, : self.config.old["dim"]]
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """Return what is minimised: here the classification loss alone."""
-        return self.classification_loss(features_BD, labels_B)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the classification loss alone (see :meth:`CompatModel.loss`)."""
+        return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
         """Return the loss of the new classifier on features of the new model."""

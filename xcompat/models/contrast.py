@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xcompat.losses import ract_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.outputs import Batch, CompatOutput
 
 
 class ContrastConfig(ClassifiedConfig):
@@ -34,9 +35,9 @@ class ContrastModel(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
     citation = "Zhang et al., Hot-refresh model upgrades with regression-alleviating compatible training, ICLR 2022"
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`ContrastModel`."""
-        assert old_Bd is not None
-        config = self.config
-        compatible = ract_loss(self.old_features(features_BD), old_Bd, labels_B, config.temperature, config.topk_negatives)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE and RACT (see :meth:`CompatModel.loss`)."""
+        config, features_BD, labels_B = self.config, output["features"], batch["labels"]
+        near_Bd = self.old_features(features_BD)
+        compatible = ract_loss(near_Bd, batch["old_embeds"], labels_B, config.temperature, config.topk_negatives)
         return self.classification_loss(features_BD, labels_B) + config.compat_weight * compatible

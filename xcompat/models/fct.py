@@ -13,7 +13,7 @@ from xcompat.losses import classifier_kl_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 FREEZE_AT = 0.5
 """The share of training after which statistics stay: epoch 40 of 80."""
@@ -59,6 +59,7 @@ class FctModel(CompatModel):
     config_class = FctConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
     columns_if_known: ClassVar[tuple[str, ...]] = ("side_info", "new_side_info")
+    embedded: ClassVar[tuple[str, ...]] = ("old_embeds", "side_info")
     embeds_in_memory = True
     maps_galleries = True
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"
@@ -108,38 +109,21 @@ class FctModel(CompatModel):
             raise XcompatError("this model maps no side-information: train it with new_side_info")
         return self.side_transform(old_embeds, side_info)
 
-    def forward(
-        self,
-        new_embeds: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        side_info: Tensor | None = None,
-        new_side_info: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the loss of h, and of g where there is one.
-
-        Args:
-            new_embeds: (B, D) L2-normalised embeddings of the new model.
-            old_embeds: (B, d) L2-normalised embeddings of the old model.
-            side_info: (B, S) side-information of the same samples.
-            new_side_info: (B, S') the new model's side-information.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and the mapped embeddings.
-        """
-        given = {"new_embeds": new_embeds, "old_embeds": old_embeds, "side_info": side_info, "new_side_info": new_side_info}
-        self._require(**{name: given[name] for name in self.columns})
-        assert new_embeds is not None and old_embeds is not None
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Return h of old embeddings (see :meth:`CompatModel.embed_batch`)."""
+        self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
         if self.training and self.progress >= FREEZE_AT:
             for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
                 norm.eval()  # the Trainer calls train() before every step
-        mapped = self.transform(old_embeds, side_info)
-        loss = self._loss(mapped, new_embeds) if return_loss else None
-        if loss is not None and self.side_transform is not None:
-            assert new_side_info is not None
-            loss = loss + _squared_distance(self.side_transform(old_embeds, side_info), new_side_info)
-        return CompatOutput(loss=loss, image_embeds=mapped)
+        return CompatOutput(image_embeds=self.transform(batch["old_embeds"], batch.get("side_info")))
+
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the loss of h, and of g where there is one (see :meth:`CompatModel.loss`)."""
+        loss = self._loss(output["image_embeds"], batch["new_embeds"])
+        if self.side_transform is not None:
+            mapped = self.side_transform(batch["old_embeds"], batch["side_info"])
+            loss = loss + _squared_distance(mapped, batch["new_side_info"])
+        return loss
 
     def _loss(self, mapped_BD: Tensor, new_BD: Tensor) -> Tensor:
         if self.config.loss == "mse":

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
 from xcompat.losses import clip_contrastive_loss, siglip_loss
+from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class IndependentConfig(ClassifiedConfig):
@@ -32,6 +32,19 @@ class IndependentConfig(ClassifiedConfig):
     mixup: float = 0.0
 
 
+@dataclass
+class MixedOutput(CompatOutput):
+    """Embeddings of images that mixup has mixed.
+
+    Args:
+        share: λ, scalar.
+        order_B: (B,) int64, which image each was mixed with.
+    """
+
+    share: Tensor | None = None
+    order_B: Tensor | None = None
+
+
 class IndependentModel(ClassifiedModel):
     """An encoder trained with its own loss: classification where there are classes, else contrast with a learned scale.
 
@@ -44,6 +57,7 @@ class IndependentModel(ClassifiedModel):
 
     config_class = IndependentConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    loss_of_embeddings: ClassVar[bool] = True
     compares_with_old = False
     citation = "Radford et al., Learning transferable visual models from natural language supervision, ICML 2021"
 
@@ -63,50 +77,33 @@ class IndependentModel(ClassifiedModel):
         for name, parameter in self.encoder.named_parameters():
             parameter.requires_grad_("logit" in name or not any(word in name for word in self.encoder.unused))
 
-    def forward(  # type: ignore[override]  # it reads captions too
-        self,
-        pixel_values: Tensor | None = None,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the classification loss, or the contrastive loss between images and their texts.
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Embed images and texts, or images alone, in training perhaps mixed ones (see :meth:`CompatModel.embed_batch`)."""
+        if self.config.classes is None:
+            return CompatModel.embed_batch(self, batch)
+        if not (self.training and self.config.mixup > 0):
+            return super().embed_batch(batch)
+        self.require_columns(batch, ("pixel_values",))
+        images = batch["pixel_values"]
+        share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample()
+        order_B = torch.randperm(len(images), device=images.device)
+        mixed = super().embed_batch({"pixel_values": float(share) * images + (1 - float(share)) * images[order_B]})
+        return MixedOutput(**mixed, share=share, order_B=order_B)
 
-        Args:
-            pixel_values: (B, C, H, W) float32.
-            input_ids: (B, L) int64, for a model trained on captions.
-            attention_mask: (B, L) int64, or None.
-            labels: (B,) int64, for a model trained on classes.
-            return_loss: whether to compute the loss.
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the classification loss, or that between images and their texts (see :meth:`CompatModel.loss`)."""
+        if self.config.classes is None:
+            return self._contrast(output["image_embeds"], output["text_embeds"])
+        if not isinstance(output, MixedOutput):
+            return super().loss(output, batch)
+        # L = λ·CE(W, f, y) + (1 − λ)·CE(W, f, y'), f of λx + (1 − λ)x', λ ~ Beta(α, α) (Zhang et al. 2018, mixup)
+        share, labels_B, other_B = float(output["share"]), batch["labels"], batch["labels"][output["order_B"]]
+        own, other = (self.classification_loss(output["features"], wanted) for wanted in (labels_B, other_B))
+        return share * own + (1 - share) * other
 
-        Returns:
-            Loss and the embeddings.
-        """
-        if self.config.classes is not None:
-            if self.training and self.config.mixup > 0:
-                return self._mixed(pixel_values, labels)
-            return super().forward(pixel_values=pixel_values, labels=labels, return_loss=return_loss)
-        self._require(pixel_values=pixel_values, input_ids=input_ids)
-        assert pixel_values is not None and input_ids is not None
-        image_embeds, text_embeds = self.embed_images(pixel_values), self.embed_texts(input_ids, attention_mask)
-        output = CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds)
-        return CompatOutput(loss=self.embeds_loss(output, {}), **output) if return_loss else output
-
-    def _mixed(self, pixel_values: Tensor | None, labels: Tensor | None) -> CompatOutput:
-        """Return L = λ·CE(W, f, y) + (1 − λ)·CE(W, f, y'), f of λx + (1 − λ)x', λ ~ Beta(α, α) (Zhang et al. 2018, mixup)."""
-        self._require(pixel_values=pixel_values, labels=labels)
-        assert pixel_values is not None and labels is not None
-        share = float(torch.distributions.Beta(self.config.mixup, self.config.mixup).sample())
-        order_B = torch.randperm(len(labels), device=labels.device)
-        features = self.features(share * pixel_values + (1 - share) * pixel_values[order_B]).float()
-        own, other = (self.classification_loss(features, wanted) for wanted in (labels, labels[order_B]))
-        return CompatOutput(loss=share * own + (1 - share) * other, image_embeds=F.normalize(features, dim=-1))
-
-    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
+    def _contrast(self, image_embeds: Tensor, text_embeds: Tensor) -> Tensor:
         """Return the loss the encoder's family is trained with: sigmoid when it has a logit bias (SigLIP), else softmax."""
-        image_embeds, text_embeds = output.image_embeds, output.text_embeds
-        assert self.encoder is not None and image_embeds is not None and text_embeds is not None
+        assert self.encoder is not None
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         bias = getattr(self.encoder.model, "logit_bias", None)
         if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none

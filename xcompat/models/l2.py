@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from xcompat.losses import l2_alignment_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.outputs import Batch, CompatOutput
 
 
 class L2Config(ClassifiedConfig):
@@ -33,8 +34,8 @@ class L2Model(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`L2Model`."""
-        assert old_Bd is not None
-        compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), old_Bd)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE and the distance to old embeddings (see :meth:`CompatModel.loss`)."""
+        features_BD, labels_B = output["features"], batch["labels"]
+        compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), batch["old_embeds"])
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

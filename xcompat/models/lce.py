@@ -19,6 +19,7 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
+from xcompat.outputs import Batch, CompatOutput
 
 CENTRES_AT_ONCE = 8192
 """Most centres whose way through the map is held for the backward pass at a time."""
@@ -90,11 +91,11 @@ class LceModel(LearnedMapModel):
         """See :attr:`CompatModel.own_view_layers`."""
         return self.transform
 
-    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
-        """See :class:`LceModel`."""
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return both losses (see :meth:`CompatModel.loss`)."""
         if self.target_centres_CT is None:
             raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
-        assert labels_B is not None
+        mapped_BT, labels_B = output["image_embeds"], batch["labels"]
         known_C = self.target_centres_CT[:, 0].isfinite()
         aligned = self._alignment_loss(self.target_centres_CT[known_C])
         cosine_B = (mapped_BT * self.target_centres_CT[labels_B].nan_to_num()).sum(dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 Side = TypeVar("Side")
 
@@ -69,39 +69,18 @@ class MappedModel(CompatModel):
 
 
 class LearnedMapModel(MappedModel):
-    """A map that is trained; what it learns from is the subclass's :meth:`loss`."""
+    """A map that is trained."""
 
-    @abstractmethod
-    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
-        """Return what is minimised."""
+    embedded: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    loss_of_embeddings: ClassVar[bool] = True
 
-    def forward(
-        self,
-        new_embeds: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the method's loss.
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Map the source (see :meth:`CompatModel.embed_batch`)."""
+        source, _ = self.ordered("new_embeds", "old_embeds")
+        self.require_columns(batch, (source,))
+        return CompatOutput(image_embeds=self.map(batch[source].to(self.dtype)))
 
-        Args:
-            new_embeds: (B, D) L2-normalised embeddings of the new model.
-            old_embeds: (B, d) L2-normalised embeddings of the old model.
-            labels: (B,) int64 in [0, C), for methods that read them.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and the mapped embeddings.
-        """
-        given = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels}
-        self._require(**{name: given[name] for name in self.columns})
-        assert new_embeds is not None and old_embeds is not None
-        source, _ = self.ordered(new_embeds, old_embeds)
-        output = CompatOutput(image_embeds=self.map(source.to(self.dtype)))
-        return CompatOutput(loss=self.embeds_loss(output, given), **output) if return_loss else output
-
-    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
-        """See :meth:`loss`."""
-        _, target = self.ordered(batch["new_embeds"], batch["old_embeds"])
-        assert output.image_embeds is not None and target is not None
-        return self.loss(output.image_embeds, target, batch.get("labels"))
+    def target(self, batch: Batch) -> Tensor:
+        """Return what the mapped source is compared with (B, T)."""
+        _, target = self.ordered("new_embeds", "old_embeds")
+        return batch[target]

@@ -7,13 +7,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import HeadKind
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class MixBctConfig(ClassifiedConfig):
@@ -53,36 +52,14 @@ class MixBctModel(ClassifiedModel):
                 f"the new dimension {config.embedding_dim} must be the old one, {config.old['dim']}; leave out dim and extra_dim"
             )
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        labels: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        credible: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the classification loss of the mixture.
-
-        Args:
-            pixel_values: (B, C, H, W) float32.
-            labels: (B,) int64 in [0, C).
-            old_embeds: (B, d) old embeddings of the images, L2-normalised.
-            credible: (B,) bool, whose old embedding may be mixed in (:func:`xcompat.data.credible_mask`).
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and L2-normalised embeddings.
-        """
-        self._require(pixel_values=pixel_values, labels=labels, old_embeds=old_embeds, credible=credible)
-        assert pixel_values is not None and labels is not None and old_embeds is not None and credible is not None
-        new_embeds = F.normalize(self.features(pixel_values).float(), dim=-1)
-        loss = None
-        if return_loss:
-            # the credible samples with the highest of random numbers: as many as asked for, or all of them
-            draw_B = torch.rand(len(labels), device=labels.device).masked_fill(~credible, -1)
-            count = math.floor(round(self.config.mixed_share * len(labels), 6))  # 0.29 * 100 is a little below 29
-            chosen = draw_B.topk(count).indices
-            mixed_B = torch.zeros_like(credible)
-            mixed_B[chosen] = credible[chosen]
-            loss = self.classification_loss(torch.where(mixed_B[:, None], old_embeds, new_embeds), labels)
-        return CompatOutput(loss=loss, image_embeds=new_embeds)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the classification loss of the mixture (see :meth:`CompatModel.loss`)."""
+        labels_B, credible_B = batch["labels"], batch["credible"]
+        # the credible samples with the highest of random numbers: as many as asked for, or all of them
+        draw_B = torch.rand(len(labels_B), device=labels_B.device).masked_fill(~credible_B, -1)
+        count = math.floor(round(self.config.mixed_share * len(labels_B), 6))  # 0.29 * 100 is a little below 29
+        chosen = draw_B.topk(count).indices
+        mixed_B = torch.zeros_like(credible_B)
+        mixed_B[chosen] = credible_B[chosen]
+        mixed_Bd = torch.where(mixed_B[:, None], batch["old_embeds"], output["image_embeds"])
+        return self.classification_loss(mixed_Bd, labels_B)

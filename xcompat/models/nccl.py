@@ -15,6 +15,7 @@ from xcompat.errors import XcompatError
 from xcompat.losses import neighbour_weights, neighbourhood_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.outputs import Batch, CompatOutput
 
 DISTANCES_AT_ONCE = 2**23
 """Most distances between samples and centres that are held at a time."""
@@ -86,12 +87,11 @@ class NcclModel(ClassifiedModel):
         self.bank_Qd = F.normalize(torch.from_numpy(old.embeddings("nccl")[credible_Q]).to(self.device), dim=-1)
         self.bank_labels_Q = torch.from_numpy(old.labels_N[credible_Q]).to(self.device)
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`NcclModel`."""
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE and both neighbourhood losses (see :meth:`CompatModel.loss`)."""
         if self.bank_Qd is None or self.bank_labels_Q is None:
             raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
-        assert old_Bd is not None
-        config = self.config
+        config, features_BD, labels_B, old_Bd = self.config, output["features"], batch["labels"], batch["old_embeds"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):
             new_Bd = F.normalize(self.old_features(features_BD), dim=-1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import ace_loss
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.outputs import Batch, CompatOutput
 
 
 class OcaConfig(PrototypedConfig):
@@ -44,9 +45,10 @@ class OcaModel(PrototypedModel):
             self.transform = OrthogonalTransform(self.config.embedding_dim)
             self.classifier = self._head(self.config.embedding_dim)
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`OcaModel`."""
-        config, old_features_Bd = self.config, self.old_features(features_BD)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE through Q and the old space's own (see :meth:`CompatModel.loss`)."""
+        config, features_BD, labels_B = self.config, output["features"], batch["labels"]
+        old_features_Bd = self.old_features(features_BD)
         compatible = ace_loss(
             old_features_Bd, self._old_weights(), labels_B, config.compat_weight, config.angle_weight, config.old_scale
         )

@@ -12,6 +12,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
+from xcompat.outputs import Batch, CompatOutput
 
 TrainedPart = Literal["none", "layer_norm", "all"]
 
@@ -29,7 +30,7 @@ class ProjectedConfig(CompatConfig):
 
 
 class ProjectedModel(CompatModel):
-    """Encoder, adapters and φ; what they learn from is the subclass's ``forward``.
+    """Encoder, adapters and φ; what they learn from is the subclass's :meth:`loss`.
 
     Args:
         config: the configuration.
@@ -38,6 +39,7 @@ class ProjectedModel(CompatModel):
 
     config_class = ProjectedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    loss_of_embeddings: ClassVar[bool] = True
 
     def __init__(self, config: ProjectedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -69,6 +71,7 @@ class ProjectedModel(CompatModel):
         """Compare own embeddings after φ, the space they are trained in, as the paper's new/new does."""
         return self.projection(embeds)
 
-    def project_pair(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the synthetic old embeddings of images and texts: φ(v_new), φ(w_new) (xbt.txt Eqn. 4), each (B, d)."""
-        return self.projection(self.embed_images(pixel_values)), self.projection(self.embed_texts(input_ids, attention_mask))
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Return synthetic old embeddings φ(v_new), φ(w_new) (xbt.txt Eqn. 4; see :meth:`CompatModel.embed_batch`)."""
+        own = super().embed_batch(batch)
+        return CompatOutput(**{name: self.projection(embeds) for name, embeds in own.items()})

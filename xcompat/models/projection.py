@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from xcompat.heads import Projection
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class ProjectionConfig(CompatConfig):
@@ -50,6 +50,8 @@ class ProjectionModel(CompatModel):
 
     config_class = ProjectionConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    embedded: ClassVar[tuple[str, ...]] = ("new_embeds",)
+    loss_of_embeddings: ClassVar[bool] = True
     embeds_in_memory = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 3"
 
@@ -68,28 +70,14 @@ class ProjectionModel(CompatModel):
         """See :attr:`CompatModel.own_view_layers`."""
         return self.projection
 
-    def forward(
-        self, new_embeds: Tensor | None = None, old_embeds: Tensor | None = None, return_loss: bool = True
-    ) -> CompatOutput:
-        """Compute the loss between φ of the noisy new embeddings and the old embeddings of the same samples.
-
-        Args:
-            new_embeds: (B, D) L2-normalised embeddings of the new model.
-            old_embeds: (B, d) L2-normalised embeddings of the old model.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and φ's output as ``text_embeds``.
-        """
-        self._require(new_embeds=new_embeds, old_embeds=old_embeds)
-        assert new_embeds is not None
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Return φ of the new embeddings, in training of noisy ones, as ``text_embeds`` (see :meth:`CompatModel.embed_batch`)."""
+        self.require_columns(batch, self.embedded)
+        new_BD = batch["new_embeds"]
         if self.training and self.config.noise_std > 0:
-            new_embeds = F.normalize(new_embeds + self.config.noise_std * torch.randn_like(new_embeds), dim=-1)
-        output = CompatOutput(text_embeds=self.projection(new_embeds))
-        return CompatOutput(loss=self.embeds_loss(output, {"old_embeds": old_embeds}), **output) if return_loss else output
+            new_BD = F.normalize(new_BD + self.config.noise_std * torch.randn_like(new_BD), dim=-1)
+        return CompatOutput(text_embeds=self.projection(new_BD))
 
-    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
-        """See :class:`ProjectionModel`."""
-        mapped, old_embeds = output.text_embeds, batch["old_embeds"]
-        assert mapped is not None and old_embeds is not None
-        return clip_contrastive_loss(mapped, old_embeds, self.config.logit_scale)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return L_c (see :meth:`CompatModel.loss`)."""
+        return clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], self.config.logit_scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 NOT_PREPARED = "QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first"
 NO_CLASSES = "loss prototypes needs classes; name labelled images under data.images, or take loss bank"
@@ -68,6 +68,8 @@ class QueryMapModel(CompatModel):
 
     config_class = QueryMapConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    embedded: ClassVar[tuple[str, ...]] = ("new_embeds",)
+    loss_of_embeddings: ClassVar[bool] = True
     columns_if_known: ClassVar[tuple[str, ...]] = ("labels", "index")
     embeds_in_memory = True
     citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
@@ -180,40 +182,19 @@ class QueryMapModel(CompatModel):
         """Return the new model's own embeddings (see :meth:`CompatModel.self_view`)."""
         return embeds if self.head is None else F.normalize(self.head(embeds.to(self.dtype)).float(), dim=-1)
 
-    def forward(
-        self,
-        new_embeds: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        index: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the loss of the mapped new embeddings.
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Map new embeddings, or penultimate features as they are (see :meth:`CompatModel.embed_batch`)."""
+        self.require_columns(batch, self.embedded)
+        return CompatOutput(image_embeds=self.own_view(batch["new_embeds"]))
 
-        Args:
-            new_embeds: (B, D) embeddings of the new model, L2-normalised, or its penultimate features as they are.
-            old_embeds: (B, d) embeddings of the old model, L2-normalised.
-            labels: (B,) int64 classes; without them a sample's only positive is its own old embedding.
-            index: (B,) int64 rows of the samples in the bank.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and the mapped embeddings.
-        """
-        self._require(new_embeds=new_embeds, old_embeds=old_embeds)
-        assert new_embeds is not None
-        output = CompatOutput(image_embeds=self.own_view(new_embeds))
-        batch = {"new_embeds": new_embeds, "old_embeds": old_embeds, "labels": labels, "index": index}
-        return CompatOutput(loss=self.embeds_loss(output, batch), **output) if return_loss else output
-
-    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
-        """See :class:`QueryMapModel`."""
-        mapped, new_embeds, old_embeds = output.image_embeds, batch["new_embeds"], batch["old_embeds"]
-        assert mapped is not None and new_embeds is not None and old_embeds is not None
-        loss = self._loss(mapped, old_embeds, batch.get("labels"), batch.get("index"))
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return what was chosen, and the pull to the start (see :meth:`CompatModel.loss`)."""
+        mapped = output["image_embeds"]
+        loss = self._loss(mapped, batch["old_embeds"], batch.get("labels"), batch.get("index"))
         if self.config.pull:
             start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
-            loss = loss + self.config.pull * angular_alignment_loss(mapped, self._inputs(new_embeds) @ start_Dd + start_d)
+            started = self._inputs(batch["new_embeds"]) @ start_Dd + start_d
+            loss = loss + self.config.pull * angular_alignment_loss(mapped, started)
         return loss
 
     def _loss(self, mapped_Bd: Tensor, old_Bd: Tensor, labels: Tensor | None, index: Tensor | None) -> Tensor:

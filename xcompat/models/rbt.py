@@ -15,6 +15,7 @@ from xcompat.losses import classifier_kl_loss, cross_entropy_to
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.outputs import Batch, CompatOutput
 
 
 class RbtConfig(MappedConfig):
@@ -89,11 +90,11 @@ class RbtModel(LearnedMapModel):
         """See :meth:`MappedModel.map`."""
         return F.normalize(self.blocks(self.entry(embeds)).float(), dim=-1)
 
-    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
-        """See :class:`RbtModel`."""
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return the three losses (see :meth:`CompatModel.loss`)."""
         if self.prototypes_CT is None:
             raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
-        assert labels_B is not None
+        mapped_BT, target_BT, labels_B = output["image_embeds"], self.target(batch), batch["labels"]
         config, scale = self.config, self.config.logit_scale
         similarity = (mapped_BT - target_BT).square().sum(dim=-1).mean()
         divergence = classifier_kl_loss(mapped_BT, target_BT, self.prototypes_CT, scale)

@@ -11,6 +11,7 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, readable_pairs, solve_ridge
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.outputs import Batch, CompatOutput
 
 
 class ResidualMlpConfig(MappedConfig):
@@ -76,6 +77,6 @@ class ResidualMlpModel(LearnedMapModel):
         """See :meth:`MappedModel.map`."""
         return F.normalize((self.skip(embeds) + self.residual(embeds)).float(), dim=-1)
 
-    def loss(self, mapped_BT: Tensor, target_BT: Tensor, labels_B: Tensor | None) -> Tensor:
-        """See :class:`ResidualMlpModel`."""
-        return angular_alignment_loss(mapped_BT, target_BT)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return 1 − cos (see :meth:`CompatModel.loss`)."""
+        return angular_alignment_loss(output["image_embeds"], self.target(batch))

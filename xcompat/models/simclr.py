@@ -11,6 +11,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.losses import nt_xent_loss
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.unlabelled import UnlabelledModel
+from xcompat.outputs import Batch, CompatOutput
 
 
 class SimClrConfig(BackboneConfig):
@@ -67,8 +68,7 @@ class SimClrModel(UnlabelledModel):
             return (self.features(pixel_values) > 0).float()
         return super().embed_images(pixel_values)
 
-    def loss(self, features_BD: Tensor, pixel_values: Tensor, second_pixel_values: Tensor | None) -> Tensor:
-        """See :class:`SimClrModel`."""
-        assert second_pixel_values is not None
-        first_BD, second_BD = (F.normalize(x.float(), dim=-1) for x in (features_BD, self.features(second_pixel_values)))
-        return nt_xent_loss(first_BD, second_BD, self.config.temperature)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return NT-Xent between both views (see :meth:`CompatModel.loss`)."""
+        second_BD = F.normalize(self.features(batch["second_pixel_values"]).float(), dim=-1)
+        return nt_xent_loss(output["image_embeds"], second_BD, self.config.temperature)

@@ -15,6 +15,7 @@ from xcompat.errors import XcompatError
 from xcompat.losses import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, samples_of_classes
+from xcompat.outputs import Batch, CompatOutput
 
 
 class UniBctConfig(ClassifiedConfig):
@@ -97,10 +98,11 @@ class UniBctModel(ClassifiedModel):
             raise XcompatError("no class of the training set is known to the old model; is it the right one?")
         self.prototypes_Cd.copy_(prototypes_Cd.nan_to_num(nan=0.0))
 
-    def loss(self, features_BD: Tensor, labels_B: Tensor, old_Bd: Tensor | None, new_BD: Tensor | None) -> Tensor:
-        """See :class:`UniBctModel`."""
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return CE of the classifier and of the refined prototypes (see :meth:`CompatModel.loss`)."""
         if self._old is None:
             raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
+        features_BD, labels_B = output["features"], batch["labels"]
         absent_C = (self.prototypes_Cd == 0).all(dim=1)
         prototypes_Cd = self.prototypes_Cd.masked_fill(absent_C[:, None], torch.nan)
         compatible = cross_entropy_to(prototypes_Cd, self.old_features(features_BD), labels_B, self.config.old_scale)

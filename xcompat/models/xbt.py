@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.projected import ProjectedConfig, ProjectedModel, TrainedPart
-from xcompat.outputs import CompatOutput
+from xcompat.outputs import Batch, CompatOutput
 
 
 class XbtConfig(ProjectedConfig):
@@ -36,31 +35,6 @@ class XbtModel(ProjectedModel):
     starts_from_projection: ClassVar[bool] = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 5"
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        return_loss: bool = True,
-    ) -> CompatOutput:
-        """Compute the contrastive loss between synthetic old embeddings of images and of their texts.
-
-        Args:
-            pixel_values: (B, C, H, W) float32.
-            input_ids: (B, L) int64.
-            attention_mask: (B, L) int64, or None.
-            return_loss: whether to compute the loss.
-
-        Returns:
-            Loss and the synthetic old embeddings it compared.
-        """
-        self._require(pixel_values=pixel_values, input_ids=input_ids)
-        assert pixel_values is not None and input_ids is not None
-        image_embeds, text_embeds = self.project_pair(pixel_values, input_ids, attention_mask)
-        output = CompatOutput(image_embeds=image_embeds, text_embeds=text_embeds)
-        return CompatOutput(loss=self.embeds_loss(output, {}), **output) if return_loss else output
-
-    def embeds_loss(self, output: CompatOutput, batch: Mapping[str, Tensor | None]) -> Tensor:
-        """See :class:`XbtModel`."""
-        assert output.image_embeds is not None and output.text_embeds is not None
-        return clip_contrastive_loss(output.image_embeds, output.text_embeds, self.config.logit_scale)
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        """Return L_c between synthetic old embeddings of images and of their texts (see :meth:`CompatModel.loss`)."""
+        return clip_contrastive_loss(output["image_embeds"], output["text_embeds"], self.config.logit_scale)

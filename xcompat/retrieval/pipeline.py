@@ -216,7 +216,7 @@ def _of_array(array: np.ndarray) -> Image.Image:
 class _ZeroShot(CompatModel):
     """What ``zero-shot-image-classification`` asks of a model: logits of every text for every image, in the model's own space."""
 
-    def forward(
+    def forward(  # type: ignore[override]  # as the pipeline calls it
         self,
         pixel_values: Tensor,
         input_ids: Tensor,

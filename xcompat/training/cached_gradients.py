@@ -83,7 +83,7 @@ def backward_in_parts(
 
     Args:
         accelerator: it prepared the model.
-        model: perhaps wrapped; one that has ``embeds_loss``. Gradients are added to those of its parameters.
+        model: perhaps wrapped; one whose loss is ``loss_of_embeddings``. Gradients are added to those of its parameters.
         batch: columns of this process's B samples, on the model's device; B is the same on every process.
         mini_batch_size: samples embedded at a time.
         share: factor on loss and gradients, for gradient accumulation.
@@ -104,7 +104,7 @@ def backward_in_parts(
             states.append(RandomState.now(part))
             embedded.append(model(**part, return_loss=False))
     whole = {name: torch.cat([output[name] for output in embedded]).requires_grad_() for name in embedded[0]}
-    loss = method.embeds_loss(CompatOutput(**whole), batch)
+    loss = method.loss(CompatOutput(**whole), batch)
     # a learned scale or centres mapped by the model get theirs here; the embeddings' are those that are cached
     weights = [parameter for parameter in method.parameters() if parameter.requires_grad]
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*whole.values(), *weights], allow_unused=True)

@@ -203,7 +203,7 @@ class StageRecipe(Section):
         if size is None:
             return self
         classified = self.data.images is not None and not method.embeds_in_memory  # the classifier is part of the loss
-        if classified or not method.has_embeds_loss():
+        if classified or not method.loss_of_embeddings:
             raise ValueError(
                 f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} is not one of embeddings alone; "
                 "leave mini_batch_size out (null in this stage, where another one sets it for all)"
