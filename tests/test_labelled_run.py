@@ -184,8 +184,20 @@ def carefully(trials: list[dict[str, Any]]) -> dict[str, Any]:
     return max((trial for trial in close if trial["share"] <= mildest), key=lambda trial: trial["mean"])
 
 
-def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+def test_of_a_model_trained_for_the_classes_features_alone_are_tried(
+    trained: dict[str, Any], tmp_path: Path, undrawn: None
+) -> None:
     run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run")))
+    said = read_json(tmp_path / "run" / CHOICE)
+    assert {trial["line"] for trial in said["trials"]} == {"procrustes of penultimate features"}
+    assert said["chosen"] == carefully(said["trials"])["name"]
+
+
+def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    other = load_embedder(trained["independent"]).model
+    other.config.classes = [f"another {name}" for name in other.config.classes]
+    other.export(tmp_path / "other")
+    run_recipe(recipe_of(trained, new=str(tmp_path / "other"), output_dir=str(tmp_path / "run")))
     said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
     assert report.method == "map"
     assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "procrustes of penultimate features"}
@@ -201,7 +213,7 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     cases = {f"{case.query}/{case.gallery}": case.metrics for case in report.cases}
     assert cases["new/new"] == cases["independent/independent"], "the new model stays as it is"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run")))
+    run_recipe(recipe_of(trained, new=str(tmp_path / "other"), output_dir=str(tmp_path / "run")))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
 
