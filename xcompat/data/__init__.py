@@ -3,7 +3,6 @@
 from xcompat.data.classes import load_classes
 from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
 from xcompat.data.corpora import CorpusSource, load_texts
-from xcompat.data.credible import credible_mask
 from xcompat.data.images import UnusableSampleError, open_image, to_rgb
 from xcompat.data.labelled import ClassBalancedSampler, LabelledImages, LabelledSource, load_labelled
 from xcompat.data.loading import load_pairs
@@ -27,7 +26,6 @@ __all__ = [
     "UnusableSampleError",
     "build_transform",
     "collate_embeddings",
-    "credible_mask",
     "flatten_captions",
     "iterate_images",
     "load_classes",

@@ -22,7 +22,6 @@ OLD_TEXT_EMBEDS = "old_text_embeds"
 NEW_EMBEDS = "new_embeds"
 SIDE_INFO = "side_info"
 NEW_SIDE_INFO = "new_side_info"
-CREDIBLE = "credible"
 
 
 def captions_of(value: str | Iterable[Any] | None) -> list[str]:

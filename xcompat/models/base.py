@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -22,13 +20,12 @@ from xcompat.errors import XcompatError
 from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import described
-from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.learning import LearningModel
 from xcompat.models.query_memory import QueryMemory
-from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput
 
 
-class CompatModel(SpacesModel):
+class CompatModel(LearningModel):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what it learns from, builds its own parts in ``__init__`` after ``super().__init__`` and writes
@@ -39,27 +36,6 @@ class CompatModel(SpacesModel):
     config_class = CompatConfig
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
-    main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # the Trainer asks: a loss is the mean over its batch, which accumulated steps divide
-
-    columns: ClassVar[tuple[str, ...]] = ()
-    """Batch columns the loss needs."""
-    columns_if_known: ClassVar[tuple[str, ...]] = ()
-    """Batch columns that change the loss where the data have them."""
-    embedded: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
-    """Batch columns that are embedded; the others are what embeddings are compared with."""
-    loss_of_embeddings: ClassVar[bool] = False
-    """Whether the loss reads images and texts by their embeddings alone, so that ``mini_batch_size`` works."""
-    starts_from_projection: ClassVar[bool] = False
-    """True when φ must come from a pretrained :class:`~xcompat.models.ProjectionModel`."""
-    compares_with_old: ClassVar[bool] = True
-    """False for a method that makes no promise about old galleries."""
-    citation: ClassVar[str] = ""
-
-    progress: float = 0.0
-    """How far training is, in [0, 1), set before every step, for losses that follow a schedule."""
-    refresh_at: Sequence[float] = ()
-    """Shares of training after which :meth:`refresh` is called."""
 
     encoder: Encoder | None
 
@@ -193,6 +169,16 @@ class CompatModel(SpacesModel):
         embeds = encoder.embed_texts(input_ids, attention_mask)
         return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
 
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Embed images and texts, as far as a batch holds them (see :meth:`LearningModel.embed_batch`)."""
+        images, texts = batch.get("pixel_values"), batch.get("input_ids")
+        if images is None and texts is None:
+            self.require_columns(batch, self.embedded)
+        return CompatOutput(
+            image_embeds=self.embed_images(images) if images is not None else None,
+            text_embeds=self.embed_texts(texts, batch.get("attention_mask")) if texts is not None else None,
+        )
+
     @property
     def embed_layers(self) -> Iterable[nn.Module] | None:
         """Return the layers between the encoder's features and the embedding, which is their output normalised.
@@ -212,124 +198,7 @@ class CompatModel(SpacesModel):
             return isinstance(inner, CompatModel) and inner.embeds_texts
         return library in ("transformers", "open_clip")
 
-    # ------------------------------------------------------------------------------------------------ training
-
-    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Take what is known of the old model on the training set, before training begins.
-
-        Args:
-            old: embeddings, prototypes and classifier of the old model, as far as they are known.
-            new_ND: embeddings of the new model, for maps over them.
-        """
-
-    def refresh(self, new_ND: NDArray[np.float32]) -> None:
-        """Take what the model, as far as it is trained, now says of the training set.
-
-        Args:
-            new_ND: its own embeddings of the training images, in evaluation mode and without augmentation; a row of NaN is an
-                unreadable image.
-        """
-
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        new_embeds: Tensor | None = None,
-        return_loss: bool | None = None,
-        **others: Tensor | None,
-    ) -> CompatOutput:
-        """Embed a batch, and compute the method's loss of it.
-
-        Args:
-            pixel_values: (B, C, H, W) float32 from ``processor.images``.
-            input_ids: (B, L) int64 from ``processor.texts``.
-            attention_mask: (B, L) int64; None for models that read their padding.
-            labels: (B,) int64 classes in [0, C).
-            old_embeds: (B, d) embeddings of the old model, L2-normalised.
-            new_embeds: (B, D) embeddings of the new model: of one that was trained independently, or what a map maps.
-            return_loss: whether to compute the loss; None computes it unless the batch holds no more than what is embedded.
-            others: the other ones of ``columns`` and ``columns_if_known``.
-
-        Returns:
-            The embeddings, and the loss.
-
-        Raises:
-            XcompatError: the batch lacks a column.
-        """
-        if unknown := others.keys() - {*self.columns, *self.columns_if_known}:
-            raise TypeError(f"{type(self).__name__} reads no column {', '.join(sorted(unknown))}")
-        given = {
-            "pixel_values": pixel_values,
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "old_embeds": old_embeds,
-            "new_embeds": new_embeds,
-            **others,
-        }
-        batch = {name: column for name, column in given.items() if column is not None}
-        wanted = self._learns_from(batch) if return_loss is None else return_loss
-        if wanted:
-            self.require_columns(batch, self.columns)
-        output = self.embed_batch(batch)
-        if wanted:
-            output.loss = self.loss(output, batch)
-        return output
-
-    def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed what a batch holds: here its images and its texts.
-
-        Args:
-            batch: its columns, of which those in ``embedded`` are read.
-
-        Returns:
-            The embeddings, without a loss.
-
-        Raises:
-            XcompatError: there is nothing to embed.
-        """
-        images, texts = batch.get("pixel_values"), batch.get("input_ids")
-        if images is None and texts is None:
-            self.require_columns(batch, self.embedded)
-        return CompatOutput(
-            image_embeds=self.embed_images(images) if images is not None else None,
-            text_embeds=self.embed_texts(texts, batch.get("attention_mask")) if texts is not None else None,
-        )
-
-    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Compute the loss of a batch.
-
-        Args:
-            output: what :meth:`embed_batch` made of it.
-            batch: its columns, all of ``columns`` among them.
-
-        Returns:
-            Scalar.
-        """
-        raise TypeError(f"{type(self).__name__} is not trained")
-
-    def require_columns(self, batch: Batch, names: Iterable[str]) -> None:
-        """Refuse a batch that lacks columns.
-
-        Args:
-            batch: its columns.
-            names: those that are needed.
-
-        Raises:
-            XcompatError: naming the class and the columns that are missing.
-        """
-        if missing := [name for name in names if name not in batch]:
-            raise XcompatError(
-                f"{type(self).__name__} needs the column{'s' * (len(missing) > 1)} {', '.join(missing)} in the batch"
-            )
-
-    def _learns_from(self, batch: Batch) -> bool:
-        """Return whether a batch holds more than what is embedded, or all that a model under training reads."""
-        read = set(self.columns) & batch.keys()
-        return not read <= set(self.embedded) or (len(read) == len(self.columns) and getattr(self.config, "for_training", True))
+    # ------------------------------------------------------------------------------------------------ inference
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ class ClassifiedModel(BackboneModel):
 
     config_class = ClassifiedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
+    learns_classes: ClassVar[bool] = True
 
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -102,32 +103,29 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
-        return cls.planned_dim(old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim, options)
+        dim = cls.planned_dim(old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim, options)
+        assert dim is not None
+        return dim
 
     @classmethod
-    def planned_dim(cls, usual: int, options: Mapping[str, Any]) -> int:
-        """Return D of a model that is to be made.
-
-        Args:
-            usual: the dimension without extra ones that it has unless the options say another.
-            options: the method's configuration.
-        """
+    def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
+        """Return D: what the options say, else the usual dimension, and the extra ones (see :meth:`CompatModel.planned_dim`)."""
         base = options["dim"] if options.get("dim") is not None else usual
-        return int(base + options.get("extra_dim", cls.config_class.extra_dim))
+        return int(base + options.get("extra_dim", cls.config_class.extra_dim)) if base is not None else None
 
     @classmethod
     def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
-        """Refuse dimensions that cannot be, before there is an encoder or an old model.
+        """Refuse dimensions that leave no room for the old space (see :meth:`CompatModel.check_plan`)."""
+        if cls.compares_with_old:
+            old = describe_old(Fingerprint.from_string("planned"), old_dim)
+            dim = cls.planned_dim(old_dim, options)
+            assert dim is not None
+            cls._check_dims(cls.config_class(old=old, embedding_dim=dim, **options))
 
-        Args:
-            old_dim: d, which the old model will have.
-            options: the method's configuration.
-
-        Raises:
-            XcompatError: naming what does not fit.
-        """
-        old = describe_old(Fingerprint.from_string("planned"), old_dim)
-        cls._check_dims(cls.config_class(old=old, embedding_dim=cls.planned_dim(old_dim, options), **options))
+    @classmethod
+    def balances_batches(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether there are triplets to be made (see :meth:`CompatModel.balances_batches`)."""
+        return options.get("head") == "triplet"
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""

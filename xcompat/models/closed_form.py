@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -156,6 +156,8 @@ class ClosedFormModel(MappedModel):
         encoder: the frozen new encoder for later inference, not part of the checkpoint.
     """
 
+    is_solved: ClassVar[bool] = True
+
     def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.weight = torch.nn.Parameter(torch.zeros(self.source_dim, self.target_dim), requires_grad=False)
@@ -178,17 +180,7 @@ class ClosedFormModel(MappedModel):
         return (layer,)
 
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Solve for the map in one pass over paired embeddings.
-
-        Args:
-            batches: pairs of new (B, D) and old (B, d) embeddings of the same samples, L2-normalised.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            XcompatError: when there are no pairs.
-        """
+        """Solve for the map in one pass; there must be pairs (see :meth:`CompatModel.fit`)."""
         weight_ST, bias_T = self.solve(Moments.of(self.ordered(new, old) for new, old in batches))
         with torch.no_grad():
             self.weight.copy_(weight_ST)

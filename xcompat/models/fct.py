@@ -103,10 +103,20 @@ class FctModel(CompatModel):
             raise XcompatError(f"{name} was trained without side-information: leave side_info out")
         return self.transform(old_embeds, side_info)
 
+    @property
+    def reads_side_info(self) -> bool:
+        """Return whether it was trained with side-information."""
+        return self.config.side_info is not None
+
+    @property
+    def writes_side_info(self) -> bool:
+        """Return whether there is a g."""
+        return self.side_transform is not None
+
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
         """Map stored side-information to that of the new model, for the next update: g, (B, S') L2-normalised."""
         if self.side_transform is None:
-            raise XcompatError("this model maps no side-information: train it with new_side_info")
+            return super().upgrade_side(old_embeds, side_info)
         return self.side_transform(old_embeds, side_info)
 
     def embed_batch(self, batch: Batch) -> CompatOutput:

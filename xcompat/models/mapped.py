@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -45,6 +45,11 @@ class MappedModel(CompatModel):
         super().__init__(config, encoder)
         assert config.old is not None
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
+
+    @classmethod
+    def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the direction is old_to_new (see :meth:`CompatModel.maps_galleries_with`)."""
+        return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
         """Return what belongs to the source and what to the target."""

@@ -58,6 +58,10 @@ class ProjectedModel(CompatModel):
                 used = part is self.projection or not any(word in name for word in self.encoder.unused)
                 parameter.requires_grad_((named and used) or id(parameter) in adapters)
 
+    def start_from(self, projection: nn.Module) -> None:
+        """Take the weights of φ (see :meth:`CompatModel.start_from`)."""
+        self.projection.load_state_dict(projection.get_submodule("projection").state_dict())
+
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Map new embeddings into the old space: φ (see :meth:`CompatModel.own_view`)."""
         return self.projection(embeds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -109,9 +109,14 @@ class QueryMapModel(CompatModel):
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
         """Return D: that of what is mapped."""
-        if options.get("input") == "penultimate":
+        if cls.maps_features(options):
             return Penultimate(encoder, encoder.name).head.in_features
         return super().embedding_dim_for(encoder, old, options)
+
+    @classmethod
+    def maps_features(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether penultimate features are mapped (see :meth:`CompatModel.maps_features`)."""
+        return options.get("input") == "penultimate"
 
     def set_trainable(self) -> None:
         """Train the map, and leave the new model's last layer as it is."""

@@ -185,6 +185,31 @@ class SpacesModel(CheckpointModel):
         own = self.own_upgrade(old_embeds, side_info)
         return own if self.memory is None or not self.maps_galleries else self.memory(old_embeds, own)
 
+    @property
+    def reads_side_info(self) -> bool:
+        """Return whether a map of galleries reads side-information beside stored embeddings."""
+        return False
+
+    @property
+    def writes_side_info(self) -> bool:
+        """Return whether it maps side-information to that of the new model, for the next update."""
+        return False
+
+    def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
+        """Map stored side-information to that of the new model, where :attr:`writes_side_info`.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) side-information stored with them.
+
+        Returns:
+            (B, S') float32, L2-normalised.
+
+        Raises:
+            XcompatError: this model maps none.
+        """
+        raise XcompatError("this model maps no side-information: train it with new_side_info")
+
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
         """Map stored old embeddings towards the new model, remembering nothing; the identity unless a method maps galleries.
 

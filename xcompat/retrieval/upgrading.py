@@ -149,16 +149,11 @@ def _mapped(model: CompatModel, items: Items, gallery: Gallery, source: Segment)
         if gallery.manifest.version(source.record.version).length != 1:  # adopted as its owner stored it, never normalised
             old = torch.nn.functional.normalize(old, dim=-1)
         side = torch.from_numpy(items.side_info[0]).to(model.device) if items.side_info else None
-        mapped = model.upgrade(old, side) if side is not None and _uses_side_info(model) else model.upgrade(old)
-        chain = getattr(model, "side_transform", None)
-        new_side = [chain(old, side).float().cpu().numpy()] if chain is not None and side is not None else []
+        mapped = model.upgrade(old, side if model.reads_side_info else None)
+        new_side = [model.upgrade_side(old, side).float().cpu().numpy()] if side is not None and model.writes_side_info else []
     embeds: NDArray[np.float32] = mapped.float().cpu().numpy()
     embeds = checked_embeddings(embeds, gallery.metric, lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
     return Items([embeds], items.ids, items.metadata, new_side)
-
-
-def _uses_side_info(model: CompatModel) -> bool:
-    return getattr(model.config, "side_info", None) is not None
 
 
 def _record(journal: Path, progress: _Progress, segment: Segment, row: int, written: list[SegmentRecord]) -> None:

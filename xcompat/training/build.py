@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xcompat.data import credible_mask, flatten_captions, load_pairs, load_texts
+from xcompat.data import flatten_captions, load_pairs, load_texts
 from xcompat.data.corpora import normalise
 from xcompat.data.notices import notice
 from xcompat.data.overlap import shared_images
 from xcompat.data.schema import (
-    CREDIBLE,
     ID,
     INDEX,
     LABELS,
@@ -29,11 +28,9 @@ from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel, ProjectionModel
-from xcompat.models.classified import ClassifiedModel
-from xcompat.models.closed_form import ClosedFormModel, readable_pairs
+from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
-from xcompat.models.projected import ProjectedModel
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.stage import Stage, seed_everything
@@ -68,9 +65,8 @@ def train_stage(stage: Stage) -> CompatModel:
     """
     if stage.part.data.images is not None:
         warn_of_shared_images(stage)
-    if issubclass(stage.method, ClosedFormModel):
+    if stage.method.is_solved:
         model, new, old = _map_and_caches(stage)
-        assert isinstance(model, ClosedFormModel)
         return model.fit(readable_pairs(new, old))
     if stage.method.embeds_in_memory:
         model, data = _map_and_data(stage)
@@ -89,9 +85,9 @@ def check_inputs(stage: Stage) -> None:
             without images, triplets cannot be made, or a stored old embedding is missing.
     """
     part = stage.part
-    if not issubclass(stage.method, ClosedFormModel):
+    if not stage.method.is_solved:
         check_services(part, training_arguments(part, stage.recipe.seed, stage.checkpoints_dir))
-    if issubclass(stage.method, ClassifiedModel) and stage.method.compares_with_old and (dim := stage.old_dim()) is not None:
+    if (dim := stage.old_dim()) is not None:
         stage.method.check_plan(dim, part.options)
     if part.data.images is None:
         return
@@ -167,7 +163,7 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
     encoder = _new_encoder(stage, part.new)
     seed_everything(stage.recipe.seed)
     described = old.describe_old() if old is not None else None
-    known = {"classes": images.classes} if issubclass(stage.method, ClassifiedModel) else {}
+    known = {"classes": images.classes} if stage.method.learns_classes else {}
     model = stage.method.from_encoder(encoder, old=described, **known, **part.options)
     extra: dict[str, Any] = {}
     online: Embedder | None = None
@@ -181,9 +177,7 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
                 online = _online(stage, old)
             else:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
-        if CREDIBLE in model.columns:
-            rows: Any = knowledge.embeddings(part.method)  # read in blocks, like an array on disk
-            extra[CREDIBLE] = credible_mask(rows, knowledge.labels_N, model.config.keep)
+        extra |= model.extra_columns(knowledge)
         if isinstance(old, StoredModel) and stage.is_judged:
             old.rows([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
@@ -252,8 +246,7 @@ def _model_for_pairs(stage: Stage) -> CompatModel:
     seed_everything(stage.recipe.seed)
     model = stage.method.from_encoder(loaded, old=old, **part.options)
     if start is not None:
-        assert isinstance(model, ProjectedModel)
-        model.projection.load_state_dict(start.projection.state_dict())
+        model.start_from(start)
     return model
 
 

@@ -61,8 +61,8 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
     """Yield what can be mapped, with what maps it: embeddings, and penultimate features of images where there are such.
 
     A layer that was trained for classes finds more in the images it learned them from than in others, so that what is held out of
-    these says nothing of it. Where the new model is one, its features alone are tried: a line from them was better in all four scenarios
-    (docs/results/trained_maps.md).
+    these says nothing of it. Where the new model ends in one, its features alone are tried: a line from them was better in all
+    four scenarios of docs/results/trained_maps.md.
     """
     if stage.part.data.images is not None:
         features = _features(stage, plain)

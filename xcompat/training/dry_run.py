@@ -18,7 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
 from xcompat.training.places import require_places
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe
+from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe, method_class
 from xcompat.training.run import run_recipe
 from xcompat.training.settings import DataSettings
 
@@ -44,7 +44,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
     require_places(recipe)
     console.print(table)
     silence_libraries()
-    mapped = [part.new for part in recipe.stages if part.options.get("input") == "penultimate"]
+    mapped = [part.new for part in recipe.stages if method_class(part.method).maps_features(part.options)]
     projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Recipe(

@@ -143,7 +143,7 @@ def with_memory(model: C, memory: QueryMemory) -> C:
 
 def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
     """Return what a map over embeddings reads of the test set."""
-    if getattr(model.config, "input", None) != "penultimate":
+    if not model.maps_features(vars(model.config)):
         return independent
     described = model.config.encoder
     new = load_embedder(EncoderSource.described(described), model.device)

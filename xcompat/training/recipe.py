@@ -132,7 +132,7 @@ class StageRecipe(Section):
     @property
     def is_balanced(self) -> bool:
         """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
-        return self.options.get("head") == "triplet"
+        return method_class(self.method).balances_batches(self.options)
 
     @property
     def learns_from_pairs(self) -> bool:
@@ -172,7 +172,7 @@ class StageRecipe(Section):
             raise ValueError("memory_codec: nothing is remembered; set memory: classes or pairs, or leave memory_codec out")
         if self.memory is not None and not method.compares_with_old:
             raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
-        if self.memory == "pairs" and (method.maps_galleries or self.options.get("direction") == "old_to_new"):
+        if self.memory == "pairs" and method.maps_galleries_with(self.options):
             raise ValueError(f"memory: method {self.method} maps galleries, which remember classes alone; set memory: classes")
         if self.memory == "classes" and self.data.images is None:
             raise ValueError("memory: classes are those of labelled images; name them under data.images")

@@ -18,7 +18,6 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.models import CompatModel
-from xcompat.models.classified import ClassifiedModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
@@ -80,7 +79,7 @@ class Stage:
         if part.evaluation.fallback is not None and part.memory is None and part.method != CHOSEN:
             unsure = "evaluation.fallback asks old queries where new ones are not sure, and none that remembers nothing says so"
             raise XcompatError(f"{part.name}: {unsure}; set memory, or evaluation.fallback to null")
-        if self.method.maps_galleries or part.options.get("direction") == "old_to_new":
+        if self.method.maps_galleries_with(part.options):
             raise XcompatError(f"{where}, and method {part.method} maps the old gallery to where old ones have no place; {mend}")
         if part.old is not None and is_stored(part.old.name):
             raise XcompatError(f"{where}, and {part.old.name} holds embeddings and no model that could embed a query; {mend}")
@@ -131,7 +130,7 @@ class Stage:
         Raises:
             XcompatError: its penultimate features are asked for, and it has none, or there are captions to be judged on.
         """
-        if self.part.options.get("input") != "penultimate":
+        if not self.method.maps_features(self.part.options):
             return new
         if self.part.data.test is not None:
             raise XcompatError(f"{self.part.name}: data.test has captions, and {IMAGES_ALONE}")
@@ -165,12 +164,7 @@ class Stage:
 
     def planned_dim(self) -> int | None:
         """Return the dimension that the stage's model will have where that does not depend on its backbone; else None."""
-        if not issubclass(self.method, ClassifiedModel):
-            return None
-        usual = self.old_dim() if self.method.compares_with_old else None
-        if usual is None and self.part.options.get("dim") is None:
-            return None
-        return self.method.planned_dim(usual or 0, self.part.options)
+        return self.method.planned_dim(self.old_dim() if self.method.compares_with_old else None, self.part.options)
 
     def independent(self) -> Embedder | None:
         """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
