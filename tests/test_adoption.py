@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.models import ProcrustesConfig, ProcrustesModel
+from xcompat.methods import ProcrustesConfig, ProcrustesModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, adopted, adoption

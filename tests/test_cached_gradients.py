@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.files import read_json
-from xcompat.models import METHODS, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.models.base import CompatModel
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput

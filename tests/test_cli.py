@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import AutoModel
 
 from xcompat import Fingerprint, __version__, cli
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -275,8 +275,8 @@ def test_a_loss_that_is_not_finite(
 ) -> None:
     forward, steps = METHODS["projection"].forward, []
 
-    def bad_at_the_fourth(self: Any, new_embeds: Any = None, old_embeds: Any = None, return_loss: bool = True) -> Any:
-        output = forward(self, new_embeds, old_embeds)
+    def bad_at_the_fourth(self: Any, **columns: Any) -> Any:
+        output = forward(self, **columns)
         steps.append(1)
         output.loss = output.loss * (float("nan") if len(steps) == 4 else 1)
         return output

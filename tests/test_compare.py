@@ -30,7 +30,7 @@ from xcompat.evaluation import (
 )
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.fingerprint import Fingerprint
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import (
     Comparison,

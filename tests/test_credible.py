@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xcompat.errors import XcompatError
-from xcompat.models import mixbct
-from xcompat.models.mixbct import credible_mask
+from xcompat.methods import mixbct
+from xcompat.methods.mixbct import credible_mask
 
 
 def naive_mask(embeds: np.ndarray, labels: np.ndarray, keep: str) -> list[bool]:

@@ -22,7 +22,7 @@ from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.files import read_json, write_json
 from xcompat.hub.lineage import trace_lineage
-from xcompat.models import FctConfig, FctModel
+from xcompat.methods import FctConfig, FctModel
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, upgrading
 from xcompat.retrieval.faiss_index import FaissIndex

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from xcompat import Fingerprint
-from xcompat.models import METHODS, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
 

@@ -18,12 +18,13 @@ from transformers import AutoModel, TrainerControl, TrainerState, TrainingArgume
 import xcompat
 from xcompat import Fingerprint, XcompatError
 from xcompat.data import LabelledSource, PairCollator, PairDataset, load_labelled
-from xcompat.models import METHODS, describe_old
-from xcompat.models.advbct import class_radii
+from xcompat.methods import METHODS
+from xcompat.methods.advbct import class_radii
+from xcompat.methods.nccl import class_entropies, consensus
+from xcompat.methods.unibct import refined_weights
+from xcompat.models import describe_old
 from xcompat.models.classified import ClassifiedModel
-from xcompat.models.nccl import class_entropies, consensus
 from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
-from xcompat.models.unibct import refined_weights
 from xcompat.outputs import CompatOutput
 from xcompat.training import schedule as schedule_module
 from xcompat.training.recipe import StageRecipe

@@ -18,7 +18,8 @@ import yaml
 
 import xcompat
 from xcompat import Fingerprint, XbtModel
-from xcompat.models import METHODS, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.export import to_faiss
-from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 

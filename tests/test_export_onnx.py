@@ -17,7 +17,8 @@ from PIL import Image
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.encoders import load_processor
 from xcompat.export import onnx_towers, to_onnx
-from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
 
 OLD = Fingerprint.from_string("old")
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {

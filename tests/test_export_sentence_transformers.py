@@ -22,7 +22,8 @@ from xcompat import Fingerprint, XcompatError, cli
 from xcompat.data.images import open_image
 from xcompat.export import sentence_stock, to_sentence_transformers
 from xcompat.export.sentence_module import CompatModule
-from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
 
 IMAGE_TEXT = {"clip", "siglip", "blip", "open_clip", "vision-text-dual-encoder"}

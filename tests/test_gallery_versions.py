@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.models import CompatModel, FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel, RidgeConfig, RidgeModel
+from xcompat.methods import FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel, RidgeConfig, RidgeModel
+from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery

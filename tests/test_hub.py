@@ -29,7 +29,8 @@ from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
-from xcompat.models import METHODS, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.report import ModelInfo, Report

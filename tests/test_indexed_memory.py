@@ -16,7 +16,8 @@ from transformers import AutoModel
 from xcompat import Fingerprint, XcompatError
 from xcompat.export import to_onnx
 from xcompat.folder_checksums import CHECKSUMS
-from xcompat.models import METHODS, CompatModel, ProcrustesModel, describe_old, indexed_memory, query_memory, remembered
+from xcompat.methods import METHODS, ProcrustesModel
+from xcompat.models import CompatModel, describe_old, indexed_memory, query_memory, remembered
 from xcompat.models.indexed_memory import IndexedMemory
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.models.remembered import RememberedPairs

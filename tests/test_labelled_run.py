@@ -24,7 +24,7 @@ from xcompat.evaluation import cmc
 from xcompat.files import read_json
 from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.evaluate import Contestants, embed_new, make_report

@@ -24,7 +24,7 @@ from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import EmbeddedImages
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, distillation, nt_xent_loss
-from xcompat.models import (
+from xcompat.methods import (
     METHODS,
     FctConfig,
     FctModel,
@@ -36,9 +36,9 @@ from xcompat.models import (
     ResidualMlpConfig,
     ResidualMlpModel,
     SimClrModel,
-    describe_old,
     lce,
 )
+from xcompat.models import describe_old
 from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
@@ -127,7 +127,7 @@ def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchan
 
 
 def test_a_rank_below_one_is_refused() -> None:
-    from xcompat.models import RidgeConfig, RidgeModel
+    from xcompat.methods import RidgeConfig, RidgeModel
 
     with pytest.raises(XcompatError, match="options.rank is 0"):
         RidgeModel(RidgeConfig(old=OLD, embedding_dim=7, rank=0))

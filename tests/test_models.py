@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModel
 import xcompat
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.encoders import load_encoder
-from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.old_knowledge import OldKnowledge

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, XcompatError, cli, files
-from xcompat.models import METHODS, CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
 from xcompat.ownership import MARKER, owned_path, read_marker, require_replaceable
 from xcompat.retrieval import Gallery
 

@@ -13,7 +13,8 @@ import pytest
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.export import to_faiss
-from xcompat.models import ProcrustesConfig, ProcrustesModel, describe_old
+from xcompat.methods import ProcrustesConfig, ProcrustesModel
+from xcompat.models import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, probing
 
 ROWS, DIM = 300, 8

@@ -20,7 +20,8 @@ from xcompat.encoders.penultimate import Penultimate
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.losses import bank_contrast_loss
-from xcompat.models import METHODS, IndependentModel, QueryMapConfig, QueryMapModel, describe_old
+from xcompat.methods import METHODS, IndependentModel, QueryMapConfig, QueryMapModel
+from xcompat.models import describe_old
 from xcompat.models.backbone import BackboneModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import Moments, solve_procrustes

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.models import METHODS, ProcrustesModel, describe_old, query_memory, remembered
+from xcompat.methods import METHODS, ProcrustesModel
+from xcompat.models import describe_old, query_memory, remembered
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.models.remembered import ClassStatistics, RememberedClasses
 

@@ -22,7 +22,8 @@ from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.folds import folds
 from xcompat.mapping.paired import PairedEmbeddings, TurnedEmbeddings
 from xcompat.mapping.showing import as_json, choice_table, said_of
-from xcompat.models import METHODS, CompatModel, FctConfig, FctModel, describe_old
+from xcompat.methods import METHODS, FctConfig, FctModel
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.query_memory import QueryMemory
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.upgrading import plan_upgrade

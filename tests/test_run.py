@@ -17,7 +17,7 @@ from transformers import AutoModel, TrainerCallback, TrainingArguments
 from xcompat.data import load_pairs
 from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
 from xcompat.training import build as build_module
 from xcompat.training import run as run_module

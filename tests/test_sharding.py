@@ -14,7 +14,8 @@ import warm
 from torch.distributed.tensor import DTensor
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.models import CompatModel, DirectModel, IndependentModel, describe_old
+from xcompat.methods import DirectModel, IndependentModel
+from xcompat.models import CompatModel, describe_old
 from xcompat.training.cached_gradients import backward_in_parts
 from xcompat.training.sharding import shardable, unsharded
 

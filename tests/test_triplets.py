@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler
 
 from xcompat.data import ClassBalancedSampler, load_labelled
 from xcompat.errors import XcompatError
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import StageRecipe, parse_recipe
 from xcompat.training.trainer import labelled_data, train

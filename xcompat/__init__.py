@@ -16,40 +16,45 @@ from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from xcompat.models import *  # noqa: F403 - the lazy names of __getattr__, for type checkers
+    from xcompat.methods import *  # noqa: F403 - the lazy names of __getattr__, for type checkers
+    from xcompat.models import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of the models package
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a method, or of what methods share
     if not name.startswith("_") and name.endswith(("Config", "Model")):
-        models = importlib.import_module("xcompat.models")
-        if hasattr(models, name):
-            return getattr(models, name)
+        for package in ("xcompat.methods", "xcompat.models"):
+            if name in (found := importlib.import_module(package)).__all__:
+                return getattr(found, name)
     raise AttributeError(f"module 'xcompat' has no attribute {name!r}")
 
 
 _MODELING = "transformers.models.auto.modeling_auto"
 _CONFIGURATION = "transformers.models.auto.configuration_auto"
 _BASE = "transformers.modeling_utils"
+_CONTRACT = "xcompat.models"
 
 
 def _register(module: Any) -> None:  # noqa: ANN401 - a module
-    if module.__name__ != _MODELING and _MODELING in sys.modules:  # it is being imported, and comes here itself
+    if module.__name__ not in (_MODELING, _CONTRACT) and _MODELING in sys.modules:  # it is being imported, and comes here itself
         return
     base = sys.modules.get(_BASE)
     if base is not None and not hasattr(base, "PreTrainedModel"):  # so is this, which our models need
         return
+    contract = sys.modules.get(_CONTRACT)
+    if contract is not None and not hasattr(contract, "CompatModel"):  # and this, which all methods need
+        return
     if _CONFIGURATION in sys.modules:
-        importlib.import_module("xcompat.models")
+        importlib.import_module("xcompat.methods")
 
 
 def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
     importlib.import_module("xcompat.retrieval.pipeline")  # which registers itself, whoever imports it first
 
 
-for _auto in (_MODELING, _CONFIGURATION, _BASE):
-    wrapt.register_post_import_hook(_register, _auto)
+for _needed in (_MODELING, _CONFIGURATION, _BASE, _CONTRACT):
+    wrapt.register_post_import_hook(_register, _needed)
 wrapt.register_post_import_hook(_register_pipeline, "transformers.pipelines")
 
 __all__ = ["Fingerprint", "FingerprintMismatchError", "XcompatError", "__version__"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.heads import ForwardTransform
-from xcompat.models.fct import FREEZE_AT
+from xcompat.methods.fct import FREEZE_AT
 
 Floats = NDArray[np.float32]
 MapKind = Literal["fct", "fastfill"]

@@ -34,7 +34,7 @@ from scenes import (
 from syscalls import run_watched
 
 from xcompat import XbtModel, cli
-from xcompat.models import FctModel
+from xcompat.methods import FctModel
 from xcompat.retrieval import Gallery
 
 RECIPE = {

@@ -123,7 +123,7 @@ def own_indexes(whole: Path) -> list[Subject]:
     import faiss
 
     from xcompat import Fingerprint
-    from xcompat.models import ProcrustesConfig, ProcrustesModel
+    from xcompat.methods import ProcrustesConfig, ProcrustesModel
     from xcompat.models.config import describe_old
     from xcompat.retrieval import Gallery
 
@@ -251,7 +251,7 @@ def gallery_map() -> Any:
     import torch
 
     from xcompat import Fingerprint
-    from xcompat.models import FctConfig, FctModel
+    from xcompat.methods import FctConfig, FctModel
     from xcompat.models.config import describe_old
 
     torch.manual_seed(0)

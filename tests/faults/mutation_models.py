@@ -23,7 +23,7 @@ def checkpoints(whole: Path) -> list[Subject]:
     """Encoders and compatible models, each beside a gallery that it searches."""
     from xcompat import XbtModel
     from xcompat.encoders.standins import save_stand_in
-    from xcompat.models import ProcrustesModel
+    from xcompat.methods import ProcrustesModel
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval import Gallery
 

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a script
 from hub_server import Hub, served
 from scenes import encoder
 
-from xcompat.models import XbtModel
+from xcompat.methods import XbtModel
 from xcompat.training.push import push
 
 REPO = "me/model"

@@ -18,7 +18,8 @@ from syscalls import run_watched
 from xcompat import Fingerprint, XcompatError
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.encoders.standins import save_stand_in
-from xcompat.models import CompatModel, FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
+from xcompat.methods import FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
+from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import MARKER

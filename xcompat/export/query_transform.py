@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
+from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
-from xcompat.models.query_map import QueryMapModel
 from xcompat.ownership import owned_path, require_replaceable
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
-from xcompat.models import CompatModel, ProcrustesModel, RidgeModel
+from xcompat.methods import ProcrustesModel, RidgeModel
+from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.models.remembered import ClassStatistics, RememberedClasses, RememberedPairs

@@ -31,7 +31,7 @@ class LearningModel(SpacesModel):
     loss_of_embeddings: ClassVar[bool] = False
     """Whether the loss reads images and texts by their embeddings alone, so that ``mini_batch_size`` works."""
     starts_from_projection: ClassVar[bool] = False
-    """True when φ must come from a pretrained :class:`~xcompat.models.ProjectionModel`."""
+    """True when φ must come from a pretrained :class:`~xcompat.methods.ProjectionModel`."""
     is_solved: ClassVar[bool] = False
     """True for a map in closed form, which no step trains."""
     learns_classes: ClassVar[bool] = False

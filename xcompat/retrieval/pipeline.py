@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.models import METHODS
+from xcompat.methods import METHODS
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput

@@ -27,7 +27,8 @@ from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models import CompatModel, ProjectionModel
+from xcompat.methods import ProjectionModel
+from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class

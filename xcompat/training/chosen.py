@@ -12,7 +12,8 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
 from xcompat.mapping.candidates import GUESS, LINES, Described, Known, Paired, Solver
 from xcompat.mapping.choosing import joined
-from xcompat.models import CompatModel, QueryMapModel
+from xcompat.methods import QueryMapModel
+from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.training.build import warn_of_shared_images

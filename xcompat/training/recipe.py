@@ -39,8 +39,8 @@ class StageRecipe(Section):
 
     Args:
         name: name of the stage; the method's name unless given.
-        method: which method, by its name in ``xcompat.models``; unless given ``map``, which leaves the new model as it is: lines,
-            trained maps, metrics and memories of queries are tried on what is held out, and the best is taken.
+        method: which method, by its name in ``xcompat.methods``; ``map`` unless given: of maps that are solved, with metrics and
+            memories of queries, the one that finds most of what is held out.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
         new: the encoder that learns: the same, or an architecture to train from scratch.
         independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
@@ -92,7 +92,7 @@ class StageRecipe(Section):
     @field_validator("method")
     @classmethod
     def _known_method(cls, value: str) -> str:
-        from xcompat.models import METHODS
+        from xcompat.methods import METHODS
 
         if value not in (known := [CHOSEN, *METHODS]):
             raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
@@ -222,7 +222,7 @@ def method_class(method: str) -> type[CompatModel]:
     Args:
         method: as a recipe names it.
     """
-    from xcompat.models import METHODS
+    from xcompat.methods import METHODS
 
     return METHODS["query_map" if method == CHOSEN else method]
 
@@ -240,11 +240,11 @@ def usual_options(method: str) -> dict[str, Any]:
         >>> usual_options("ridge")["regularisation"]
         0.01
     """
-    from xcompat.models import METHODS, CompatConfig
+    from xcompat.models import CompatConfig
 
     if method == CHOSEN:
         return {}
-    usual = METHODS[method].config_class()
+    usual = method_class(method).config_class()
     not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
     return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}
 

@@ -52,7 +52,7 @@ def check_options(method: str, given: Mapping[str, Any], known: Mapping[str, Any
     """Refuse options that a method does not have, and values of another kind than it reads.
 
     Args:
-        method: by its name in `xcompat.models`.
+        method: by its name in `xcompat.methods`.
         given: the options section of a stage.
         known: the options that a recipe may give.
 
@@ -61,7 +61,7 @@ def check_options(method: str, given: Mapping[str, Any], known: Mapping[str, Any
     """
     import torch
 
-    from xcompat.models import METHODS
+    from xcompat.methods import METHODS
 
     hints = get_type_hints(METHODS[method].config_class, localns={"torch": torch})
     for key, value in given.items():
