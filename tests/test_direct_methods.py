@@ -26,9 +26,9 @@ from xcompat.models import describe_old
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
 from xcompat.outputs import CompatOutput
-from xcompat.training import schedule as schedule_module
+from xcompat.training import refreshing
 from xcompat.training.recipe import StageRecipe
-from xcompat.training.schedule import ScheduleCallback, embed_training_set
+from xcompat.training.refreshing import RefreshCallback, embed_training_set
 from xcompat.training.trainer import Data, train
 
 NAMES = ["unibct", "nccl", "advbct"]
@@ -440,10 +440,10 @@ def test_the_training_set_is_embedded_as_for_evaluation(
         expected = model.eval().embed_images(model.processor.images([picture]))[0]
     torch.testing.assert_close(torch.from_numpy(embeds[6]), expected, atol=1e-5, rtol=0)
     shares: list[torch.Tensor] = []
-    monkeypatch.setattr(schedule_module, "world_size", lambda: 3)
-    monkeypatch.setattr(schedule_module, "gather_with_grad", lambda mine: shares.append(mine) or mine)
+    monkeypatch.setattr(refreshing, "world_size", lambda: 3)
+    monkeypatch.setattr(refreshing, "gather_with_grad", lambda mine: shares.append(mine) or mine)
     for rank in range(3):
-        monkeypatch.setattr(schedule_module, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(refreshing, "rank", lambda rank=rank: rank)
         embed_training_set(model, labelled, model.processor)
     assert {len(share) for share in shares} == {3}, "as many forwards on every process"
     np.testing.assert_allclose(torch.cat(shares)[:7].numpy(), embeds, atol=1e-5)
@@ -455,7 +455,7 @@ def test_progress_and_refreshes_follow_the_step(
     model = build("unibct", folder_of, refresh_at=[0.3, 0.6])
     refreshed: list[int] = []
     monkeypatch.setattr(model, "refresh", lambda new: refreshed.append(state.global_step))
-    callback = ScheduleCallback(model, labelled, PairCollator(model.processor))
+    callback = RefreshCallback(model, labelled, PairCollator(model.processor))
     state = TrainerState(max_steps=10)
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     for step in range(10):

@@ -36,7 +36,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "TRIED", 6)
+    monkeypatch.setattr(doctor, "SAMPLED", 6)
 
 
 @pytest.fixture(scope="module")

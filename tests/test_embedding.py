@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from xcompat import embedding
 from xcompat.data import load_pairs, load_texts
 from xcompat.embedding import EmbeddingCache, embed_images, embed_rows, embed_texts, images_per_batch
-from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder, penultimate

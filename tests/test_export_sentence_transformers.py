@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.data.images import open_image
-from xcompat.export import sentence_stock, to_sentence_transformers
+from xcompat.export import sentence_builtin, to_sentence_transformers
 from xcompat.export.sentence_module import CompatModule
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
@@ -219,7 +219,7 @@ def test_what_was_read_in_half_precision_is_written_in_float32(
 def test_what_embeds_otherwise_once_loaded_keeps_the_own_module(
     folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sentence_stock, "_row", lambda layers: [])
+    monkeypatch.setattr(sentence_builtin, "_row", lambda layers: [])
     model = METHODS["bct"].from_encoder(folder_of["clip"], old=OLD, classes=["cat", "dog"], dim=16)
     assert not to_sentence_transformers(model, tmp_path / "out", "own")
     assert load_checkpoint(str(tmp_path / "out")).fingerprint() == model.fingerprint()

@@ -26,8 +26,8 @@ from xcompat.report import ReportContent, load_report, write_report
 from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
-from xcompat.training.evaluate import Contestants, judge
-from xcompat.training.settings import EvaluationSettings
+from xcompat.training.judging import Contestants, judge
+from xcompat.training.sections import EvaluationSettings
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
 

@@ -27,15 +27,15 @@ from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
-from xcompat.training.evaluate import Contestants, embed_new, make_report
+from xcompat.training.evaluate_command import evaluate_checkpoint
+from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
+from xcompat.training.judging import Contestants, embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
-from xcompat.training.settings import EvaluationSettings
+from xcompat.training.sections import EvaluationSettings
 from xcompat.training.stage import Stage
-from xcompat.training.test_sets import LabelledTestSet, load_test_set
-from xcompat.training.verdict import evaluate_checkpoint
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}

@@ -43,10 +43,10 @@ from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs,
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.report import load_report
-from xcompat.training.evaluate import Contestants, _side_info, judge
+from xcompat.training.judging import Contestants, _side_info, judge
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
-from xcompat.training.settings import EvaluationSettings
+from xcompat.training.sections import EvaluationSettings
 
 OLD = describe_old(Fingerprint.from_string("old"), dim=6)
 SIDE = describe_old(Fingerprint.from_string("seen otherwise"), dim=5)

@@ -21,8 +21,8 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
 )
 from xcompat.fingerprint import Fingerprint
-from xcompat.training.evaluate import Contestants, judge
-from xcompat.training.settings import EvaluationSettings
+from xcompat.training.judging import Contestants, judge
+from xcompat.training.sections import EvaluationSettings
 
 N_ITEMS, VIEWS = 60, 3
 

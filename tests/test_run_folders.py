@@ -23,7 +23,7 @@ from xcompat.training.paths import judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe, StageRecipe, parse_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.settings import DataSettings, ZeroShotSettings
+from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from xcompat.data.shards import Problems, ShardColumns, read_rows
 from xcompat.encoders import load_encoder
 from xcompat.models.embedder import load_embedder
 from xcompat.models.stored import StoredModel
+from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.recipe import load_recipe
-from xcompat.training.verdict import evaluate_embeddings
 
 TRAP = "fell into the trap"
 

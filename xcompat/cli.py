@@ -122,7 +122,7 @@ def evaluate(
     if the model embeds no texts, or if label_column=NAME, classes=FILE, class_column=NAME or gallery=PATH is given.
     gallery=PATH names the images that are searched, else the queries search each other.
     """
-    from xcompat.training.verdict import evaluate_checkpoint, evaluate_embeddings, evaluate_recipe
+    from xcompat.training.evaluate_command import evaluate_checkpoint, evaluate_embeddings, evaluate_recipe
 
     if new is not None:
         if old is None:

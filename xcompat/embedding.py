@@ -30,7 +30,7 @@ from xcompat.embedding_cache import (
     write_shard,
 )
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from measuring import ROUNDS, Row, interleaved, main, timed
 
-from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 
 COMPILERS = ("g++", "clang++")

@@ -18,7 +18,7 @@ import torch
 from measuring import ROUNDS, Row, interleaved, main, timed
 
 from xcompat.embedding import IMAGES_PER_BATCH, images_per_batch
-from xcompat.encoders.packed import packed_linears
+from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models.embedder import Embedder
 from xcompat.threads import keep_freed_memory

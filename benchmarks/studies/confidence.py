@@ -33,10 +33,10 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
+from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import load_recipe
 from xcompat.training.remembering import captioned_pairs
 from xcompat.training.run import StageRun
-from xcompat.training.test_sets import load_pair_test_set
 
 SHARED, OUT = Path("../shared"), Path("runs/confidence")
 OLD, NEW = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))

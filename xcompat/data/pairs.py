@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import datasets
 
 T = TypeVar("T")
-NAMED = 3  # bad samples named in the error, the rest counted
+SHOWN = 3  # bad samples named in the error, the rest counted
 MIN_SEEN = 100  # a share of fewer samples of a stream says little
 
 
@@ -66,7 +66,7 @@ class BadSamples:
         self.reasons[sample_id] = reason
         total = self.total if self.total is not None else self.seen
         if len(self.reasons) > self.max_share * total and (self.total is not None or total >= MIN_SEEN):
-            named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:NAMED])
+            named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:SHOWN])
             raise XcompatError(
                 f"{len(self.reasons)} of {total} samples cannot be used, more than the share {self.max_share:g}: {named}; "
                 "mend or remove them, or raise max_bad_share"

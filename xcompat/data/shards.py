@@ -22,7 +22,7 @@ LARGEST_SAMPLE = 2**29
 """Bytes of the files of one sample, which are held in memory."""
 LARGEST_HEADER = 2**16
 MOST_PADDING = 64  # blocks of 1 MiB of zeros behind a shard's end; tar writes 10 kB
-NAMED = 3  # problems named in full, the rest counted
+SHOWN = 3  # problems named in full, the rest counted
 MIN_SAMPLES = 100  # a share of fewer samples says little while a shard is still being read
 
 
@@ -128,7 +128,7 @@ class Problems:
         """Record a sample that could not be used."""
         self.n_bad += 1
         self.members.update(key for key in sample if not key.startswith("__"))
-        if len(self.samples) < NAMED:
+        if len(self.samples) < SHOWN:
             self.samples.append(f"{sample['__key__']}: {reason}")
 
     def check_samples(self, *, final: bool) -> None:
@@ -160,8 +160,8 @@ class Problems:
 
 
 def _some(reasons: Sequence[str], total: int | None = None) -> str:
-    more = (len(reasons) if total is None else total) - len(reasons[:NAMED])
-    return "; ".join(reasons[:NAMED]) + (f"; and {more} more" if more else "")
+    more = (len(reasons) if total is None else total) - len(reasons[:SHOWN])
+    return "; ".join(reasons[:SHOWN]) + (f"; and {more} more" if more else "")
 
 
 def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Problems) -> Iterator[dict[str, Any]]:

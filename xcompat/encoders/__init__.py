@@ -137,7 +137,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
-    from xcompat.encoders.memory import own_memory
+    from xcompat.encoders.alignment import own_memory
 
     with reading_model(source.name):
         if Path(source.name).is_dir():

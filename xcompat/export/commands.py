@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
-from xcompat.export.towers import Space
+from xcompat.export.modules import Space
 from xcompat.files import listed
 from xcompat.models.embedder import load_checkpoint
 from xcompat.progress import console, literal, silence_libraries

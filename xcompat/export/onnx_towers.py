@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower, Tower, reading_back, sources_of
+from xcompat.export.modules import ImageTower, Space, TextTower, Tower, reading_back, sources_of
 from xcompat.files import write_json
 from xcompat.models.base import CompatModel
 from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory

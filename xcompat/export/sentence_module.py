@@ -16,7 +16,7 @@ from xcompat.data.images import open_image
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
-from xcompat.export.towers import ImageTower, Space, TextTower
+from xcompat.export.modules import ImageTower, Space, TextTower
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.export.towers import Space, sources_of
+from xcompat.export.modules import Space, sources_of
 from xcompat.models.base import CompatModel
 from xcompat.ownership import owned_path, require_replaceable
 
@@ -43,8 +43,8 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
     try:
         from sentence_transformers import SentenceTransformer
 
+        from xcompat.export.sentence_builtin import save_stock, stock_modules
         from xcompat.export.sentence_module import CompatModule
-        from xcompat.export.sentence_stock import save_stock, stock_modules
     except ImportError:
         raise XcompatError("this export needs sentence-transformers; install it with `pip install xcompat[export]`") from None
     read = sources_of(model)

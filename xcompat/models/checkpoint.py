@@ -16,8 +16,8 @@ from transformers.utils.hub import cached_file, resolve_revision
 
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource, load_encoder, reading_model
+from xcompat.encoders.alignment import own_memory
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.memory import own_memory
 from xcompat.encoders.model_files import open_weights, record_model, require_whole
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError

@@ -19,7 +19,7 @@ from xcompat.retrieval.filling import Added, add_rows, load_pictures
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.segment import id_hashes
 
-TRIED = 64
+IMAGES_TRIED = 64
 """Pictures that are embedded to estimate how long all will take."""
 
 
@@ -45,7 +45,7 @@ class Backfill:
     def seconds(self) -> float:
         """Estimate from a few pictures how long it takes, changing nothing."""
         size = images_per_batch(self.embedder.processor, self.embedder.device)
-        tried, started = self.remaining[:TRIED].tolist(), time.perf_counter()
+        tried, started = self.remaining[:IMAGES_TRIED].tolist(), time.perf_counter()
         embedded = list(embed_rows(self.embedder, self.dataset, tried, size, bad=BadSamples(1.0, len(tried))))
         count = sum(len(embeds.cpu()) for _, embeds in embedded)
         return (time.perf_counter() - started) / max(count, 1) * self.items

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
 
 
-NAMED = 10
+SHOWN = 10
 
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
@@ -284,8 +284,8 @@ def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) ->
     console.print(table)
     foreign = [name for finding in findings for name in finding.foreign]
     if foreign:
-        more = f" and {len(foreign) - NAMED:,} more" if len(foreign) > NAMED else ""
-        console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:NAMED]))}{more}")
+        more = f" and {len(foreign) - SHOWN:,} more" if len(foreign) > SHOWN else ""
+        console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:SHOWN]))}{more}")
     return not foreign
 
 

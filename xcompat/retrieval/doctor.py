@@ -28,7 +28,7 @@ from xcompat.retrieval.variants import Preparation, nearest_preparation, own_pre
 
 SAMPLE = 400
 """Pictures of each version that are embedded anew: 1 % of another origin among them is missed once in 55 times."""
-TRIED, WAYS = 16, 3
+SAMPLED, WAYS = 16, 3
 """Pictures on which other ways of preparing them are tried, and most ways that are told apart."""
 SAME, EXACT = 0.995, 0.9999
 """Cosines that half precision stays above but for a few pictures, and above which nothing is left to explain."""
@@ -231,9 +231,9 @@ def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
 
 def _other_preparation(stored: Stored, embedder: Embedder, left: NDArray[np.int64]) -> tuple[Preparation, Preparation]:
     """Return the way of preparing pictures that agrees best with what is left to explain, and the model's own."""
-    tried = left[np.linspace(0, len(left) - 1, min(TRIED, len(left))).astype(np.int64)]
+    tried = left[np.linspace(0, len(left) - 1, min(SAMPLED, len(left))).astype(np.int64)]
     rows = stored.rows[tried].tolist()
-    read: list[list[Image]] = [images for _, images in iterate_images(stored.dataset, TRIED, rows=rows, prepare=list)]
+    read: list[list[Image]] = [images for _, images in iterate_images(stored.dataset, SAMPLED, rows=rows, prepare=list)]
     own = own_preparation(embedder.processor, read[0])
 
     def agreement(way: Preparation) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
     from xcompat.retrieval.gallery import Gallery
 
-TRIED = 4096
+ROWS_TRIED = 4096
 """Embeddings that are mapped to estimate how long all will take."""
 
 
@@ -68,7 +68,7 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     segments = _sources(gallery, model)
     items = sum(map(len, segments))
     with gallery.reading():
-        _, first = next(segments[0].blocks(TRIED))
+        _, first = next(segments[0].blocks(ROWS_TRIED))
     started = time.perf_counter()
     _mapped(model, first, gallery, segments[0])
     per_item = (time.perf_counter() - started) / len(first)

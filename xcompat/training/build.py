@@ -34,8 +34,8 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.evaluation_sets import judged_images
 from xcompat.training.stage import Stage, seed_everything
-from xcompat.training.test_sets import judged_images
 from xcompat.training.trainer import (
     check_services,
     embedding_data,

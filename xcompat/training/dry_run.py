@@ -20,7 +20,7 @@ from xcompat.training.paths import check_paths
 from xcompat.training.places import require_places
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe, method_class
 from xcompat.training.run import run_recipe
-from xcompat.training.settings import DataSettings
+from xcompat.training.sections import DataSettings
 
 BATCH = 4
 PAIRS = 16

@@ -13,7 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.models.stored import check_stored
 from xcompat.paths import nearest_path
 from xcompat.training.recipe import ROLES, STAGE_PREFIX, StageRecipe
-from xcompat.training.settings import DataSettings
+from xcompat.training.sections import DataSettings
 
 Source = CorpusSource | ImageSource
 

@@ -18,7 +18,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.overrides import RecipeLoader, apply_override, refuse_shadowed
-from xcompat.training.settings import DataSettings, EvaluationSettings, Section
+from xcompat.training.sections import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
 from xcompat.training.yaml_files import read_yaml
 

@@ -24,7 +24,8 @@ from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.chosen import choose_map
-from xcompat.training.evaluate import Contestants, embed_new, make_report, with_memory
+from xcompat.training.evaluation_sets import EvaluationSet, display_name, load_test_set
+from xcompat.training.judging import Contestants, embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import CHOSEN, ROLES, STAGE_PREFIX, Recipe
@@ -46,7 +47,6 @@ from xcompat.training.record import (
 from xcompat.training.remembering import caption_caches, memory_of_one, remember
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
-from xcompat.training.test_sets import EvaluationSet, display_name, load_test_set
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:

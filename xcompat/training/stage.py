@@ -21,9 +21,9 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
+from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import CHOSEN, STAGE_PREFIX, Recipe, StageRecipe, method_class
 from xcompat.training.record import DONE, Done, read_record
-from xcompat.training.test_sets import load_pair_test_set
 
 REMEMBERED = ("old", "side_info", "new_side_info")
 """Roles in which embeddings will do where the model itself is gone."""

@@ -42,8 +42,8 @@ from xcompat.training.checkpoints import CheckpointCallback, last_complete_check
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
 from xcompat.training.recipe import StageRecipe
-from xcompat.training.schedule import ScheduleCallback
-from xcompat.training.settings import DataSettings
+from xcompat.training.refreshing import RefreshCallback
+from xcompat.training.sections import DataSettings
 from xcompat.training.sharding import shardable, unsharded
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
             EpochCallback(dataset, sampler),
             DivergenceCallback(),
             interrupt,
-            ScheduleCallback(model, dataset, collator),
+            RefreshCallback(model, dataset, collator),
             CheckpointCallback(),
         ],
         optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part)),

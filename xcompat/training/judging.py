@@ -32,9 +32,9 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.query_memory import QueryMemory
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.report import ReportContent
+from xcompat.training.evaluation_sets import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
-from xcompat.training.settings import EvaluationSettings
-from xcompat.training.test_sets import EvaluationSet, display_name, map_contestant
+from xcompat.training.sections import EvaluationSettings
 
 KS = (1, 5, 10, 50)
 CMC_KS = (1, 5)

@@ -20,7 +20,7 @@ from torch import nn
 from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.export.towers import Space, reading_back
+from xcompat.export.modules import Space, reading_back
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
@@ -33,7 +33,7 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
 
     Args:
         model: frozen, in evaluation mode, with an encoder, or one beside it.
-        space: as of :class:`~xcompat.export.towers.Tower`.
+        space: as of :class:`~xcompat.export.modules.Tower`.
 
     Returns:
         The modules; None where the encoder is none of transformers' auto classes, or the model more than layers in a row on it.

@@ -24,12 +24,12 @@ from xcompat.models.stored import StoredModel, is_stored
 from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
-from xcompat.training.evaluate import Contestants, embed_new, make_report
+from xcompat.training.evaluation_sets import EvaluationSet, PairTestSet, load_test_set
+from xcompat.training.judging import Contestants, embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.settings import DataSettings, EvaluationSettings
-from xcompat.training.test_sets import EvaluationSet, PairTestSet, load_test_set
+from xcompat.training.sections import DataSettings, EvaluationSettings
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")

@@ -31,7 +31,7 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.stored import StoredModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import cached_captions, cached_images
-from xcompat.training.settings import DataSettings, ZeroShotSettings
+from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
     import datasets

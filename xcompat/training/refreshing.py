@@ -16,7 +16,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.models import CompatModel
 
 
-class ScheduleCallback(TrainerCallback):
+class RefreshCallback(TrainerCallback):
     """Set ``progress`` of a model before every step, and call its ``refresh`` where it asks for that.
 
     Both depend on the number of the step alone: a run that continues from a checkpoint does the same as one that was not stopped.
@@ -60,8 +60,7 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     model.eval()
     reading: dict[str, Any] = {"rows": mine.tolist(), "bad": dataset.bad, "prepare": processor.images, **decoding(model.device)}
     for kept, pixels in iterate_images(dataset.dataset, images_per_batch(processor, model.device), **reading):
-        labels = torch.zeros(len(kept), dtype=torch.int64, device=model.device)  # read by no one, but a column of the method
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
-        embeds_ED[places] = model(pixel_values=pixels.to(model.device), labels=labels, return_loss=False).image_embeds.float()
+        embeds_ED[places] = model(pixel_values=pixels.to(model.device), return_loss=False).image_embeds.float()
     model.train(was_training)
     return gather_with_grad(embeds_ED)[:total].numpy(force=True)
