@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+import xcompat
+from xcompat.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "xcompat").rglob("*.py"))
@@ -61,3 +65,17 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
     optional = [*extras["milvus"], *extras["export"]]
     known, extra = ({requirement.split(">=")[0] for requirement in listed} for listed in (project["dependencies"], optional))
     assert known <= third_party and third_party - known <= extra and set(optional) <= set(extras["dev"])
+
+
+def test_the_package_shows_every_class_of_a_method() -> None:
+    for method in METHODS.values():
+        for name, found in ((method.__name__, method), (method.config_class.__name__, method.config_class)):
+            assert name in dir(xcompat) and getattr(xcompat, name) is found
+    assert "CompatConfig" in dir(xcompat) and not hasattr(xcompat, "NoSuchModel")
+
+
+@pytest.mark.parametrize("first", ["xcompat.models.embedder", "xcompat.methods.bct"])
+def test_whatever_is_imported_first_transformers_knows_every_method(first: str) -> None:
+    asked = f"import {first}; from transformers import AutoConfig; print(type(AutoConfig.for_model('xcompat-xbt')).__module__)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "xcompat.methods.xbt"

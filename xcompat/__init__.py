@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+_PACKAGES = ("xcompat.methods", "xcompat.models")
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a method, or of what methods share
     if not name.startswith("_") and name.endswith(("Config", "Model")):
-        for package in ("xcompat.methods", "xcompat.models"):
+        for package in _PACKAGES:
             if name in (found := importlib.import_module(package)).__all__:
                 return getattr(found, name)
     raise AttributeError(f"module 'xcompat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    lazy = [name for package in _PACKAGES for name in importlib.import_module(package).__all__]
+    return sorted({*globals(), *(name for name in lazy if name.endswith(("Config", "Model")))})
 
 
 _MODELING = "transformers.models.auto.modeling_auto"
