@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 OVERRIDES ?=
 
-# Named after what was installed: a changed pyproject.toml makes the environment stale, a fresh clone does not.
-STAMP := $(VENV)/installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+# Named after what was installed: another pyproject.toml or constraints.txt makes the environment stale, a fresh clone does not.
+STAMP := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 # Tests write many small files: into memory, where there is room for 4 GB.
 MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-quickstart lint bench faults
+.PHONY: help venv constraints quickstart test test-quickstart lint bench faults
 
 help: ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +38,12 @@ faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thous
 
 venv: $(STAMP) ## Make the virtual environment and install into it.
 
+constraints: $(STAMP) ## Choose the newest versions of everything that is installed, for every system, and write constraints.txt.
+	$(VENV)/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade --quiet \
+		--no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
+
 $(STAMP): | pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xcompat needs Python 3.11 or newer; name one with make PYTHON=python3.x")'
 	@$(VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@rm -f $(VENV)/installed-* && touch $@
