@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import ARCHITECTURES, TEXTS
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
@@ -183,6 +186,34 @@ def test_fingerprint_does_not_see_name_or_use(folder_of: dict[str, str]) -> None
     encoder.description["name"] = "elsewhere"
     processor.texts(["something long enough to set the tokenizer's truncation " * 3])
     assert encoder.fingerprint(processor) == before
+
+
+def test_missing_weights_are_named(folder_of: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(folder_of["clip"], tmp_path / "clip")
+    weights = load_file(tmp_path / "clip" / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, tmp_path / "clip" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(XcompatError, match="lacks 1 weights, such as text_projection.weight; fetch or save it again"):
+        load_encoder(str(tmp_path / "clip"))
+
+
+def test_the_report_of_transformers_on_a_file_is_left_out(
+    image_folder_of: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(image_folder_of["resnet"], tmp_path / "resnet")
+    file = tmp_path / "resnet" / "model.safetensors"
+    save_file(load_file(file) | {"classifier.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    transformers.logging.enable_propagation()
+    before = transformers.logging.get_verbosity()
+    try:
+        for verbosity, reported in ((transformers.logging.WARNING, False), (transformers.logging.INFO, True)):
+            transformers.logging.set_verbosity(verbosity)
+            load_encoder(str(tmp_path / "resnet"))
+            assert transformers.logging.get_verbosity() == verbosity
+            assert ("LOAD REPORT" in caplog.text) == reported
+    finally:
+        transformers.logging.set_verbosity(before)
+        transformers.logging.disable_propagation()
 
 
 def test_loading_refuses_what_is_not_safetensors(folder_of: dict[str, str], tmp_path: Path) -> None:

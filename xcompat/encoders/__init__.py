@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +168,7 @@ def reading_model(name: str) -> Iterator[None]:
         XcompatError: a file or revision is missing, weights are damaged, or a configuration is none or does not fit them.
     """
     try:
-        with _fetching(name):
+        with _fetching(name), _without_load_report():
             yield
     except (XcompatError, ImportError, MemoryError):
         raise
@@ -179,6 +180,23 @@ def reading_model(name: str) -> Iterator[None]:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # each library has its own ways to say that a configuration is none
         raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Leave out the tables that transformers logs of a file's keys: what is missing is an error here, in one line.
+
+    Whoever asked transformers for more than warnings still gets them.
+    """
+    from transformers import logging
+
+    verbosity = logging.get_verbosity()
+    if verbosity == WARNING:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager

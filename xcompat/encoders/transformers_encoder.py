@@ -200,7 +200,10 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **where)
     loader = BlipForImageTextRetrieval if config.model_type == "blip" else AutoModel
-    model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True, **where)
+    loaded: Any = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where)
+    model, info = loaded
+    if absent := info["missing_keys"]:
+        raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
     if not hasattr(model, "get_image_features") and config.model_type != "blip":
         raise XcompatError(f"{name} ({config.model_type}) has no image and text towers that end in one space")
     return _wrap(model, {"library": "transformers", "name": name, "revision": revision, "config": config.to_dict()}).eval()
