@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
+from transformers import BatchFeature
+
+from xcompat.errors import XcompatError
 
 
 @dataclass
@@ -41,6 +44,33 @@ class Processor(ABC):
     masks_padding: bool
     pad_token_id: int
     count_truncated: int = 0
+
+    def __call__(
+        self, images: Image | Sequence[Image] | None = None, text: str | Sequence[str] | None = None, return_tensors: str = "pt"
+    ) -> BatchFeature:
+        """Preprocess images, texts or both as a processor of transformers does: ``model(**processor(images=..., text=...))``.
+
+        Args:
+            images: one, or B of them.
+            text: one, or B of them.
+            return_tensors: ``pt``; models here are torch's.
+
+        Returns:
+            ``pixel_values`` (B, C, H, W) float32 of images, and of texts what :meth:`pad` returns.
+
+        Raises:
+            XcompatError: there is neither, or other tensors are asked for.
+        """
+        if images is None and text is None:
+            raise XcompatError("there is nothing to preprocess; give images, text, or both")
+        if return_tensors != "pt":
+            raise XcompatError(f"return_tensors is {return_tensors!r}; models of this library take pt, torch's")
+        batch: dict[str, Tensor] = {}
+        if images is not None:
+            batch["pixel_values"] = self.images([images] if isinstance(images, Image) else images)
+        if text is not None:
+            batch |= self.texts([text] if isinstance(text, str) else text)
+        return BatchFeature(batch)
 
     @abstractmethod
     def images(self, images: Sequence[Image]) -> Tensor:

@@ -81,13 +81,23 @@ class SpacesModel(CheckpointModel):
 
         Raises:
             FingerprintMismatchError: when the model was not made compatible with that version.
-            XcompatError: the model maps galleries, not queries.
+            XcompatError: the model maps galleries, not queries, or these are no embeddings of its own.
         """
         self.require_version(version)
         if self.maps_galleries:
             raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
+        self._require_embeddings(embeds)
         own = self.own_view(embeds, version)
         return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
+
+    def _require_embeddings(self, embeds: Tensor) -> None:
+        """Refuse what cannot be own embeddings, in the words of whoever gave them."""
+        name, dim = type(self).__name__, self.config.embedding_dim
+        if not isinstance(embeds, Tensor):
+            mend = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
+            raise XcompatError(f"{name} takes embeddings as a torch tensor (B, {dim}), not {type(embeds).__name__}; use {mend}")
+        if embeds.ndim != 2 or embeds.shape[1] != dim:
+            raise XcompatError(f"{name} takes its own embeddings (B, {dim}), not {tuple(embeds.shape)}")
 
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Bring own embeddings into an older space, which they must have: here its number of first dimensions, normalised.
