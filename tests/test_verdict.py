@@ -13,7 +13,7 @@ from PIL import Image
 
 from xcompat import cli
 from xcompat.data import load_labelled, open_image
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -123,6 +123,7 @@ def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_pa
         "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
     }
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    assert load_checkpoint(str(tmp_path / "run" / "model")).config.input == "penultimate", "a guess, of what may be tried"
     found = judge(tmp_path / "run" / "model", "--data", photos["test"])
     assert [case.metrics for case in found.cases] == [case.metrics for case in load_report(tmp_path / "run").cases]
     assert "has no embedding of 12 of 12 images" in judge(tmp_path / "run" / "model", "--data", photos["more"])

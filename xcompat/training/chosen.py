@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def choose_map(stage: Stage) -> CompatModel | None:
         show(choice)
     except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
-    candidate = choice.chosen.candidate if choice is not None else GUESS
+    candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = plain.describe_encoder()
