@@ -398,6 +398,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     steps = []
 
     def bad_at_the_fifth(self: Any, **columns: Any) -> Any:
+        assert columns["return_loss"] is True, "a batch that lacks a column is refused by its name"
         output = forward(self, **columns)
         steps.append(1)
         if len(steps) == 5:

@@ -59,7 +59,7 @@ class FctModel(CompatModel):
     config_class = FctConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
     columns_if_known: ClassVar[tuple[str, ...]] = ("side_info", "new_side_info")
-    embedded: ClassVar[tuple[str, ...]] = ("old_embeds", "side_info")
+    embedded = ("old_embeds", "side_info")
     embeds_in_memory = True
     maps_galleries = True
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"

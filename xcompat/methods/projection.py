@@ -50,7 +50,7 @@ class ProjectionModel(CompatModel):
 
     config_class = ProjectionConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
-    embedded: ClassVar[tuple[str, ...]] = ("new_embeds",)
+    embedded = ("new_embeds",)
     loss_of_embeddings: ClassVar[bool] = True
     embeds_in_memory = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 3"

@@ -68,7 +68,7 @@ class QueryMapModel(CompatModel):
 
     config_class = QueryMapConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
-    embedded: ClassVar[tuple[str, ...]] = ("new_embeds",)
+    embedded = ("new_embeds",)
     loss_of_embeddings: ClassVar[bool] = True
     columns_if_known: ClassVar[tuple[str, ...]] = ("labels", "index")
     embeds_in_memory = True

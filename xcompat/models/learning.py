@@ -26,7 +26,7 @@ class LearningModel(SpacesModel):
     """Batch columns the loss needs."""
     columns_if_known: ClassVar[tuple[str, ...]] = ()
     """Batch columns that change the loss where the data have them."""
-    embedded: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    embedded: tuple[str, ...] = ("pixel_values", "input_ids")
     """Batch columns that are embedded; the others are what embeddings are compared with."""
     loss_of_embeddings: ClassVar[bool] = False
     """Whether the loss reads images and texts by their embeddings alone, so that ``mini_batch_size`` works."""

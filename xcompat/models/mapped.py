@@ -45,6 +45,7 @@ class MappedModel(CompatModel):
         super().__init__(config, encoder)
         assert config.old is not None
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
+        self.embedded = self.ordered("new_embeds", "old_embeds")[:1]
 
     @classmethod
     def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
@@ -76,13 +77,12 @@ class MappedModel(CompatModel):
 class LearnedMapModel(MappedModel):
     """A map that is trained."""
 
-    embedded: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
     loss_of_embeddings: ClassVar[bool] = True
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Map the source (see :meth:`CompatModel.embed_batch`)."""
-        source, _ = self.ordered("new_embeds", "old_embeds")
-        self.require_columns(batch, (source,))
+        self.require_columns(batch, self.embedded)
+        (source,) = self.embedded
         return CompatOutput(image_embeds=self.map(batch[source].to(self.dtype)))
 
     def target(self, batch: Batch) -> Tensor:

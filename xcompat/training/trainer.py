@@ -201,6 +201,10 @@ class StageTrainer(Trainer):
         share = 1 / self.current_gradient_accumulation_steps
         return backward_in_parts(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
+        """Ask for the loss, so that a batch without a column that it needs is refused by the column's name."""
+        return super().compute_loss(model, {**inputs, "return_loss": True}, *arguments, **named)
+
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
 
