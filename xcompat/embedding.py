@@ -35,9 +35,8 @@ from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, sha
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.files import clear_leftovers, listed, read_json, write_json
-from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.models.stored import StoredModel
+from xcompat.models.frozen import FrozenModel
 from xcompat.progress import Waiting, console, progress_bar, rate_of
 from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
@@ -89,8 +88,9 @@ def embed_texts(
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         # a GPU embeds one shard while the next is tokenised; on a CPU that would take the model's cores
         prepared = map(prepare, shards) if on_cpu else map_in_threads(prepare, shards, threads=1)
-        for batches in waiting.of(prepared):
-            yield ((rows, embedder.embed(batch)) for rows, batch in batches)
+        with _as_fast_as_it_goes(embedder):
+            for batches in waiting.of(prepared):
+                yield ((rows, embedder.embed(batch)) for rows, batch in batches)
 
     before = embedder.processor.count_truncated
     with nullcontext() if sharing is None else shared_prefixes(sharing):
@@ -104,7 +104,7 @@ def embed_texts(
 
 
 def embed_images(
-    embedder: Embedder | StoredModel,
+    embedder: FrozenModel,
     dataset: datasets.Dataset,
     path: str | Path,
     data_digest: str,
@@ -115,7 +115,7 @@ def embed_images(
     """Embed images once; one that cannot be read becomes a row of NaN and is named.
 
     Args:
-        embedder: the frozen model; one that is gone gives what it embedded once.
+        embedder: the frozen model.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
         path: folder of the cache; a finished one is opened, an unfinished one continued, and what is damaged made anew.
         data_digest: identifies the images and their order.
@@ -125,8 +125,7 @@ def embed_images(
     Returns:
         The cache.
     """
-    if isinstance(embedder, StoredModel):
-        rows_Nd = embedder.rows(dataset[ID][:])
+    if (rows_Nd := embedder.lookup(dataset[ID])) is not None:
 
         def copy_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
             for shard in shards:
@@ -134,14 +133,16 @@ def embed_images(
 
         return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards, BadSamples())
     bad = BadSamples(max_bad_share, len(dataset))
+    model = embedder.require_model("holds embeddings and no model")
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         rows = [row for shard in shards for row in range(shard.start, shard.stop)]
         # no batch belongs to two shards, and decoding does not stop between them
-        most = images_per_batch(embedder.processor, embedder.device)
+        most = images_per_batch(model.processor, model.device)
         size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
-        batches = embed_rows(embedder, dataset, rows, size, bad=bad, waiting=waiting)
-        return _cut_by_shard(batches, shards)
+        batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting)
+        with _as_fast_as_it_goes(model):
+            yield from _cut_by_shard(batches, shards)
 
     return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shards, bad)
 
@@ -216,7 +217,7 @@ def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches
 
 
 def _embed(
-    embedder: Embedder | StoredModel,
+    embedder: FrozenModel,
     kind: str,
     rows: int,
     path: Path,
@@ -233,7 +234,7 @@ def _embed(
         clear_leftovers(path)  # of a kill; those of processes that live are theirs
     mine = _to_embed(path, info)
     if mine:
-        _embed_shards(embedder, path, info, mine, embed_shards)
+        _embed_shards(path, info, mine, embed_shards)
     bad.share()  # waits until all have written
     if is_main_process() and not _is_finished(path, info):
         write_json(path / "cache.json", asdict(info))
@@ -259,7 +260,6 @@ def _to_embed(path: Path, info: CacheInfo) -> list[int]:
 
 
 def _embed_shards(
-    embedder: Embedder | StoredModel,
     path: Path,
     info: CacheInfo,
     shards: list[int],
@@ -267,8 +267,8 @@ def _embed_shards(
 ) -> None:
     slices = [slice(shard * info.shard_rows, min((shard + 1) * info.shard_rows, info.rows)) for shard in shards]
     total = sum(part.stop - part.start for part in slices)
-    with progress_bar() as bar, _as_fast_as_it_goes(embedder), ThreadPoolExecutor(1) as writer:
-        task = bar.add_task(f"embedding {info.kind} with {embedder.name}", total=total, rate="")
+    with progress_bar() as bar, ThreadPoolExecutor(1) as writer:
+        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=total, rate="")
         waiting = Waiting()
         writing: Future[None] | None = None
         for shard, part, batches in zip(shards, slices, embed_shards(slices, waiting), strict=True):
@@ -307,19 +307,15 @@ def _write_shard(
     write_shard(path, shard, info, embeds_ND)
 
 
-def _as_fast_as_it_goes(embedder: Embedder | StoredModel) -> AbstractContextManager[None]:
+def _as_fast_as_it_goes(embedder: Embedder) -> AbstractContextManager[None]:
     """Lay weights out for a CPU, where a model computes in their precision."""
-    plain = isinstance(embedder, StoredModel) or embedder.autocast is not None
-    return nullcontext() if plain else packed_linears(embedder.model)
+    return nullcontext() if embedder.autocast is not None else packed_linears(embedder.model)
 
 
 def _sharing(embedder: Embedder) -> Encoder | None:
     """Return the encoder that computes what texts share once; None without one, and on a GPU, which would wait for the trees."""
-    model = embedder.model
-    encoder = model.encoder if isinstance(model, CompatModel) else model
-    if isinstance(encoder, Encoder) and encoder.shares_prefixes and embedder.device.type == "cpu":
-        return encoder
-    return None
+    encoder = embedder.model.text_encoder
+    return encoder if encoder is not None and encoder.shares_prefixes and embedder.device.type == "cpu" else None
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:

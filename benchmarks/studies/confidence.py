@@ -193,7 +193,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     recipe = load_recipe(folder / "recipe.yaml", ["stages.5.memory=pairs"])
     run = StageRun(recipe, recipe.stages[-1])
     model = run.load_model(run.part.name).eval()
-    embedder = Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim)
+    embedder = Embedder.of(model, "own")
     pairs = captioned_pairs(run, embedder)
     known = Known(pairs, lines={"xbt": lambda *_: model})
     choice = choose(pairs, lines=known.lines, beside_line=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xcompat.encoders.adapters import AdapterConfig, VisualPrompts, adapters_disabled, inject_lora, merge_lora
+from xcompat.encoders.batches import EmbedsBatches
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -23,7 +24,7 @@ DEFAULT_LOGIT_SCALE = 1 / 0.07
 """CLIP's scale at initialisation, exp(2.6592): the fixed temperature of XBT."""
 
 
-class Encoder(nn.Module, ABC):
+class Encoder(nn.Module, EmbedsBatches):
     """An image tower and, unless ``has_text`` is False, a text tower that ends in the same space.
 
     Args:
@@ -134,6 +135,11 @@ class Encoder(nn.Module, ABC):
             (B, D) float32, L2-normalised.
         """
         return F.normalize(self.text_features(input_ids, attention_mask).float(), dim=-1)
+
+    @property
+    def text_encoder(self) -> Encoder | None:
+        """Return the encoder itself."""
+        return self
 
     @property
     def name(self) -> str:

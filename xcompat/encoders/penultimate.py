@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from xcompat.encoders.batches import EmbedsBatches
 from xcompat.errors import XcompatError
 
 IMAGES_ALONE = "penultimate features are of images alone, and there are texts to embed; set options.input to embedding"
 
 
-class Penultimate(nn.Module):
+class Penultimate(nn.Module, EmbedsBatches):
     """A frozen model, of which only the input of its last linear layer is wanted.
 
     Args:

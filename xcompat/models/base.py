@@ -14,6 +14,7 @@ from transformers import initialization as init
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.batches import EmbedsBatches
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
@@ -25,7 +26,7 @@ from xcompat.models.query_memory import QueryMemory
 from xcompat.outputs import Batch, CompatOutput
 
 
-class CompatModel(LearningModel):
+class CompatModel(LearningModel, EmbedsBatches):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what it learns from, builds its own parts in ``__init__`` after ``super().__init__`` and writes
@@ -117,6 +118,16 @@ class CompatModel(LearningModel):
     # ----------------------------------------------------------------------------------------------- embedding
 
     @property
+    def description(self) -> dict[str, Any]:
+        """Return the model as the encoder of another configuration, as encoders describe themselves."""
+        return {"library": "xcompat", "name": self.name_or_path, "revision": self.revision, "config": {}}
+
+    @property
+    def text_encoder(self) -> Encoder | None:
+        """Return the encoder inside; None where the model is a map of another one's embeddings."""
+        return self.encoder
+
+    @property
     def processor(self) -> Processor:
         """Return the encoder's preprocessing, from the checkpoint's folder or the encoder's own."""
         if self._processor is None and self.embeds_in_memory:
@@ -151,9 +162,7 @@ class CompatModel(LearningModel):
         Returns:
             (B, D) float32, L2-normalised.
         """
-        encoder = self._get_encoder()
-        embeds = encoder.embed_images(pixel_values)
-        return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+        return self._get_encoder().embed({"pixel_values": pixel_values}, "stored")
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embed texts for a new gallery.
@@ -165,9 +174,8 @@ class CompatModel(LearningModel):
         Returns:
             (B, D) float32, L2-normalised.
         """
-        encoder = self._get_encoder()
-        embeds = encoder.embed_texts(input_ids, attention_mask)
-        return encoder.stored(embeds) if isinstance(encoder, CompatModel) else embeds
+        texts = {"input_ids": input_ids} | ({"attention_mask": attention_mask} if attention_mask is not None else {})
+        return self._get_encoder().embed(texts, "stored")
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Embed images and texts, as far as a batch holds them (see :meth:`LearningModel.embed_batch`)."""

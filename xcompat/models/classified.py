@@ -14,10 +14,8 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.losses.classification import ClassificationHead, HeadKind
 from xcompat.models.backbone import BackboneConfig, BackboneModel
-from xcompat.models.base import CompatModel
 from xcompat.models.config import describe_old
-from xcompat.models.embedder import load_embedder
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.frozen import load_frozen
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -89,15 +87,10 @@ class ClassifiedModel(BackboneModel):
         Returns:
             The model in float32, in evaluation mode.
         """
-        if isinstance(old, str) and is_stored(old):
-            stored = StoredModel(old)
-            options = {"classes": stored.classes or None} | options
-            old = stored.describe_old()
-        elif isinstance(old, str | EncoderSource):
-            embedder = load_embedder(old)
-            known = getattr(embedder.model.config, "classes", None) if isinstance(embedder.model, CompatModel) else None
-            options = {"classes": known} | options
-            old = embedder.describe_old()
+        if isinstance(old, str | EncoderSource):
+            frozen = load_frozen(old)
+            options = {"classes": frozen.classes or None} | options
+            old = frozen.describe_old()
         return super().from_encoder(encoder, old, **options)
 
     @classmethod

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModel
 
 from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.batches import Space
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
@@ -19,24 +23,26 @@ from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import describe_old
+from xcompat.models.old_knowledge import rows_by_class
 
 
 @dataclass
 class Embedder:
-    """What embedding caches and evaluations need of a model.
+    """A model that embeds, in one of its spaces: what caches and evaluations need of it (a :class:`FrozenModel`).
 
     A compatible model takes this role with what its gallery holds (:meth:`CompatModel.stored`): its view of the old space, or an
     embedding whose first dimensions are that space, so that galleries of a chain of updates fit together.
 
     Args:
-        model: an encoder, or a compatible model.
+        model: an encoder, a compatible model, or the penultimate features of one.
         processor: its preprocessing.
-        fingerprint: its identity.
+        fingerprint: its identity in that space.
         dim: dimension of what :meth:`embed` returns.
         logit_scale: scale of its own training, if known.
         compatible_with: versions whose galleries share its space.
         reads: what it embeds of an image with a caption; a text encoder has captions (bt2.txt §4.7).
         autocast: half precision to compute in where that loses little; None for the precision of the weights.
+        space: in which :meth:`embed` gives its embeddings.
     """
 
     model: Encoder | CompatModel | Penultimate
@@ -47,10 +53,30 @@ class Embedder:
     compatible_with: list[Fingerprint] = field(default_factory=list)
     reads: Literal["images", "captions"] = "images"
     autocast: torch.dtype | None = None
+    space: Space = "own"
 
     def __post_init__(self) -> None:
         """Lay convolutions out as they are fastest; embeddings differ by rounding."""
         torch.nn.Module.to(self.model, memory_format=torch.channels_last)
+
+    @classmethod
+    def of(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
+        """Take a compatible model by what it embeds itself, or by what its galleries hold.
+
+        Args:
+            model: frozen, in evaluation mode.
+            space: which of the two.
+            autocast: half precision to compute in; None for the precision of the weights.
+
+        Returns:
+            The model in that role.
+        """
+        if space == "own":
+            return cls(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim, autocast=autocast)
+        # queries of a model that maps galleries, and new items of these, are the plain new model's
+        shared = [] if model.maps_galleries else model.compatible_with
+        scale, known = model.config.logit_scale, (model.stored_fingerprint(), model.stored_dim)
+        return cls(model, model.processor, *known, scale, shared, autocast=autocast, space="stored")
 
     @property
     def name(self) -> str:
@@ -62,32 +88,54 @@ class Embedder:
         """Return where the model computes."""
         return next(self.model.parameters()).device
 
+    @property
+    def classes(self) -> list[str]:
+        """Return the names of the classes that the model learned to tell apart, in the order of its classifier."""
+        return list(getattr(getattr(self.model, "config", None), "classes", None) or [])
+
     @torch.inference_mode()
-    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+    def embed(self, batch: Mapping[str, Tensor], space: Space | None = None) -> Tensor:
         """Embed one batch of images (``pixel_values``) or texts (``input_ids``).
 
         Args:
             batch: from the processor.
+            space: another space than the embedder's own.
 
         Returns:
             (B, d) float32, L2-normalised.
         """
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            if "pixel_values" in batch:
-                embeds = self.model.embed_images(batch["pixel_values"])
-            else:
-                embeds = self.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
-            stored = self.model.stored(embeds) if isinstance(self.model, CompatModel) and self.compatible_with else embeds
-        return stored.float()
+            return self.model.embed(batch, space or self.space).float()
+
+    def lookup(self, ids: Sequence[str]) -> None:
+        """See :meth:`FrozenModel.lookup`: this model computes."""
+
+    def require_model(self, otherwise: str) -> Embedder:
+        """See :meth:`FrozenModel.require_model`: here it is."""
+        return self
+
+    def require_embeddings(self, method: str) -> None:
+        """See :meth:`FrozenModel.require_embeddings`: whoever computes has them all."""
+
+    def prototypes_of(self, classes: Sequence[str]) -> None:
+        """See :meth:`FrozenModel.prototypes_of`: they are the means of what is embedded."""
+
+    def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
+        """See :meth:`FrozenModel.classifier_of`."""
+        classifier = getattr(self.model, "classifier", None)
+        if classifier is None or classifier.weight is None or not self.classes:
+            return None
+        return rows_by_class(classifier.weight, self.classes, classes)
 
     def describe_old(self) -> dict[str, Any]:
         """Describe this model as the old one of a configuration; versions before it keep their own dimensions."""
         described = describe_old(self.fingerprint, self.dim, self.logit_scale)
-        if (revision := self._revision()) is not None:
+        if (revision := getattr(self.model, "description", {}).get("revision")) is not None:
             described["revision"] = revision
-        if self.compatible_with and isinstance(self.model, CompatModel):
-            nearest = self.model.config.old
+        if self.compatible_with:
+            model: Any = self.model
+            nearest = model.config.old
             described["compatible_with"] = [
                 {key: nearest[key] for key in ("name", "fingerprint", "dim", "revision") if key in nearest},
                 *nearest["compatible_with"],
@@ -96,18 +144,8 @@ class Embedder:
 
     def describe_encoder(self) -> dict[str, Any]:
         """Describe this model as the encoder of a configuration, so that a map over its embeddings can load it later."""
-        model = self.model
-        if isinstance(model, CompatModel):
-            own: dict[str, Any] = {"library": "xcompat", "name": model.name_or_path, "revision": model.revision, "config": {}}
-        else:
-            assert isinstance(model, Encoder)
-            own = model.description
-        return own | {"fingerprint": self.fingerprint.digest, "dim": self.dim}
-
-    def _revision(self) -> str | None:
-        if isinstance(self.model, CompatModel):
-            return self.model.revision
-        return self.model.description.get("revision") if isinstance(self.model, Encoder) else None
+        model: Any = self.model
+        return {**model.description, "fingerprint": self.fingerprint.digest, "dim": self.dim}
 
 
 def load_embedder(
@@ -126,13 +164,7 @@ def load_embedder(
     source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
     source.check_folder()
     if is_checkpoint(source.name, source.revision):
-        model = load_checkpoint(source)
-        torch.nn.Module.to(model, device)
-        compatible = model.compatible_with
-        if model.maps_galleries:  # its queries, and new items of its galleries, are the plain new model's
-            compatible = []
-        own = model.stored_fingerprint(), model.stored_dim
-        return Embedder(model, model.processor, *own, model.config.logit_scale, compatible, autocast=autocast)
+        return Embedder.of(torch.nn.Module.to(load_checkpoint(source), device), "stored", autocast)
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)

@@ -6,12 +6,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from xcompat.arrays import map_array, read_lines
 from xcompat.errors import XcompatError
@@ -24,7 +23,7 @@ PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
 
 
 class StoredModel:
-    """Embeddings of images by their ids, or one prototype for each class, in the role of the old model.
+    """Embeddings of images by their ids, or one prototype for each class, in the role of the old model (a :class:`FrozenModel`).
 
     Args:
         folder: holds ``image_embeds.npy`` (N, d) and ``image_ids.txt``, or ``prototypes.npy`` (C, d) and ``classes.txt``, one
@@ -52,8 +51,7 @@ class StoredModel:
         for start in range(0, len(known), ROWS):
             digest.update(np.ascontiguousarray(known[start : start + ROWS]).tobytes())
         self.fingerprint = Fingerprint(digest.hexdigest(), str(folder))
-        self.model: nn.Module = nn.Identity()
-        self.device = torch.device("cpu")
+        self.reads: Literal["images", "captions"] = "images"
 
     @property
     def name(self) -> str:
@@ -69,7 +67,11 @@ class StoredModel:
         if self.embeds_Nd is None:
             raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
 
-    def rows(self, ids: Sequence[str]) -> NDArray[np.float32]:
+    def require_model(self, otherwise: str) -> NoReturn:
+        """Say that there is no model (see :meth:`FrozenModel.require_model`)."""
+        raise XcompatError(f"{self.name} {otherwise}")
+
+    def lookup(self, ids: Sequence[str]) -> NDArray[np.float32]:
         """Fetch the embeddings of images.
 
         Args:
@@ -86,6 +88,7 @@ class StoredModel:
                 f"{self.name} holds class prototypes alone: no model can be judged on an old gallery of which no embedding is "
                 "known; set evaluation to null, or give the embeddings"
             )
+        ids = ids[:]  # a column of a data set, which would be read once for each of its rows
         place = {name: row for row, name in enumerate(self.ids)}
         missing = [name for name in ids if name not in place]
         if missing:
@@ -101,6 +104,9 @@ class StoredModel:
         if self.prototypes_Cd is None:
             return None
         return rows_by_class(torch.from_numpy(np.array(self.prototypes_Cd, dtype=np.float32)), self.classes, classes)
+
+    def classifier_of(self, classes: Sequence[str]) -> None:
+        """Return none: it went with the model."""
 
 
 def is_stored(name: str) -> bool:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -181,14 +180,7 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
 
 def query_embeddings(embedder: Embedder, query: str) -> Tensor:
     """Embed a text, or the picture that a path names, as the model itself does: (1, D)."""
-    batch = _query_batch(embedder.processor, query)
-    if not isinstance(embedder.model, CompatModel):
-        return embedder.embed(batch)
-    batch = {name: tensor.to(embedder.device) for name, tensor in batch.items()}
-    with torch.inference_mode():
-        if "pixel_values" in batch:
-            return embedder.model.embed_images(batch["pixel_values"])
-        return embedder.model.embed_texts(batch["input_ids"], batch.get("attention_mask"))
+    return embedder.embed(_query_batch(embedder.processor, query), "own")
 
 
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:

@@ -157,11 +157,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
-        if isinstance(self.asking, Embedder):
-            return self.asking.embed(batch).cpu()
-        batch = {name: tensor.to(self.asking.device) for name, tensor in batch.items()}
-        embed = self.asking.embed_images if "pixel_values" in batch else self.asking.embed_texts
-        return embed(**batch).cpu()
+        return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()
 
 
 def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:

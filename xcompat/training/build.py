@@ -31,7 +31,8 @@ from xcompat.methods import ProjectionModel
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import Embedder
-from xcompat.models.old_knowledge import OldKnowledge, rows_by_class
+from xcompat.models.frozen import FrozenModel
+from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.evaluation_sets import judged_images
@@ -96,7 +97,7 @@ def check_inputs(stage: Stage) -> None:
     if part.old is not None and is_stored(part.old.name):
         old = StoredModel(part.old.name)
         if old.embeds_Nd is not None:
-            old.rows(stage.images.dataset[ID][:])
+            old.lookup(stage.images.dataset[ID])
 
 
 def fill_caches(stage: Stage, role: str) -> None:
@@ -179,43 +180,30 @@ def _model_and_labelled_data(stage: Stage) -> tuple[CompatModel, Data]:
             else:
                 extra[OLD_EMBEDS] = knowledge.embeddings(part.method)
         extra |= model.extra_columns(knowledge)
-        if isinstance(old, StoredModel) and stage.is_judged:
-            old.rows([])  # says that nothing can be judged by prototypes, before anything is trained
+        if stage.is_judged:
+            old.lookup([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
     return model, labelled_data(part, images, model.processor, stage.recipe.seed, extra, two_views, online)
 
 
-def _old_knowledge(stage: Stage, old: Embedder | StoredModel) -> OldKnowledge:
+def _old_knowledge(stage: Stage, old: FrozenModel) -> OldKnowledge:
     """Gather what is known of the old model on the stage's training images."""
     images = stage.images
-    count, labels_N = len(images.classes), images.labels()
-    if isinstance(old, StoredModel):
-        prototypes_Cd = old.prototypes_of(images.classes)
-        embeds_Nd = stage.cache(old) if prototypes_Cd is None else None
-        return OldKnowledge(count, labels_N, embeds_Nd, given_prototypes_Cd=prototypes_Cd)
-    return OldKnowledge(count, labels_N, stage.cache(old), _classifier_rows(old, images.classes))
+    prototypes_Cd = old.prototypes_of(images.classes)
+    embeds_Nd = stage.cache(old) if prototypes_Cd is None else None
+    return OldKnowledge(len(images.classes), images.labels(), embeds_Nd, old.classifier_of(images.classes), prototypes_Cd)
 
 
-def _online(stage: Stage, old: Embedder | StoredModel) -> Embedder:
+def _online(stage: Stage, old: FrozenModel) -> Embedder:
     """Return the old model if it can embed each batch anew."""
-    if isinstance(old, StoredModel):
-        raise XcompatError(f"{old.name} holds embeddings and no model: set data.old_embeddings to cached")
+    model = old.require_model("holds embeddings and no model: set data.old_embeddings to cached")
     if old.reads == "captions":
         raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")
     if stage.part.training.get("dataloader_num_workers"):
         raise XcompatError(
             "with data.old_embeddings online the old model makes part of each batch: leave out dataloader_num_workers"
         )
-    return old
-
-
-def _classifier_rows(old: Embedder, classes: list[str]) -> np.ndarray | None:
-    """Return the old model's classifier in the new class order, when it has one."""
-    classifier = getattr(old.model, "classifier", None)
-    known = getattr(old.model.config, "classes", None) if isinstance(old.model, CompatModel) else None
-    if classifier is None or classifier.weight is None or not known:
-        return None
-    return rows_by_class(classifier.weight, known, classes)
+    return model
 
 
 # -------------------------------------------------------------------------------------------------- images and captions

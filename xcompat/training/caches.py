@@ -12,10 +12,13 @@ from xcompat.data.schema import CAPTION, ID, IMAGE, TEXT, captions_of
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
-from xcompat.models.stored import StoredModel
+from xcompat.models.frozen import FrozenModel
 
 if TYPE_CHECKING:
     import datasets
+
+NO_CAPTIONS = "holds embeddings of images by their ids, and none of captions"
+"""Said of a model that is gone where captions are to be embedded."""
 
 
 def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
@@ -39,15 +42,14 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
     return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 
 
-def cached_images(
-    embedder: Embedder | StoredModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01
-) -> EmbeddingCache:
+def cached_images(embedder: FrozenModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
     """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run.
 
     Of a model that reads captions, embed the first caption of every image instead.
     """
-    if isinstance(embedder, Embedder) and embedder.reads == "captions":
-        return cached_captions(embedder, _first_captions(pairs, embedder), cache_dir)
+    if embedder.reads == "captions":
+        model = embedder.require_model(NO_CAPTIONS)
+        return cached_captions(model, _first_captions(pairs, model), cache_dir)
     digest = images_digest(pairs)
     return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
 
@@ -80,5 +82,5 @@ def images_digest(pairs: datasets.Dataset) -> str:
     return hashlib.sha256(json.dumps([pairs._fingerprint, stamps]).encode()).hexdigest()
 
 
-def _folder(cache_dir: Path, kind: str, embedder: Embedder | StoredModel, digest: str) -> Path:
+def _folder(cache_dir: Path, kind: str, embedder: FrozenModel, digest: str) -> Path:
     return cache_dir / f"{kind}-{embedder.fingerprint.digest[:16]}-{digest[:16]}"

@@ -80,8 +80,7 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
 
 def _was_trained_for(plain: Embedder, classes: Collection[str]) -> bool:
     """Return whether a model learned to tell any of some classes apart."""
-    config = plain.model.config if isinstance(plain.model, CompatModel) else None
-    return not set(getattr(config, "classes", None) or ()).isdisjoint(classes)
+    return not set(plain.classes).isdisjoint(classes)
 
 
 def _features(stage: Stage, plain: Embedder) -> Embedder | None:

@@ -20,7 +20,7 @@ from xcompat.evaluation import EmbeddedPairs
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.frozen import load_frozen
 from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
@@ -94,7 +94,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
     old_name = old or versions[0].name
-    old_model = StoredModel(old_name) if is_stored(old_name) else load_embedder(old_name, device())
+    old_model = load_frozen(old_name, device())
     if old_model.fingerprint not in versions:  # before anything is embedded
         versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
     plain = _plain(model) if model.embeds_in_memory else None

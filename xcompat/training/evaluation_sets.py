@@ -28,9 +28,9 @@ from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroSh
 from xcompat.evaluation.cases import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
-from xcompat.models.stored import StoredModel
+from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
-from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ HITS_SHOWN = 5
 class EvaluationSet(Protocol):
     """Items that every model of an evaluation embeds."""
 
-    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> Contestant:
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> Contestant:
         """Embed the items with a frozen model, or open what was embedded before; unreadable images are rows of NaN."""
 
     def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own
@@ -112,14 +112,13 @@ class PairTestSet:
     zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
     max_bad_share: float = 0.01
 
-    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> EmbeddedPairs:
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedPairs:
         """See :meth:`EvaluationSet.embed`."""
-        if isinstance(embedder, StoredModel):
-            raise XcompatError(f"{embedder.name} holds embeddings of images by their ids, and none of captions")
-        images = cached_images(embedder, self.pairs, cache_dir, self.max_bad_share)
-        texts = cached_captions(embedder, self.texts, cache_dir)
-        name, zero_shot = display_name(embedder.name), self._embed_zero_shot(embedder, cache_dir)
-        return EmbeddedPairs(name, embedder.fingerprint, images[:], texts[:], self.pairs[ID], self.text_ids, zero_shot)
+        model = embedder.require_model(NO_CAPTIONS)
+        images = cached_images(model, self.pairs, cache_dir, self.max_bad_share)
+        texts = cached_captions(model, self.texts, cache_dir)
+        name, zero_shot = display_name(model.name), self._embed_zero_shot(model, cache_dir)
+        return EmbeddedPairs(name, model.fingerprint, images[:], texts[:], self.pairs[ID], self.text_ids, zero_shot)
 
     def _embed_zero_shot(self, embedder: Embedder, cache_dir: Path) -> ZeroShot | None:
         if self.zero_shot is None:
@@ -166,7 +165,7 @@ class LabelledTestSet:
     queries: LabelledImages
     gallery: LabelledImages
 
-    def embed(self, embedder: Embedder | StoredModel, cache_dir: Path) -> EmbeddedImages:
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedImages:
         """See :meth:`EvaluationSet.embed`."""
         queries_QD, gallery_GD = (
             cached_images(embedder, side.dataset, cache_dir, side.max_bad_share)[:] for side in (self.queries, self.gallery)

@@ -29,8 +29,8 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
-from xcompat.models.stored import StoredModel, is_stored
 from xcompat.report import ReportContent
 from xcompat.training.evaluation_sets import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
@@ -99,7 +99,7 @@ def embed_new(
         own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
         raw = _map_input(model, independent, test, cache_dir)
     else:
-        raw = test.embed(Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim), cache_dir)
+        raw = test.embed(Embedder.of(model, "own"), cache_dir)
         own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
     if model.maps_galleries:
         side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
@@ -157,9 +157,9 @@ def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Cont
     if described is None:
         return None
     name = described["name"]
-    embedder = StoredModel(name) if is_stored(name) else load_embedder(name, model.device)
-    Fingerprint(described["fingerprint"], name).require(embedder.fingerprint, f"the model at {name}")
-    return test.embed(embedder, cache_dir)
+    frozen = load_frozen(name, model.device)
+    Fingerprint(described["fingerprint"], name).require(frozen.fingerprint, f"the model at {name}")
+    return test.embed(frozen, cache_dir)
 
 
 def judge(

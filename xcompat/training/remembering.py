@@ -192,7 +192,7 @@ def _new(stage: Stage, model: CompatModel) -> Embedder:
     """Return what embeds queries before they are mapped: the trained model, or the new one that a map belongs to."""
     if model.embeds_in_memory:
         return stage.as_input(stage.embedder("new"))
-    return Embedder(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim)
+    return Embedder.of(model, "own")
 
 
 def _readable(pairs: P, *caches: EmbeddingCache) -> P:

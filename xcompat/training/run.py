@@ -17,7 +17,7 @@ from xcompat.evaluation.cases import OLD_WITH_MEMORY
 from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import load_embedder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
@@ -193,10 +193,10 @@ class StageRun(Stage):
             if not (self.part.learns_from_pairs and self.part.method == CHOSEN):
                 fill_caches(self, role)
             if test is not None:
-                embedder = self.remembered(role)
-                test.embed(embedder, self.recipe.cache_dir)
-                if role == "new" and isinstance(embedder, Embedder):
-                    test.embed(self.as_input(embedder), self.recipe.cache_dir)
+                frozen = self.remembered(role)
+                test.embed(frozen, self.recipe.cache_dir)
+                if role == "new":
+                    test.embed(self.as_input(self.embedder(role)), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 

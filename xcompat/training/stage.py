@@ -19,6 +19,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
+from xcompat.models.frozen import FrozenModel
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
@@ -136,7 +137,7 @@ class Stage:
             raise XcompatError(f"{self.part.name}: data.test has captions, and {IMAGES_ALONE}")
         return penultimate(new)
 
-    def remembered(self, role: str) -> Embedder | StoredModel:
+    def remembered(self, role: str) -> FrozenModel:
         """Load the model in a role; the old one, and those of side-information, may be gone but for what they once computed.
 
         Args:
@@ -150,7 +151,7 @@ class Stage:
             return StoredModel(source.name)
         return self.embedder(role) if role != "old" else replace(self.embedder(role), reads=self.part.data.old_reads)
 
-    def old(self) -> Embedder | StoredModel:
+    def old(self) -> FrozenModel:
         """Load the old model, or what is left of one that is gone (see :meth:`remembered`)."""
         return self.remembered("old")
 
@@ -189,15 +190,13 @@ class Stage:
         """Return the captions that no corpus may hold."""
         return load_pair_test_set(self.part.data.test).texts if self.part.data.test is not None else []
 
-    def cache(self, embedder: Embedder | StoredModel) -> EmbeddingCache:
+    def cache(self, frozen: FrozenModel) -> EmbeddingCache:
         """Embed what a map over cached embeddings learns from."""
         data, cache_dir = self.part.data, self.recipe.cache_dir
-        if isinstance(embedder, StoredModel):
-            embedder.require_embeddings(self.part.method)
+        frozen.require_embeddings(self.part.method)
         if data.images is not None:
-            return cached_images(embedder, self.images.dataset, cache_dir, self.images.max_bad_share)
-        if isinstance(embedder, StoredModel):
-            raise XcompatError(f"{embedder.name} holds embeddings of images by their ids; name labelled images under data.images")
+            return cached_images(frozen, self.images.dataset, cache_dir, self.images.max_bad_share)
+        embedder = frozen.require_model("holds embeddings of images by their ids; name labelled images under data.images")
         if data.embeddings_of == "texts":
             if not data.texts:
                 raise XcompatError(
