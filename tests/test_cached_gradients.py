@@ -23,7 +23,8 @@ from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.recipe import StageRecipe, parse_recipe
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
 OLD = describe_old(Fingerprint.from_string("old"), dim=8)

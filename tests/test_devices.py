@@ -30,7 +30,7 @@ from xcompat.retrieval.commands import query_embeddings
 from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
-from xcompat.training.recipe import StageRecipe
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import training_arguments
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]

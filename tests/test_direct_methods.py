@@ -27,8 +27,8 @@ from xcompat.models.classified import ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, class_means, samples_of_classes
 from xcompat.outputs import CompatOutput
 from xcompat.training import refreshing
-from xcompat.training.recipe import StageRecipe
 from xcompat.training.refreshing import RefreshCallback, embed_training_set
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
 NAMES = ["unibct", "nccl", "advbct"]

@@ -35,7 +35,7 @@ from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
-from xcompat.training.stage import Stage
+from xcompat.training.stage import Stage, StageModels
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -292,7 +292,8 @@ def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_pa
 def test_frozen_models_embed_in_the_precision_of_the_recipe(key: str, dtype: torch.dtype, trained: dict[str, Any]) -> None:
     changes = {"method": "query_map", "new": trained["independent"], "options": {"input": "penultimate"}}
     exact, half = (
-        Stage(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0]) for training in ({}, {key: True})
+        StageModels(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0])
+        for training in ({}, {key: True})
     )
     assert exact.embedder("new").autocast is None
     assert half.embedder("old").autocast == half.as_input(half.embedder("new")).autocast == dtype
@@ -308,10 +309,10 @@ def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: di
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
     assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    stage = Stage(recipe, recipe.stages[0])
-    plain = stage.embedder("new")
-    features = torch.from_numpy(stage.cache(stage.as_input(plain))[:])
-    pixels = plain.processor.images([open_image(record["image"]) for record in stage.images.dataset])
+    stage = Stage.of(recipe, recipe.stages[0])
+    plain = stage.models.embedder("new")
+    features = torch.from_numpy(stage.data.cache(stage.models.as_input(plain))[:])
+    pixels = plain.processor.images([open_image(record["image"]) for record in stage.data.images.dataset])
     with torch.inference_mode():
         torch.testing.assert_close(features, plain.model.encoder.image_features(pixels), atol=1e-3, rtol=1e-3)  # float16
         torch.testing.assert_close(model.self_view(features), plain.embed({"pixel_values": pixels}), atol=2e-3, rtol=0)
@@ -454,13 +455,13 @@ def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path)
 def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
     raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
     recipe = parse_recipe(raw, "demo", "demo.yaml")
-    part = Stage(recipe, recipe.stages[0])
-    old = part.old()
+    stage = Stage.of(recipe, recipe.stages[0])
+    old = stage.models.frozen("old")
     assert isinstance(old, Embedder)
-    captions = [record["caption"] for record in part.images.dataset]
+    captions = [record["caption"] for record in stage.data.images.dataset]
     expected = old.embed(old.processor.texts(captions))
-    assert np.allclose(part.cache(old)[:], expected.numpy(), atol=1e-3)
-    assert not np.allclose(part.cache(part.embedder("new"))[:], expected.numpy(), atol=0.1)
+    assert np.allclose(stage.data.cache(old)[:], expected.numpy(), atol=1e-3)
+    assert not np.allclose(stage.data.cache(stage.models.embedder("new"))[:], expected.numpy(), atol=0.1)
 
 
 MODALITY = {

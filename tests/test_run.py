@@ -19,8 +19,8 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
-from xcompat.training import build as build_module
 from xcompat.training import run as run_module
+from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.dry_run import dry_run_recipe
@@ -368,7 +368,7 @@ def test_a_killed_run_ends_as_one_that_was_not(
     # one stage alone would write into the run's own folder
     stages = stages if len(stages) > 1 else raw["stages"]
     kill = _KillAt(5)
-    original = build_module.train
+    original = train_stage_module.train
 
     def train_with_kill(*arguments: Any) -> Any:
         import xcompat.training.trainer as trainer
@@ -378,7 +378,7 @@ def test_a_killed_run_ends_as_one_that_was_not(
             return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build_module, "train", train_with_kill)
+        patch.setattr(train_stage_module, "train", train_with_kill)
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(recipe_of(raw, stages=stages))
     checkpoints = tmp_path / "run" / method / "checkpoints"
@@ -416,14 +416,14 @@ def test_no_old_encoder_is_in_memory_during_the_pair_stage(
     raw: dict[str, Any], old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, list[str]] = {}
-    original = build_module.train
+    original = train_stage_module.train
 
-    def look_around(model: Any, data: Any, part: Any, seed: int, folder: Path) -> Any:
+    def look_around(model: Any, data: Any, settings: Any, seed: int, folder: Path) -> Any:
         gc.collect()
-        names[part.name] = sorted(thing.name for thing in gc.get_objects() if isinstance(thing, Encoder))
-        return original(model, data, part, seed, folder)
+        names[settings.name] = sorted(thing.name for thing in gc.get_objects() if isinstance(thing, Encoder))
+        return original(model, data, settings, seed, folder)
 
-    monkeypatch.setattr(build_module, "train", look_around)
+    monkeypatch.setattr(train_stage_module, "train", look_around)
     gc.collect()
     others = {id(thing) for thing in gc.get_objects() if isinstance(thing, Encoder)}
     assert not others, "an earlier test left encoders behind"

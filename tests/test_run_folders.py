@@ -21,9 +21,10 @@ from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.paths import judged_files
 from xcompat.training.places import require_places
-from xcompat.training.recipe import Recipe, StageRecipe, parse_recipe
+from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, ZeroShotSettings
+from xcompat.training.stage_recipe import StageRecipe
 
 
 @pytest.fixture(autouse=True)

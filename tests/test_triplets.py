@@ -21,7 +21,8 @@ from xcompat.data import ClassBalancedSampler, load_labelled
 from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.recipe import StageRecipe, parse_recipe
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import labelled_data, train
 
 CLASSES, EACH, BATCH = 4, 6, 4  # in an epoch 6 batches of 2 classes with 2 images each, on one process or dealt to two

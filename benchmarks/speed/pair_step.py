@@ -28,7 +28,7 @@ from xcompat.models import CompatModel, describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.recipe import StageRecipe
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
 BATCH, STEPS, WARM, PAIRS = 32, 15, 4, 512

@@ -30,7 +30,7 @@ from xcompat.models import describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.recipe import StageRecipe
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import embedding_data, train
 
 ROWS, SHARD_ROWS, NEW_DIM, OLD_DIM = 200_000, 100_000, 128, 64

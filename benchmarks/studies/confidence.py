@@ -36,7 +36,7 @@ from xcompat.training.caches import cached_images
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import load_recipe
 from xcompat.training.remembering import captioned_pairs
-from xcompat.training.run import StageRun
+from xcompat.training.stage import Stage
 
 SHARED, OUT = Path("../shared"), Path("runs/confidence")
 OLD, NEW = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))
@@ -191,16 +191,16 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
 def quickstart(folder: Path) -> Iterator[Asked]:
     """The trained XBT of a quickstart, with the pairs it learned from remembered."""
     recipe = load_recipe(folder / "recipe.yaml", ["stages.5.memory=pairs"])
-    run = StageRun(recipe, recipe.stages[-1])
-    model = run.load_model(run.part.name).eval()
+    stage = Stage.of(recipe, recipe.stages[-1])
+    model = stage.models.trained(stage.settings.name).eval()
     embedder = Embedder.of(model, "own")
-    pairs = captioned_pairs(run, embedder)
+    pairs = captioned_pairs(stage, embedder)
     known = Known(pairs, lines={"xbt": lambda *_: model})
     choice = choose(pairs, lines=known.lines, beside_line=True)
     model.remember(known.worn(choice.chosen.candidate, choice.confidence))
-    assert run.part.data.test is not None
-    test = load_pair_test_set(run.part.data.test)
-    new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, run.old()))
+    assert stage.settings.data.test is not None
+    test = load_pair_test_set(stage.settings.data.test)
+    new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, stage.models.frozen("old")))
     texts, images = (("text_embeds_MD", "text_ids"), ("image_embeds_ND", "image_ids"))
     for name, asking, searched in (("quickstart, text→image", texts, images), ("quickstart, image→text", images, texts)):
         stored_Nd, ids, wanted = getattr(old, searched[0]), getattr(old, searched[1]), getattr(old, asking[1])

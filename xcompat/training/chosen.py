@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from xcompat.methods import QueryMapModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
-from xcompat.training.build import warn_of_shared_images
+from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.remembering import captioned_pairs, labelled_pairs, record, show
 from xcompat.training.stage import Stage
+from xcompat.training.stage_recipe import StageRecipe
 
 OF_FEATURES = "procrustes of penultimate features"
 
@@ -39,15 +40,16 @@ def choose_map(stage: Stage) -> CompatModel | None:
     Raises:
         XcompatError: data or models are missing.
     """
-    if stage.part.data.images is not None:
-        warn_of_shared_images(stage)
-    plain, old = stage.embedder("new"), stage.old().describe_old()
-    known = [Known(pairs, old, lines, stage.part.memory_codec) for pairs, lines in _inputs(stage, plain)]
+    settings = stage.settings
+    if settings.data.images is not None:
+        warn_of_shared_images(stage.data)
+    plain, old = stage.models.embedder("new"), stage.models.frozen("old").describe_old()
+    known = [Known(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(stage, plain)]
     if not is_main_process():
         return None
     choice: Choice | None = None
     try:
-        choice = joined([choose(each.pairs, stage.part.searched_classes, stage.recipe.seed, each.lines) for each in known])
+        choice = joined([choose(each.pairs, settings.searched_classes, stage.seed, each.lines) for each in known])
         show(choice)
     except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
@@ -66,26 +68,21 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
     these says nothing of it. Where the new model ends in one, its features alone are tried: a line from them was better in all
     four scenarios of docs/results/trained_maps.md.
     """
-    if stage.part.data.images is not None:
-        features = _features(stage, plain)
-        if features is None or not _was_trained_for(plain, stage.images.classes):
+    if stage.settings.data.images is not None:
+        features = _features(stage.settings, plain)
+        if features is None or set(plain.classes).isdisjoint(stage.data.images.classes):
             yield labelled_pairs(stage, plain), LINES
         if features is not None:
             yield labelled_pairs(stage, features), {OF_FEATURES: partial(_solved_of_features, plain.describe_encoder())}
-    elif stage.part.remembered_pairs is not None:
+    elif stage.settings.remembered_pairs is not None:
         yield captioned_pairs(stage, plain), LINES
     else:
-        yield PairedEmbeddings(stage.cache(plain), stage.cache(stage.old())), LINES
+        yield PairedEmbeddings(stage.data.cache(plain), stage.data.cache(stage.models.frozen("old"))), LINES
 
 
-def _was_trained_for(plain: Embedder, classes: Collection[str]) -> bool:
-    """Return whether a model learned to tell any of some classes apart."""
-    return not set(plain.classes).isdisjoint(classes)
-
-
-def _features(stage: Stage, plain: Embedder) -> Embedder | None:
+def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
     """Return what embeds images by penultimate features; None where no linear layer follows them, or captions are judged."""
-    if stage.part.data.test is not None:
+    if settings.data.test is not None:
         return None
     try:
         return penultimate(plain)

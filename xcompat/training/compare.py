@@ -21,10 +21,11 @@ from xcompat.report.comparison import (
     write_comparison,
 )
 from xcompat.training.places import require_places
-from xcompat.training.recipe import Recipe, StageRecipe
+from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe
-from xcompat.training.stage import Stage
+from xcompat.training.stage import StageModels
+from xcompat.training.stage_recipe import StageRecipe
 
 
 def compare_recipe(recipe: Recipe) -> Path:
@@ -42,7 +43,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         XcompatError: no stage is evaluated, the stages were not judged on the same cases, or something else lies where the
             comparison goes.
     """
-    evaluated = [part for part in recipe.stages if Stage(recipe, part).is_judged]  # asked before hours of training, not after
+    evaluated = [settings for settings in recipe.stages if settings.is_judged]  # asked before hours of training, not after
     if not evaluated:
         raise XcompatError(
             f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
@@ -53,7 +54,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         require_places(run)
     folders = {seed: run_recipe(run) for seed, run in runs.items()}
     if is_main_process():
-        contenders = [_contender(part, runs, folders) for part in evaluated]
+        contenders = [_contender(settings, runs, folders) for settings in evaluated]
         settings = evaluated[0].evaluation
         assert settings is not None
         comparison = compare(recipe.name, contenders, settings.resamples)
@@ -68,16 +69,15 @@ def _run_of(recipe: Recipe, seed: int) -> Recipe:
     return recipe.model_copy(update={"seed": seed, "output_dir": recipe.output_dir / f"seed-{seed}"})
 
 
-def _contender(part: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:
-    stages = {seed: Stage(run, part) for seed, run in runs.items()}
-    model = next(iter(stages.values())).load_model(part.name)
+def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:
+    model = StageModels(next(iter(runs.values())), settings).trained(settings.name)
     return Contender(
-        part.name,
-        part.method,
-        {seed: load_report(reports[part.name]) for seed, reports in folders.items()},
+        settings.name,
+        settings.method,
+        {seed: load_report(reports[settings.name]) for seed, reports in folders.items()},
         outside_parameters(model),
         model.maps_galleries,
-        [read_record(stage.folder / DONE, Done).seconds for stage in stages.values()],
+        [read_record(run.stage_dir(settings.name) / DONE, Done).seconds for run in runs.values()],
     )
 
 

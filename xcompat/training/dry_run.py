@@ -18,9 +18,10 @@ from xcompat.errors import XcompatError
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
 from xcompat.training.places import require_places
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, Recipe, StageRecipe, method_class
+from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class
 
 BATCH = 4
 PAIRS = 16
@@ -39,12 +40,12 @@ def dry_run_recipe(recipe: Recipe) -> None:
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
     table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
-    for part in recipe.stages:
-        table.add_row(part.name, part.method, _name(part.old), _name(part.new), "\n".join(check_paths(part)))
+    for settings in recipe.stages:
+        table.add_row(settings.name, settings.method, _name(settings.old), _name(settings.new), "\n".join(check_paths(settings)))
     require_places(recipe)
     console.print(table)
     silence_libraries()
-    mapped = [part.new for part in recipe.stages if method_class(part.method).maps_features(part.options)]
+    mapped = [settings.new for settings in recipe.stages if method_class(settings.method).maps_features(settings.options)]
     projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Recipe(
@@ -52,7 +53,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
             output_dir=Path(folder) / "run",
             cache_dir=Path(folder) / "cache",
             seed=recipe.seed,
-            stages=[stand_in for part in recipe.stages for stand_in in _stand_in_stages(part, Path(folder), projected)],
+            stages=[stand_in for settings in recipe.stages for stand_in in _stand_in_stages(settings, Path(folder), projected)],
         )
         console.quiet = True  # the figures of random weights mean nothing
         try:
@@ -68,13 +69,13 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
     return "-" if source is None else "from scratch"
 
 
-def _stand_in_stages(part: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:
+def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:
     """Return the stage on stand-ins, after one that trains the φ it takes from elsewhere."""
-    stage = _stand_in_stage(part, folder, projected)
-    if part.projection is None or part.projection.startswith(STAGE_PREFIX):
+    stage = _stand_in_stage(settings, folder, projected)
+    if settings.projection is None or settings.projection.startswith(STAGE_PREFIX):
         return [stage]
     phi = StageRecipe(
-        name=f"{part.name}-projection",
+        name=f"{settings.name}-projection",
         method="projection",
         old=stage.old,
         new=stage.new,
@@ -85,20 +86,20 @@ def _stand_in_stages(part: StageRecipe, folder: Path, projected: set[str]) -> li
     return [phi, stage.model_copy(update={"projection": STAGE_PREFIX + phi.name})]
 
 
-def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> StageRecipe:
-    replaced: dict[str, Any] = part.model_dump(exclude_unset=True)
+def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) -> StageRecipe:
+    replaced: dict[str, Any] = settings.model_dump(exclude_unset=True)
     named = set()
     for role in ROLES:
-        source = getattr(part, role)
+        source = getattr(settings, role)
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
-            model_type = source.model_type or _usual_type(part, role, source.name, projected)
+            model_type = source.model_type or _usual_type(settings, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
             # one name is one model wherever a recipe mentions it
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
             replaced[role] = {"name": name}
             named.add(role)
-    if part.method == "bt2" and named >= {"old", "independent"}:  # whose dimensions are tied to those of both
-        replaced["options"] = {**part.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
+    if settings.method == "bt2" and named >= {"old", "independent"}:  # whose dimensions are tied to those of both
+        replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
     data = replaced.get("data", {})
     for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
         if data.get(key):
@@ -111,18 +112,18 @@ def _stand_in_stage(part: StageRecipe, folder: Path, projected: set[str]) -> Sta
     data.pop("texts_limit", None)
     data["samples_per_class"] = BATCH // 2  # of two classes
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
-    training = {k: v for k, v in part.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
+    training = {k: v for k, v in settings.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
-    if part.mini_batch_size is not None:
+    if settings.mini_batch_size is not None:
         replaced["mini_batch_size"] = BATCH // 2
-    if part.evaluation is not None:
-        replaced["evaluation"] = part.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
+    if settings.evaluation is not None:
+        replaced["evaluation"] = settings.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
     return StageRecipe(**replaced)
 
 
-def _usual_type(part: StageRecipe, role: str, name: str, projected: set[str]) -> str:
+def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]) -> str:
     """Return the architecture of a stand-in; one of which penultimate features are read has a last linear layer."""
-    if part.data.images is not None and not (role == "old" and part.data.old_reads == "captions"):
+    if settings.data.images is not None and not (role == "old" and settings.data.old_reads == "captions"):
         return "clip_vision_model" if name in projected else "resnet"
     return "open_clip" if name.startswith("hf-hub:") else "clip"
 

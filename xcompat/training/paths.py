@@ -12,17 +12,17 @@ from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.models.stored import check_stored
 from xcompat.paths import nearest_path
-from xcompat.training.recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.sections import DataSettings
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 
 Source = CorpusSource | ImageSource
 
 
-def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
+def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     """Refuse local files and folders of models that are not there.
 
     Args:
-        part: the stage.
+        settings: the stage.
         is_trained: whether it is, so that only what it is judged on is read any more.
 
     Returns:
@@ -33,36 +33,37 @@ def check_paths(part: StageRecipe, is_trained: bool = False) -> list[str]:
     """
     if not is_trained:
         for role in (*ROLES, "projection"):
-            named = getattr(part, role)
+            named = getattr(settings, role)
             model = EncoderSource(name=named) if isinstance(named, str) else named
             if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
-                with _said_of(f"{part.name}: {role}"):
+                with _said_of(f"{settings.name}: {role}"):
                     if not check_stored(Path(model.name)):
                         model.check_folder()
-    data = _judged(part.data) if is_trained else part.data
+    data = _judged(settings.data) if is_trained else settings.data
     described = []
     for key, source in _sources(data):
-        with _said_of(f"{part.name}: data.{key}.path"):
+        with _said_of(f"{settings.name}: data.{key}.path"):
             files = local_files(source.path)
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     for key, file in _class_files(data):
         if not Path(file).is_file():
             raise XcompatError(
-                f"{part.name}: data.{key}: {file} does not exist; name a file with one class name a line ({nearest_path(file)})"
+                f"{settings.name}: data.{key}: {file} does not exist; name a file with one class name a line "
+                f"({nearest_path(file)})"
             )
     return list(dict.fromkeys(described))
 
 
-def judged_files(part: StageRecipe) -> dict[str, str]:
+def judged_files(settings: StageRecipe) -> dict[str, str]:
     """Identify what a stage is judged on by the files it is read from.
 
     Args:
-        part: the stage.
+        settings: the stage.
 
     Returns:
         Key of the recipe -> digest; what is on the Hub, or is gone, is left out.
     """
-    data = _judged(part.data)
+    data = _judged(settings.data)
     named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_class_files(data))
     found = {}
     for key, path in named.items():

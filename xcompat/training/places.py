@@ -11,7 +11,7 @@ from xcompat.report import report_file, require_report_place
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE, DONE, ENVIRONMENT, EVALUATED, OLD_MEMORY, RECIPE
 from xcompat.training.sequence import CSV_NAME
-from xcompat.training.stage import Stage
+from xcompat.training.stage import StagePaths
 
 
 def require_places(recipe: Recipe) -> None:
@@ -23,14 +23,14 @@ def require_places(recipe: Recipe) -> None:
     Raises:
         XcompatError: naming what is in the way.
     """
-    stages = [Stage(recipe, part) for part in recipe.stages]
-    for stage in stages:
-        if not (stage.folder / RECIPE).is_file():
-            written = stage.model_dir.name, stage.checkpoints_dir.name, ENVIRONMENT, DONE, EVALUATED, CHOICE, OLD_MEMORY
-            _require_free(stage.folder, written)
-        if stage.is_judged:
-            require_report_place(stage.report_dir)
-    begun = any((stage.folder / RECIPE).is_file() for stage in stages)
+    stages = [(settings, StagePaths(recipe, settings)) for settings in recipe.stages]
+    for settings, paths in stages:
+        if not (paths.folder / RECIPE).is_file():
+            written = paths.model.name, paths.checkpoints.name, ENVIRONMENT, DONE, EVALUATED, CHOICE, OLD_MEMORY
+            _require_free(paths.folder, written)
+        if settings.is_judged:
+            require_report_place(paths.report)
+    begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
     if not begun and not report_file(recipe.output_dir).is_file():  # whose stages may have been deleted to be made again
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
 

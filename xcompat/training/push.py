@@ -23,7 +23,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
 from xcompat.report import load_report, render_markdown, report_file
-from xcompat.training.recipe import ROLES, STAGE_PREFIX
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json
-from xcompat.training.recipe import StageRecipe, explain
+from xcompat.training.recipe import explain
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.yaml_files import parse_yaml
 
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
@@ -82,17 +83,17 @@ def read_record(file: Path, kind: type[R]) -> R:
         ) from None
 
 
-def settings_of(part: StageRecipe, seed: int) -> dict[str, Any]:
+def settings_of(settings: StageRecipe, seed: int) -> dict[str, Any]:
     """Return what a stage is trained by, as :func:`write_recipe` writes it.
 
     Args:
-        part: the stage.
+        settings: the stage's.
         seed: of the recipe.
 
     Returns:
         Any JSON.
     """
-    return part.resolved() | {"seed": seed}
+    return settings.resolved() | {"seed": seed}
 
 
 def write_recipe(folder: Path, settings: dict[str, Any]) -> None:

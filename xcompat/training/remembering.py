@@ -23,10 +23,10 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
 from xcompat.progress import console, literal
-from xcompat.training.build import warn_of_overlap
 from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.overlap import warn_of_shared_captions
 from xcompat.training.record import CHOICE, OLD_MEMORY
-from xcompat.training.stage import Stage
+from xcompat.training.stage import Stage, StageData, StageModels
 
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
 """What is taken where there are too few items to hold any out."""
@@ -47,10 +47,11 @@ def remember(stage: Stage, model: CompatModel) -> None:
     Raises:
         XcompatError: there is nothing to remember.
     """
-    if stage.part.memory is None:
+    settings = stage.settings
+    if settings.memory is None:
         return
     model.eval()
-    kind, method, new = "galleries" if model.maps_galleries else stage.part.memory, stage.part.method, _new(stage, model)
+    kind, method, new = "galleries" if model.maps_galleries else settings.memory, settings.method, _new(stage.models, model)
     pairs: Paired
     if kind == "galleries":
         pairs = gallery_pairs(stage, new, model)
@@ -58,10 +59,10 @@ def remember(stage: Stage, model: CompatModel) -> None:
         pairs = labelled_pairs(stage, new) if kind == "classes" else captioned_pairs(stage, new)
     if not is_main_process():
         return
-    known = Known(pairs, lines={method: lambda *_: model}, codec=stage.part.memory_codec)
+    known = Known(pairs, lines={method: lambda *_: model}, codec=settings.memory_codec)
     choice: Choice | None = None
     try:
-        choice = choose(pairs, stage.part.searched_classes, stage.recipe.seed, known.lines, beside_line=True)
+        choice = choose(pairs, settings.searched_classes, stage.seed, known.lines, beside_line=True)
         candidate = choice.chosen.candidate
         show(choice)
     except NothingHeldOutError as error:
@@ -91,9 +92,9 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
     """
     memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).worn(candidate)
     said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
-    write_json(stage.folder / CHOICE, said | (as_json(choice) if choice is not None else {}))
+    write_json(stage.paths.folder / CHOICE, said | (as_json(choice) if choice is not None else {}))
     if memory is not None:
-        with atomic_path(stage.folder / OLD_MEMORY) as temporary:
+        with atomic_path(stage.paths.folder / OLD_MEMORY) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)
 
 
@@ -106,12 +107,12 @@ def memory_of_one(stage: Stage) -> QueryMemory | None:
     Returns:
         The memory; None where the stage's model remembers nothing.
     """
-    file = stage.folder / OLD_MEMORY
+    file = stage.paths.folder / OLD_MEMORY
     if not file.exists():
         return None
     tensors = load_file(file)
     dim = tensors["metric.mean_d"].shape[0]
-    memory = described(read_json(stage.folder / CHOICE)["memory"], dim, dim)
+    memory = described(read_json(stage.paths.folder / CHOICE)["memory"], dim, dim)
     memory.load_state_dict(tensors)
     memory.check()
     return memory
@@ -127,8 +128,8 @@ def labelled_pairs(stage: Stage, new: Embedder) -> PairedEmbeddings:
     Returns:
         What both models can read.
     """
-    caches = stage.cache(new), stage.cache(stage.old())
-    return _readable(PairedEmbeddings(*caches, stage.images.labels()), *caches)
+    caches = stage.data.cache(new), stage.data.cache(stage.models.frozen("old"))
+    return _readable(PairedEmbeddings(*caches, stage.data.images.labels()), *caches)
 
 
 def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> TurnedEmbeddings:
@@ -142,9 +143,9 @@ def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> TurnedEmbe
     Returns:
         What all models can read, old and new turned.
     """
-    caches = stage.cache(stage.old()), stage.cache(new)
-    sides = [stage.cache(stage.remembered(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
-    turned = TurnedEmbeddings(*caches, stage.images.labels(), side_NS=sides[0] if sides else None)
+    caches = stage.data.cache(stage.models.frozen("old")), stage.data.cache(new)
+    sides = [stage.data.cache(stage.models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    turned = TurnedEmbeddings(*caches, stage.data.images.labels(), side_NS=sides[0] if sides else None)
     return _readable(turned, *caches, *sides)
 
 
@@ -158,40 +159,40 @@ def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
     Returns:
         What both models can read.
     """
-    source = stage.part.remembered_pairs
+    source = stage.settings.remembered_pairs
     assert source is not None
     pairs = load_pairs(source)
-    if stage.part.data.remembered is not None:  # of data.pairs it was said when they were learned from
-        warn_of_overlap(stage, pairs, "data.remembered")
+    if stage.settings.data.remembered is not None:  # of data.pairs it was said when they were learned from
+        warn_of_shared_captions(stage.data, pairs, "data.remembered")
     texts, text_ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
     _, rows_M = np.unique(texts, return_index=True)
-    new_images, new_texts = caption_caches(stage, new)
-    old_images, old_texts = caption_caches(stage, stage.embedder("old"))
+    new_images, new_texts = caption_caches(stage.data, new)
+    old_images, old_texts = caption_caches(stage.data, stage.models.embedder("old"))
     images = _readable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)
     texts_alone = _readable(PairedEmbeddings(new_texts, old_texts, text_groups_M[rows_M]), new_texts, old_texts)
     return CaptionedEmbeddings.whole(images, texts_alone)
 
 
-def caption_caches(stage: Stage, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
+def caption_caches(data: StageData, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
     """Embed the images that a stage's queries may remember, and their captions, each once and sorted.
 
     Args:
-        stage: with pairs.
+        data: with pairs.
         embedder: the frozen model.
     """
-    source = stage.part.remembered_pairs
+    source = data.settings.remembered_pairs
     assert source is not None
-    pairs, cache_dir = load_pairs(source), stage.recipe.cache_dir
+    pairs, cache_dir = load_pairs(source), data.cache_dir
     texts, _ = flatten_captions(pairs)
     images = cached_images(embedder, pairs, cache_dir, source.max_bad_share)
     return images, cached_captions(embedder, np.unique(texts).tolist(), cache_dir)
 
 
-def _new(stage: Stage, model: CompatModel) -> Embedder:
+def _new(models: StageModels, model: CompatModel) -> Embedder:
     """Return what embeds queries before they are mapped: the trained model, or the new one that a map belongs to."""
     if model.embeds_in_memory:
-        return stage.as_input(stage.embedder("new"))
+        return models.as_input(models.embedder("new"))
     return Embedder.of(model, "own")
 
 

@@ -22,13 +22,12 @@ from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
-from xcompat.training.build import check_inputs, fill_caches, train_stage
 from xcompat.training.chosen import choose_map
 from xcompat.training.evaluation_sets import EvaluationSet, display_name, load_test_set
 from xcompat.training.judging import Contestants, embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
-from xcompat.training.recipe import CHOSEN, ROLES, STAGE_PREFIX, Recipe
+from xcompat.training.recipe import Recipe
 from xcompat.training.record import (
     CHOICE,
     DONE,
@@ -47,6 +46,8 @@ from xcompat.training.record import (
 from xcompat.training.remembering import caption_caches, memory_of_one, remember
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
+from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
+from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:
@@ -64,22 +65,22 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     process_state()
     silence_libraries()
     reports = {}
-    runs = [StageRun(recipe, part) for part in recipe.stages]
+    runs = [StageRun(recipe, settings) for settings in recipe.stages]
     require_places(recipe)
     for run in runs:
         if not run.is_finished:
-            check_paths(run.part, run.is_done)
+            check_paths(run.settings, run.is_done)
     for run in runs:
         run.require_own_folder()
-        run.require_old_queries()
+        run.settings.require_old_queries()
         if not run.is_done:
-            check_inputs(run)
+            check_inputs(run.stage)
     barrier()  # before the first process writes what the others would take for the user's own
     for run in runs:
-        with stage_line(f"{recipe.name}: {run.part.name}"):
+        with stage_line(f"{recipe.name}: {run.settings.name}"):
             run.train_unless_done()
-            if run.is_judged:
-                reports[run.part.name] = run.evaluate_unless_done()
+            if run.settings.is_judged:
+                reports[run.settings.name] = run.evaluate_unless_done()
     if is_main_process():
         write_sequence(recipe.output_dir, reports, console)
     return reports
@@ -93,110 +94,119 @@ def embed_recipe(recipe: Recipe) -> None:
     """
     process_state()
     silence_libraries()
-    for part in recipe.stages:
-        check_paths(part)
-    for part in recipe.stages:
-        with stage_line(f"{recipe.name}: embeddings for {part.name}"):
-            StageRun(recipe, part).fill_caches()
+    for settings in recipe.stages:
+        check_paths(settings)
+    for settings in recipe.stages:
+        with stage_line(f"{recipe.name}: embeddings for {settings.name}"):
+            StageRun(recipe, settings).fill_caches()
 
 
-class StageRun(Stage):
-    """One stage: its training and its evaluation."""
+class StageRun:
+    """One stage of a recipe as it is run: its training and its evaluation.
+
+    Args:
+        recipe: the whole recipe.
+        settings: the stage's.
+    """
+
+    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
+        self.recipe, self.settings = recipe, settings
+        self.stage = Stage.of(recipe, settings)
+        self.paths, self.models = self.stage.paths, self.stage.models
 
     # ------------------------------------------------------------------------------------------------ training
 
     @property
     def is_done(self) -> bool:
         """Return whether the stage is trained."""
-        return (self.folder / DONE).exists()
+        return (self.paths.folder / DONE).exists()
 
     @property
     def is_finished(self) -> bool:
         """Return whether the stage is trained, and judged if it is to be: nothing more is read for it."""
-        made = (self.part.name, *(self.part.evaluation.compare_with if self.part.evaluation is not None else ()))
+        made = (self.settings.name, *(self.settings.evaluation.compare_with if self.settings.evaluation is not None else ()))
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
-        return trained and (not self.is_judged or self._is_evaluated(self._wanted()))
+        return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
 
     def train_unless_done(self) -> None:
         """Train and save, or say that it is done."""
         self._begin_folder()
         if self.is_done:
             self._require_same()
-            console.print(f"  [dim]{literal(self.part.name)} is done, reused from {literal(self.folder)}[/]")
+            console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.paths.folder)}[/]")
             return
         started = time.perf_counter()
         model: CompatModel | None
-        if self.part.method == CHOSEN:
-            model = choose_map(self)
+        if self.settings.method == CHOSEN:
+            model = choose_map(self.stage)
         else:
-            model = train_stage(self)
-            remember(self, model)
+            model = train_stage(self.stage)
+            remember(self.stage, model)
         if is_main_process():
             assert model is not None
-            with atomic_path(self.model_dir) as temporary:
+            with atomic_path(self.paths.model) as temporary:
                 model.export(temporary)
             seconds = round(time.perf_counter() - started, 3)
-            done = Done(seconds=seconds, model=weights_digest(self.model_dir), inputs=self.inputs())
-            write_json(self.folder / DONE, done.model_dump())
+            done = Done(seconds=seconds, model=weights_digest(self.paths.model), inputs=self.models.inputs())
+            write_json(self.paths.folder / DONE, done.model_dump())
         barrier()
         del model
         gc.collect()
 
     def require_own_folder(self) -> None:
         """Refuse a folder that another recipe began."""
-        if not (self.folder / RECIPE).exists():
+        if not (self.paths.folder / RECIPE).exists():
             return
-        settings = settings_of(self.part, self.recipe.seed)
-        if different := differences(settings, begun_with(self.folder), self.learns_from_texts):
+        wanted = settings_of(self.settings, self.recipe.seed)
+        if different := differences(wanted, begun_with(self.paths.folder), self.settings.learns_from_texts):
             raise XcompatError(
-                f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
+                f"{self.paths.folder} was made by a recipe that differs in {', '.join(different)}; "
                 "choose another output_dir, or delete the folder to start again"
             )
 
     def _begin_folder(self) -> None:
         """Record the resolved stage where that has not been done, and clear away what a killed run left."""
         if is_main_process():
-            for folder in {self.folder, self.report_dir}:
+            for folder in {self.paths.folder, self.paths.report}:
                 clear_leftovers(folder)
-            if not (self.folder / RECIPE).exists():
-                write_recipe(self.folder, settings_of(self.part, self.recipe.seed))
-                write_json(self.folder / ENVIRONMENT, provenance())
+            if not (self.paths.folder / RECIPE).exists():
+                write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
+                write_json(self.paths.folder / ENVIRONMENT, provenance())
         barrier()
 
     def _require_same(self) -> None:
         """Refuse a model that was made from other ones, or is no longer the one that was trained."""
-        done = read_record(self.folder / DONE, Done)
-        changed = [name for name, digest in self.inputs().items() if done.inputs.get(name) != digest]
+        done = read_record(self.paths.folder / DONE, Done)
+        changed = [name for name, digest in self.models.inputs().items() if done.inputs.get(name) != digest]
         if changed:
             raise XcompatError(
-                f"{self.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
-                f"delete {self.folder} to make it again"
+                f"{self.paths.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
+                f"delete {self.paths.folder} to make it again"
             )
-        if weights_digest(self.model_dir) != done.model:
+        if weights_digest(self.paths.model) != done.model:
             raise XcompatError(
-                f"the weights in {self.model_dir} are not those that were trained; bring them back, or delete {self.folder} "
-                "to train again"
+                f"the weights in {self.paths.model} are not those that were trained; bring them back, or delete "
+                f"{self.paths.folder} to train again"
             )
 
     def fill_caches(self) -> None:
         """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
-        test = load_test_set(self.part.data) if self.is_judged else None
+        test = load_test_set(self.settings.data) if self.settings.is_judged else None
         for role in ROLES:
-            source = getattr(self.part, role)
+            source = getattr(self.settings, role)
             if not isinstance(source, EncoderSource):
                 continue
             if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
                 console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow when it is[/]")
                 continue
-            if self.part.learns_from_pairs and (role == "old" or (role == "new" and self.method.embeds_in_memory)):
-                caption_caches(self, self.embedder(role))
-            if not (self.part.learns_from_pairs and self.part.method == CHOSEN):
-                fill_caches(self, role)
+            if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.models.method.embeds_in_memory)):
+                caption_caches(self.stage.data, self.models.embedder(role))
+            if not (self.settings.learns_from_pairs and self.settings.method == CHOSEN):
+                fill_caches(self.stage, role)
             if test is not None:
-                frozen = self.remembered(role)
-                test.embed(frozen, self.recipe.cache_dir)
+                test.embed(self.models.frozen(role), self.recipe.cache_dir)
                 if role == "new":
-                    test.embed(self.as_input(self.embedder(role)), self.recipe.cache_dir)
+                    test.embed(self.models.as_input(self.models.embedder(role)), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -209,50 +219,53 @@ class StageRun(Stage):
         done = self._is_evaluated(wanted)
         barrier()
         if not done:
-            test = load_test_set(self.part.data)
+            test = load_test_set(self.settings.data)
             assert test is not None
-            model = self.load_model(self.part.name)
+            model = self.models.trained(self.settings.name)
             contestants = self._contestants(model, test)
-            self._write_report(contestants, test, self.report_dir, self._seconds())
+            self._write_report(contestants, test, self.paths.report, self._seconds())
             for version, earlier in self._earlier_galleries(model, test):
                 against = embed_new(model, earlier, contestants.independent, test, self.recipe.cache_dir)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
-                self._write_report(against, test, self.report_dir / f"against-{name}", {})
+                self._write_report(against, test, self.paths.report / f"against-{name}", {})
             if is_main_process():
-                write_recipe(self.folder, settings_of(self.part, self.recipe.seed))  # which may name other test data now
-                write_json(self.report_dir / EVALUATED, wanted.model_dump())
+                write_recipe(
+                    self.paths.folder, settings_of(self.settings, self.recipe.seed)
+                )  # which may name other test data now
+                write_json(self.paths.report / EVALUATED, wanted.model_dump())
         barrier()
         if not console.quiet:
-            print_report(load_report(self.report_dir), console)
-        return self.report_dir
+            print_report(load_report(self.paths.report), console)
+        return self.paths.report
 
     def _wanted(self) -> Evaluated:
         """Return what the report is to be made of."""
-        settings = self.part.evaluation
-        assert settings is not None
+        evaluation = self.settings.evaluation
+        assert evaluation is not None
+        named = (self.settings.name, *evaluation.compare_with)
         return Evaluated(
-            settings=settings.model_dump(mode="json"),
-            models={name: self.made(name) for name in (self.part.name, *settings.compare_with)} | self.inputs(),
-            data=judged_on(settings_of(self.part, self.recipe.seed)),
-            files=judged_files(self.part),
+            settings=evaluation.model_dump(mode="json"),
+            models={name: self.models.digest_of(name) for name in named} | self.models.inputs(),
+            data=judged_on(settings_of(self.settings, self.recipe.seed)),
+            files=judged_files(self.settings),
         )
 
     def _is_evaluated(self, wanted: Evaluated) -> bool:
         """Return whether the stage's report is there, and made of what it is to be made of."""
-        if not report_file(self.report_dir).is_file():
+        if not report_file(self.paths.report).is_file():
             return False
         with suppress(XcompatError):  # what cannot be read is no record of a report
-            made = read_record(self.report_dir / EVALUATED, Evaluated)
-            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.folder))}).holds(wanted)
+            made = read_record(self.paths.report / EVALUATED, Evaluated)
+            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.paths.folder))}).holds(wanted)
         return False
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
-        assert self.part.evaluation is not None
+        assert self.settings.evaluation is not None
         content = make_report(
             contestants,
             test,
-            self.part.evaluation,
-            self.part.method,
+            self.settings.evaluation,
+            self.settings.method,
             self.recipe.seed,
             shared=True,
             seconds=seconds,
@@ -262,23 +275,24 @@ class StageRun(Stage):
             write_report(folder, content)
 
     def _contestants(self, model: CompatModel, test: EvaluationSet) -> Contestants:
-        settings, cache_dir = self.part.evaluation, self.recipe.cache_dir
-        assert settings is not None
-        old, plain = test.embed(self.old(), cache_dir), self.independent()
+        evaluation, cache_dir = self.settings.evaluation, self.recipe.cache_dir
+        assert evaluation is not None
+        old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
         contestants = embed_new(model, old, independent, test, cache_dir)
-        if settings.fallback is not None and contestants.confidence is None:
+        if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(
-                f"{self.part.name}: its queries do not say how sure they are ({CHOICE} says why); set evaluation.fallback to null"
+                f"{self.settings.name}: its queries do not say how sure they are ({CHOICE} says why); "
+                "set evaluation.fallback to null"
             )
-        others = {name: self.load_model(name) for name in settings.compare_with}
+        others = {name: self.models.trained(name) for name in evaluation.compare_with}
         if mapping := [name for name, other in others.items() if other.maps_galleries]:
             raise XcompatError(
                 f"evaluation.compare_with names {mapping[0]}, which maps galleries: "
                 "its queries do not search the old one; leave it out"
             )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
-        memory, ceiling = memory_of_one(self), None
+        memory, ceiling = memory_of_one(self.stage), None
         if memory is not None and model.maps_galleries:
             ceiling = with_memory(contestants.new, memory)
         elif memory is not None:
@@ -293,5 +307,5 @@ class StageRun(Stage):
             yield version, test.embed(earlier, self.recipe.cache_dir)
 
     def _seconds(self) -> dict[str, float]:
-        finished = ((part.name, self.recipe.stage_dir(part.name) / DONE) for part in self.recipe.stages)
+        finished = ((stage.name, self.recipe.stage_dir(stage.name) / DONE) for stage in self.recipe.stages)
         return {name: read_record(path, Done).seconds for name, path in finished if path.exists()}

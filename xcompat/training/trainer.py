@@ -41,10 +41,10 @@ from xcompat.training.callbacks import DivergenceCallback, EpochCallback, Interr
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
-from xcompat.training.recipe import StageRecipe
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
 from xcompat.training.sharding import shardable, unsharded
+from xcompat.training.stage_recipe import StageRecipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -115,7 +115,7 @@ def pair_data(
 
 
 def labelled_data(
-    part: StageRecipe,
+    settings: StageRecipe,
     images: LabelledImages,
     processor: Processor,
     seed: int,
@@ -126,7 +126,7 @@ def labelled_data(
     """Make the training set of a method that reads labelled images.
 
     Args:
-        part: the stage; with a head of triplets every batch holds a few classes, equally many images of each.
+        settings: the stage; with a head of triplets every batch holds a few classes, equally many images of each.
         images: the labelled images.
         processor: the new encoder's preprocessing.
         seed: of everything random that happens to a sample.
@@ -141,24 +141,24 @@ def labelled_data(
         XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
     """
     bad = BadSamples(images.max_bad_share, len(images.dataset))
-    collator = PairCollator(processor, part.data.augmentation, two_views)
+    collator = PairCollator(processor, settings.data.augmentation, two_views)
     if online is not None:
-        collator = OnlineOldCollator(processor, part.data.augmentation, two_views, online)
+        collator = OnlineOldCollator(processor, settings.data.augmentation, two_views, online)
     unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
     dataset = PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad)
-    return Data(dataset, collator, triplet_sampler(part, images, seed))
+    return Data(dataset, collator, triplet_sampler(settings, images, seed))
 
 
-def triplet_sampler(part: StageRecipe, images: LabelledImages, seed: int) -> ClassBalancedSampler | None:
+def triplet_sampler(settings: StageRecipe, images: LabelledImages, seed: int) -> ClassBalancedSampler | None:
     """Return what draws a few classes for each batch and equally many images of each, for a head of triplets; else None.
 
     Raises:
         XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
     """
-    if not part.is_balanced:
+    if not settings.is_balanced:
         return None
-    each = part.data.samples_per_class
-    return ClassBalancedSampler(images.labels(), part.batch_size // each, each, classes=images.classes, seed=seed)
+    each = settings.data.samples_per_class
+    return ClassBalancedSampler(images.labels(), settings.batch_size // each, each, classes=images.classes, seed=seed)
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
@@ -209,13 +209,13 @@ class StageTrainer(Trainer):
         return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
 
 
-def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: Path) -> CompatModel:
+def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, folder: Path) -> CompatModel:
     """Train with the stock Trainer, continuing from the last complete checkpoint.
 
     Args:
         model: as its method built it.
         data: training set, collator and perhaps a sampler.
-        part: the stage.
+        settings: the stage.
         seed: of data order and noise.
         folder: where checkpoints go.
 
@@ -226,19 +226,19 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
     """
     dataset, collator, sampler = data
-    settings = training_arguments(part, seed, folder)
-    if settings.use_cpu:
+    arguments = training_arguments(settings, seed, folder)
+    if arguments.use_cpu:
         keep_freed_memory()
-    _check_size(sampler if sampler is not None else dataset, settings)
-    bar, interrupt = ProgressCallback(part.name), InterruptCallback()
+    _check_size(sampler if sampler is not None else dataset, arguments)
+    bar, interrupt = ProgressCallback(settings.name), InterruptCallback()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         model = shardable(model)
     torch.nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in
     trainer = StageTrainer(
         sampler,
-        part.mini_batch_size,
+        settings.mini_batch_size,
         model=model.train(),
-        args=settings,
+        args=arguments,
         train_dataset=dataset,
         data_collator=collator,
         callbacks=[
@@ -249,9 +249,9 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
             RefreshCallback(model, dataset, collator),
             CheckpointCallback(),
         ],
-        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(settings, part)),
+        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(arguments, settings)),
     )
-    if part.mini_batch_size is not None:
+    if settings.mini_batch_size is not None:
         refuse_what_parts_change(model, trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
@@ -270,11 +270,11 @@ def train(model: CompatModel, data: Data, part: StageRecipe, seed: int, folder: 
     return unsharded(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
+def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
     """Turn the recipe's training section into transformers' own arguments.
 
     Args:
-        part: the stage.
+        settings: the stage.
         seed: of data order and noise.
         folder: where checkpoints go.
 
@@ -295,54 +295,56 @@ def training_arguments(part: StageRecipe, seed: int, folder: Path) -> TrainingAr
     }
     defaults = {**DEFAULTS, "use_cpu": on_cpu}
     try:
-        settings = TrainingArguments(**{**defaults, **part.training, **fixed})
+        arguments = TrainingArguments(**{**defaults, **settings.training, **fixed})
     except (TypeError, ValueError) as error:
-        raise XcompatError(f"{part.name}: the training section does not fit: {' '.join(str(error).split())}") from None
-    if settings.n_gpu > 1:  # the Trainer would copy the model to each, and contrast every part of a batch with itself alone
-        notice(f"one of {settings.n_gpu} GPUs is used; start with `accelerate launch -m xcompat` to use all")
-        settings._n_gpu = 1
-    return settings
+        raise XcompatError(f"{settings.name}: the training section does not fit: {' '.join(str(error).split())}") from None
+    if arguments.n_gpu > 1:  # the Trainer would copy the model to each, and contrast every part of a batch with itself alone
+        notice(f"one of {arguments.n_gpu} GPUs is used; start with `accelerate launch -m xcompat` to use all")
+        arguments._n_gpu = 1
+    return arguments
 
 
-def check_services(part: StageRecipe, settings: TrainingArguments) -> None:
+def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
     """Refuse trackers that are not installed and a Hub that cannot be pushed to: the Trainer notices when all is embedded.
 
     Args:
-        part: the stage.
-        settings: of :func:`training_arguments`.
+        settings: the stage.
+        arguments: of :func:`training_arguments`.
 
     Raises:
         XcompatError: naming the tracker with the line that installs it, or what is wrong with the Hub.
     """
     known = set(integration_utils.INTEGRATION_TO_CALLBACK)
-    for name in settings.report_to or ():
+    for name in arguments.report_to or ():
         if name not in known:
-            raise XcompatError(f"{part.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
+            raise XcompatError(f"{settings.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
         if name not in integration_utils.get_available_reporting_integrations():
             package = name.replace("_", "-")
-            raise XcompatError(f"{part.name}: training.report_to names {name}, which is not installed; `pip install {package}`")
-    if settings.push_to_hub:
-        with hub_errors(settings.hub_model_id or "the account of training.push_to_hub"):
-            HfApi(token=settings.hub_token).whoami()
+            raise XcompatError(
+                f"{settings.name}: training.report_to names {name}, which is not installed; `pip install {package}`"
+            )
+    if arguments.push_to_hub:
+        with hub_errors(arguments.hub_model_id or "the account of training.push_to_hub"):
+            HfApi(token=arguments.hub_token).whoami()
 
 
-def _adamw(settings: TrainingArguments, part: StageRecipe) -> dict[str, Any]:
+def _adamw(arguments: TrainingArguments, settings: StageRecipe) -> dict[str, Any]:
     return {
-        "lr": settings.learning_rate,
-        "prompt_lr_factor": part.prompt_lr_factor,
-        "encoder_lr_factor": part.encoder_lr_factor,
-        "weight_decay": settings.weight_decay,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
+        "lr": arguments.learning_rate,
+        "prompt_lr_factor": settings.prompt_lr_factor,
+        "encoder_lr_factor": settings.encoder_lr_factor,
+        "weight_decay": arguments.weight_decay,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "eps": arguments.adam_epsilon,
     }
 
 
-def _check_size(drawn: Any, settings: TrainingArguments) -> None:  # noqa: ANN401 - any data set, or a sampler
+def _check_size(drawn: Any, arguments: TrainingArguments) -> None:  # noqa: ANN401 - any data set, or a sampler
     if not hasattr(drawn, "__len__"):
-        if settings.max_steps <= 0:
+        if arguments.max_steps <= 0:
             raise XcompatError("streaming pairs have no length; set training.max_steps")
         return
-    batch = settings.train_batch_size * settings.world_size
+    batch = arguments.train_batch_size * arguments.world_size
     if len(drawn) < batch:
         raise XcompatError(
             f"{len(drawn)} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"

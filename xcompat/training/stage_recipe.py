@@ -1,0 +1,282 @@
+"""One stage of a recipe: every setting of one training, validated."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from xcompat.data import PairSource
+from xcompat.encoders import EncoderSource
+from xcompat.encoders.scratch import ScratchSource
+from xcompat.errors import XcompatError, nearest
+from xcompat.mapping.folds import Searched
+from xcompat.training.sections import DataSettings, EvaluationSettings, Section
+from xcompat.training.values import check_options, check_training
+
+if TYPE_CHECKING:
+    from xcompat.models import CompatModel
+
+STAGE_PREFIX = "stage:"
+CHOSEN = "map"
+"""The method of a recipe that names none: which map of queries finds most of what is held out of the training set."""
+ROLES = ("old", "new", "independent", "side_info", "new_side_info")
+"""Parts of a stage that name a model whose embeddings are cached."""
+OF_THE_COURSE = ("classes", "for_training")
+"""Parts of a configuration that the data say, and whether training is over."""
+
+
+class StageRecipe(Section):
+    """Everything one training stage needs.
+
+    Args:
+        name: name of the stage; the method's name unless given.
+        method: which method, by its name in ``xcompat.methods``; ``map`` unless given: of maps that are solved, with metrics and
+            memories of queries, the one that finds most of what is held out.
+        old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
+        new: the encoder that learns: the same, or an architecture to train from scratch.
+        independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
+        side_info: the model whose embeddings are stored beside the old ones, for methods that map galleries (fct).
+        new_side_info: the new model's own side-information, that the old one is mapped to as well; for chains of updates.
+        projection: where φ starts from: a checkpoint of method ``projection`` or ``stage:NAME``.
+        options: the method's own configuration.
+        data: what it learns from.
+        training: fields of ``transformers.TrainingArguments``.
+        mini_batch_size: samples embedded at a time, where the graph of a whole batch does not fit into memory: loss and gradient
+            stay those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache).
+            It must divide ``training.per_device_train_batch_size``; None for the whole batch at once.
+        prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
+        encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
+            pretrained and the head is not, whose first gradients would undo them.
+        memory: what queries or mapped galleries remember of what was learned from, chosen by what is held out: ``classes`` of
+            ``data.images``, for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for none.
+        memory_codec: in which a memory keeps its entries: ``float32`` for as they are, ``SQ8``, ``SQ4``, ``SQfp16`` or such as
+            ``PQ64``, of which a query looks at the nearest alone; unless given ``SQ8`` for more than 2^24 numbers in keys.
+        searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
+            are in ``data.images`` (known), some are (open), or nothing (unknown).
+        evaluation: how the result is judged; null for no evaluation.
+    """
+
+    name: str = ""
+    method: str = CHOSEN
+    old: EncoderSource | None = None
+    new: EncoderSource | ScratchSource | None = None
+    independent: EncoderSource | None = None
+    side_info: EncoderSource | None = None
+    new_side_info: EncoderSource | None = None
+    projection: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    data: DataSettings = DataSettings()
+    training: dict[str, Any] = Field(default_factory=dict)
+    mini_batch_size: int | None = Field(None, ge=1)
+    prompt_lr_factor: float = Field(100.0, gt=0)
+    encoder_lr_factor: float = Field(1.0, gt=0)
+    memory: Literal["classes", "pairs"] | None = None
+    memory_codec: str | None = None
+    searched_classes: Searched = "unknown"
+    evaluation: EvaluationSettings | None = EvaluationSettings()
+
+    @field_validator(*ROLES, mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, value: str) -> str:
+        from xcompat.methods import METHODS
+
+        if value not in (known := [CHOSEN, *METHODS]):
+            raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
+        return value
+
+    @field_validator("memory_codec")
+    @classmethod
+    def _known_codec(cls, value: str | None) -> str | None:
+        from xcompat.models.codes import require_codec
+
+        require_codec(value)
+        return value
+
+    @field_validator("training")
+    @classmethod
+    def _known_training(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_training(value)
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
+        method = info.data.get("method")
+        if method == CHOSEN and value:
+            raise ValueError(f"options {', '.join(value)} are a method's, and none is named; set method: query_map, or another")
+        if method is not None and method != CHOSEN:
+            check_options(method, value, usual_options(method))
+        return value
+
+    @property
+    def batch_size(self) -> int:
+        """Return how many samples each process learns from at a time."""
+        from transformers import TrainingArguments
+
+        return int(self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
+        return method_class(self.method).balances_batches(self.options)
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Return whether what queries remember, or which map is chosen, is learned from images with captions."""
+        chosen = self.method == CHOSEN and self.data.images is None and self.remembered_pairs is not None
+        return chosen or self.memory == "pairs"
+
+    @property
+    def remembered_pairs(self) -> PairSource | None:
+        """Return the images with captions that queries may remember."""
+        return self.data.remembered or self.data.pairs
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the stage ends with a report."""
+        return self.evaluation is not None and self.data.tests() and method_class(self.method).compares_with_old
+
+    @property
+    def learns_from_texts(self) -> bool:
+        """Return whether the stage learns from texts, which leave out the captions of the test set."""
+        if method_class(self.method).embeds_in_memory:
+            return self.data.images is None and self.data.embeddings_of == "texts"
+        return isinstance(self.new, ScratchSource) and not self.new.image_only
+
+    def require_old_queries(self) -> None:
+        """Refuse to mix new queries with old ones where there are none for the same things, or no old gallery that both search.
+
+        Raises:
+            XcompatError: ``evaluation.slerp`` or ``evaluation.fallback`` is set, and the method maps the old gallery, the old
+                model is gone, or it reads captions where the new one reads images; or what is to fall back remembers nothing.
+        """
+        from xcompat.models.stored import is_stored
+
+        if self.evaluation is None or not self.is_judged:
+            return
+        if self.evaluation.slerp is not None:
+            where = f"{self.name}: evaluation.slerp mixes new queries with old ones"
+        elif self.evaluation.fallback is not None:
+            where = f"{self.name}: evaluation.fallback asks old queries where new ones are not sure"
+        else:
+            return
+        mend = "set it to null"
+        if self.evaluation.fallback is not None and self.memory is None and self.method != CHOSEN:
+            unsure = "evaluation.fallback asks old queries where new ones are not sure, and none that remembers nothing says so"
+            raise XcompatError(f"{self.name}: {unsure}; set memory, or evaluation.fallback to null")
+        if method_class(self.method).maps_galleries_with(self.options):
+            raise XcompatError(f"{where}, and method {self.method} maps the old gallery to where old ones have no place; {mend}")
+        if self.old is not None and is_stored(self.old.name):
+            raise XcompatError(f"{where}, and {self.old.name} holds embeddings and no model that could embed a query; {mend}")
+        if self.data.old_reads == "captions":
+            raise XcompatError(f"{where}, and the old model reads captions where the new one reads images; {mend}")
+
+    def resolved(self) -> dict[str, Any]:
+        """Return all that the stage is trained by, as JSON: every setting and every option of its method, given or usual."""
+        described = self.model_dump(mode="json", exclude={"evaluation"})
+        return described | {"options": usual_options(self.method) | described["options"]}
+
+    def sources(self) -> list[EncoderSource]:
+        """Return the trained models that the stage is made from."""
+        return [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
+
+    @model_validator(mode="after")
+    def _default_name(self) -> StageRecipe:
+        self.name = self.name or self.method
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_something_to_remember(self) -> StageRecipe:
+        method = method_class(self.method)
+        if self.method == CHOSEN and self.memory is not None:
+            raise ValueError("memory: without a method what queries remember is chosen with the map; leave memory out")
+        if self.method == CHOSEN and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
+            raise ValueError(
+                "data.texts: a map that is chosen learns from data.images or pairs; leave texts out, or name a method"
+            )
+        if self.method != CHOSEN and self.memory is None and self.memory_codec is not None:
+            raise ValueError("memory_codec: nothing is remembered; set memory: classes or pairs, or leave memory_codec out")
+        if self.memory is not None and not method.compares_with_old:
+            raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
+        if self.memory == "pairs" and method.maps_galleries_with(self.options):
+            raise ValueError(f"memory: method {self.method} maps galleries, which remember classes alone; set memory: classes")
+        if self.memory == "classes" and self.data.images is None:
+            raise ValueError("memory: classes are those of labelled images; name them under data.images")
+        pairs = self.remembered_pairs
+        if self.method == CHOSEN and self.data.images is None and pairs is not None and pairs.streaming:
+            raise ValueError("data.pairs: a map that is chosen reads them more than once; leave streaming out, or name a method")
+        if self.memory == "pairs" and (pairs is None or pairs.streaming):
+            raise ValueError(
+                "memory: pairs are read more than once; name them under data.remembered or data.pairs, without streaming"
+            )
+        if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
+            raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_classes_fill_a_batch(self) -> StageRecipe:
+        each, batch = self.data.samples_per_class, self.batch_size
+        if self.is_balanced and (batch % each or batch < 2 * each):
+            raise ValueError(
+                f"a batch of triplets holds {each} images (data.samples_per_class) of each of its classes, two or more, and "
+                f"training.per_device_train_batch_size is {batch}; make it a multiple of {each}, at least {2 * each}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mini_batches_make_a_batch(self) -> StageRecipe:
+        size, method = self.mini_batch_size, method_class(self.method)
+        if size is None:
+            return self
+        classified = self.data.images is not None and not method.embeds_in_memory  # the classifier is part of the loss
+        if classified or not method.loss_of_embeddings:
+            raise ValueError(
+                f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} is not one of embeddings alone; "
+                "leave mini_batch_size out (null in this stage, where another one sets it for all)"
+            )
+        if self.batch_size % size:
+            raise ValueError(
+                f"mini_batch_size is {size}, which does not divide training.per_device_train_batch_size, {self.batch_size}; "
+                "choose a divisor"
+            )
+        return self
+
+
+def method_class(method: str) -> type[CompatModel]:
+    """Return the class of a method; of the map that is chosen, that of those which are trained for it.
+
+    Args:
+        method: as a recipe names it.
+    """
+    from xcompat.methods import METHODS
+
+    return METHODS["query_map" if method == CHOSEN else method]
+
+
+def usual_options(method: str) -> dict[str, Any]:
+    """Return the options that a recipe may give a method, with the values they have unless it does.
+
+    Args:
+        method: as a recipe names it.
+
+    Returns:
+        Name -> value; nothing of the map that is chosen.
+
+    Example:
+        >>> usual_options("ridge")["regularisation"]
+        0.01
+    """
+    from xcompat.models import CompatConfig
+
+    if method == CHOSEN:
+        return {}
+    usual = method_class(method).config_class()
+    not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
+    return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}
