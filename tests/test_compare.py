@@ -20,12 +20,12 @@ from rich.console import Console
 from xcompat import cli
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
+    Contestants,
     Difference,
     EmbeddedImages,
     EmbeddedPairs,
-    Evaluation,
-    evaluate_cases,
-    evaluate_labelled_cases,
+    EvaluationOptions,
+    evaluate,
     paired_bootstrap,
 )
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
@@ -81,8 +81,7 @@ def judged(
     build = labelled if make is EmbeddedImages else paired
     old, view = build("old", 8, 2.5, seed), build("new", 8, noise, seed)
     new, plain = build("new", 12, noise, seed, 2), build("plain", 12, 0.9, seed, 3)
-    evaluate = evaluate_labelled_cases if make is EmbeddedImages else evaluate_cases
-    evaluation: Evaluation = evaluate(old, view, new, plain, ks=ks, n_resamples=RESAMPLES)  # type: ignore[operator]
+    evaluation = evaluate(Contestants(old, view, new, plain), EvaluationOptions(ks, n_resamples=RESAMPLES))
     if make is EmbeddedPairs:
         captions = np.repeat(np.arange(N_ITEMS), 2)
         evaluation = replace(evaluation, clusters={"text-to-image": captions, "image-to-text": np.arange(N_ITEMS)})
@@ -152,8 +151,9 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
 
 
 def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
-    evaluation = evaluate_labelled_cases(
-        labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), None, None, old_on_new=True, n_resamples=RESAMPLES
+    evaluation = evaluate(
+        Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)),
+        EvaluationOptions(old_on_new=True, n_resamples=RESAMPLES),
     )
     content = ReportContent(evaluation, labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), None, None, "bct", tsne_pairs=0)
     save_report(tmp_path / "report", gather(content))
@@ -169,7 +169,7 @@ def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(co
 def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
     old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
     wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
-    evaluation = evaluate_labelled_cases(old, new, None, None, extra=wearing, n_resamples=RESAMPLES)
+    evaluation = evaluate(Contestants(old, new, extra=wearing), EvaluationOptions(n_resamples=RESAMPLES))
     save_report(tmp_path / "report", gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
     report = load_report(tmp_path / "report")
     measured = compare("study", [Contender("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
@@ -192,7 +192,7 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
     for order in ((0, 1), (1, 0)):
         reports = {}
         for seed, extra in zip(order, (wearing, {}), strict=True):
-            evaluation = evaluate_labelled_cases(old, new, None, None, extra=extra, n_resamples=RESAMPLES)
+            evaluation = evaluate(Contestants(old, new, extra=extra), EvaluationOptions(n_resamples=RESAMPLES))
             folder = tmp_path / str(order[0]) / str(seed)
             save_report(folder, gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
             reports[seed] = load_report(folder)

@@ -18,7 +18,7 @@ from transformers import AutoModel, pipeline
 
 import xcompat
 from xcompat import FingerprintMismatchError, XcompatError, cli
-from xcompat.evaluation import EmbeddedImages
+from xcompat.evaluation import Contestants, EmbeddedImages
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -26,7 +26,7 @@ from xcompat.report import ReportContent, load_report, write_report
 from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
-from xcompat.training.judging import Contestants, judge
+from xcompat.training.judging import judge
 from xcompat.training.sections import EvaluationSettings
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]

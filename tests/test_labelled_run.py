@@ -20,7 +20,7 @@ import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.evaluation import cmc
+from xcompat.evaluation import Contestants, cmc
 from xcompat.files import read_json
 from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
@@ -29,7 +29,7 @@ from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
-from xcompat.training.judging import Contestants, embed_new, make_report
+from xcompat.training.judging import embed_new, make_report
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE

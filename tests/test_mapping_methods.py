@@ -21,7 +21,7 @@ from transformers import AutoModel
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import IMAGE, SEED
-from xcompat.evaluation import EmbeddedImages
+from xcompat.evaluation import Contestants, EmbeddedImages
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, distillation, nt_xent_loss
 from xcompat.methods import (
@@ -43,7 +43,7 @@ from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs,
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.report import load_report
-from xcompat.training.judging import Contestants, _side_info, judge
+from xcompat.training.judging import _side_info, judge
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings

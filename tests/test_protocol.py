@@ -9,11 +9,13 @@ import pytest
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
+    Contestants,
     EmbeddedPairs,
+    EvaluationOptions,
     ZeroShot,
     bootstrap_interval,
     class_embeddings,
-    evaluate_cases,
+    evaluate,
     first_hit_ranks,
     negative_flip_rate,
     paired_bootstrap,
@@ -21,7 +23,7 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
 )
 from xcompat.fingerprint import Fingerprint
-from xcompat.training.judging import Contestants, judge
+from xcompat.training.judging import judge
 from xcompat.training.sections import EvaluationSettings
 
 N_ITEMS, VIEWS = 60, 3
@@ -44,27 +46,27 @@ def embedded(name: str, dim: int, noise: float, basis_seed: int, *, zero_shot: b
 
 
 @pytest.fixture
-def models() -> dict[str, EmbeddedPairs]:
-    return {
-        "old": embedded("old", 16, 6.0, 1, zero_shot=True),
-        "new_view": embedded("new", 16, 2.0, 1, zero_shot=True),
-        "new": embedded("new", 24, 1.5, 2),
-        "independent": embedded("independent", 24, 1.5, 3),
-    }
+def models() -> Contestants[EmbeddedPairs]:
+    return Contestants(
+        old=embedded("old", 16, 6.0, 1, zero_shot=True),
+        new_view=embedded("new", 16, 2.0, 1, zero_shot=True),
+        new=embedded("new", 24, 1.5, 2),
+        independent=embedded("independent", 24, 1.5, 3),
+    )
 
 
-def test_every_number_is_the_public_metric(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(**models, extra={"phi": embedded("phi", 16, 4.0, 1)}, n_resamples=50)
-    old = models["old"]
-    cut = models["independent"]
+def test_every_number_is_the_public_metric(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(replace(models, extra={"phi": embedded("phi", 16, 4.0, 1)}), EvaluationOptions(n_resamples=50))
+    old = models.old
+    cut = models.independent
     cut = replace(cut, image_embeds_ND=cut.image_embeds_ND[:, :16], text_embeds_MD=cut.text_embeds_MD[:, :16])
     sides = {
         "old/old": (old, old),
         "independent/old": (cut, old),
         "phi/old": (embedded("phi", 16, 4.0, 1), old),
-        "new/old": (models["new_view"], old),
-        "new/new": (models["new"], models["new"]),
-        "independent/independent": (models["independent"], models["independent"]),
+        "new/old": (models.new_view, old),
+        "new/new": (models.new, models.new),
+        "independent/independent": (models.independent, models.independent),
     }
     retrieval = [case for case in result.cases if "recall@1" in case.metrics]
     assert [case.label for case in retrieval[::2]] == list(sides)
@@ -86,26 +88,26 @@ def test_every_number_is_the_public_metric(models: dict[str, EmbeddedPairs]) -> 
     assert "1 text-to-image queries have no match" in result.notes[0]
 
 
-def test_old_queries_search_the_new_gallery_in_the_shared_space(models: dict[str, EmbeddedPairs]) -> None:
-    old, view = models["old"], models["new_view"]
-    result = evaluate_cases(**models, old_on_new=True, n_resamples=50)
+def test_old_queries_search_the_new_gallery_in_the_shared_space(models: Contestants[EmbeddedPairs]) -> None:
+    old, view = models.old, models.new_view
+    result = evaluate(models, EvaluationOptions(old_on_new=True, n_resamples=50))
     found = [case for case in result.cases if case.label == "old/new" and case.direction == "image-to-text"]
     case = next(case for case in found if "recall@5" in case.metrics)
     expected = recall_at_k(old.image_embeds_ND, view.text_embeds_MD, old.image_ids, view.text_ids, ks=(5,))
     assert case.metrics["recall@5"] == pytest.approx(expected[5])
-    assert "old/new" not in {case.label for case in evaluate_cases(**models, n_resamples=50).cases}
+    assert "old/new" not in {case.label for case in evaluate(models, EvaluationOptions(n_resamples=50)).cases}
     with pytest.raises(XcompatError, match="set old_on_new to false"):
-        evaluate_cases(**models, upgraded=view, old_on_new=True, n_resamples=50)
+        evaluate(replace(models, upgraded=view), EvaluationOptions(old_on_new=True, n_resamples=50))
 
 
-def test_mixed_queries_search_the_old_gallery_for_both_models(models: dict[str, EmbeddedPairs]) -> None:
-    images = models["new_view"].image_embeds_ND.copy()
+def test_mixed_queries_search_the_old_gallery_for_both_models(models: Contestants[EmbeddedPairs]) -> None:
+    images = models.new_view.image_embeds_ND.copy()
     images[7] = np.nan  # a picture that one of the models could not read
-    models["new_view"] = replace(models["new_view"], image_embeds_ND=images)
+    models = replace(models, new_view=replace(models.new_view, image_embeds_ND=images))
     found = {}
     for share in (0.0, 0.4, 1.0):
         settings = EvaluationSettings(slerp=share, resamples=100, ks=[1, 5])
-        found[share], kept = judge(Contestants(**models), settings, seed=0)
+        found[share], kept = judge(models, settings, seed=0)
     labels = list(dict.fromkeys(case.label for case in found[0.4].cases))
     assert labels[:4] == ["old/old", "independent/old", "slerp/old", "new/old"]
     for direction in ("image-to-text", "text-to-image"):
@@ -126,11 +128,11 @@ def test_mixed_queries_search_the_old_gallery_for_both_models(models: dict[str, 
         name for case in found[0.4].cases if case.query == "slerp" for name in case.metrics
     }
     assert found[0.4].notes[-1].startswith("slerp/old searches with new queries that old ones weigh 0.4 in")
-    assert found[0.4].criterion == judge(Contestants(**models), EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
+    assert found[0.4].criterion == judge(models, EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
 
 
-def test_flips_are_relative_to_the_old_model(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(**models, extra={"phi": embedded("phi", 16, 4.0, 1)}, n_resamples=20)
+def test_flips_are_relative_to_the_old_model(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(replace(models, extra={"phi": embedded("phi", 16, 4.0, 1)}), EvaluationOptions(n_resamples=20))
     for case in result.cases:
         if case.label in ("new/old", "phi/old") and "recall@1" in case.metrics:
             ranks = (result.ranks[query, "old", case.direction] for query in ("old", case.query))
@@ -141,89 +143,89 @@ def test_flips_are_relative_to_the_old_model(models: dict[str, EmbeddedPairs]) -
             assert "negative_flip_rate@1" not in case.metrics
 
 
-def test_a_better_view_is_compatible_and_a_random_one_is_not(models: dict[str, EmbeddedPairs]) -> None:
-    good = evaluate_cases(**models, ks=(1, 5, 10), n_resamples=200).criterion
+def test_a_better_view_is_compatible_and_a_random_one_is_not(models: Contestants[EmbeddedPairs]) -> None:
+    good = evaluate(models, EvaluationOptions(ks=(1, 5, 10), n_resamples=200)).criterion
     assert good.backward_compatible
     assert not any("<=" in line for line in good.failed)
     improvement = next(d for d in good.differences if (d.direction, d.metric) == ("text-to-image", "recall@10"))
     assert improvement.ci95[0] > 0
-    bad = evaluate_cases(**{**models, "new_view": embedded("new", 16, 2.0, 77)}, n_resamples=20).criterion
+    bad = evaluate(replace(models, new_view=embedded("new", 16, 2.0, 77)), EvaluationOptions(n_resamples=20)).criterion
     assert not bad.backward_compatible
     assert any(line.startswith("text-to-image recall@10: new/old 0.") and "<= old/old" in line for line in bad.failed)
 
 
-def test_differences_are_the_paired_bootstrap(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(**models, n_resamples=60, seed=4)
+def test_differences_are_the_paired_bootstrap(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(models, EvaluationOptions(n_resamples=60, seed=4))
     found = next(d for d in result.criterion.differences if (d.direction, d.metric) == ("image-to-text", "recall@5"))
     new, old = (result.ranks[query, "old", "image-to-text"] < 5 for query in ("new", "old"))
-    expected = paired_bootstrap(new, old, 60, seed=4, clusters_Q=models["old"].image_ids)
+    expected = paired_bootstrap(new, old, 60, seed=4, clusters_Q=models.old.image_ids)
     assert (found.mean, found.ci95) == (expected.mean, pytest.approx((expected.low, expected.high)))
 
 
-def test_equal_is_not_better_but_does_not_hurt(models: dict[str, EmbeddedPairs]) -> None:
-    same = {**models, "new_view": models["old"], "independent": models["new"]}
-    criterion = evaluate_cases(**same, n_resamples=20).criterion
+def test_equal_is_not_better_but_does_not_hurt(models: Contestants[EmbeddedPairs]) -> None:
+    same = replace(models, new_view=models.old, independent=models.new)
+    criterion = evaluate(same, EvaluationOptions(n_resamples=20)).criterion
     assert not criterion.backward_compatible
     assert criterion.new_model_not_hurt is True
-    hurt = evaluate_cases(**{**models, "new": replace(embedded("new", 24, 9.0, 2))}, n_resamples=20).criterion
+    hurt = evaluate(replace(models, new=replace(embedded("new", 24, 9.0, 2))), EvaluationOptions(n_resamples=20)).criterion
     assert hurt.new_model_not_hurt is False
     assert any("new/new" in line and "< independent/independent" in line for line in hurt.failed)
 
 
-def test_missing_models_leave_the_second_verdict_open(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(models["old"], models["new_view"], None, None, n_resamples=20)
+def test_missing_models_leave_the_second_verdict_open(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(Contestants(models.old, models.new_view), EvaluationOptions(n_resamples=20))
     assert result.criterion.new_model_not_hurt is None
     assert {case.label for case in result.cases} == {"old/old", "new/old"}
 
 
-def test_zero_shot_is_a_case_and_counts(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(**models, n_resamples=20)
+def test_zero_shot_is_a_case_and_counts(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(models, EvaluationOptions(n_resamples=20))
     shots = {case.label: case for case in result.cases if "zero_shot@1" in case.metrics}
     assert set(shots) == {"old/old", "new/old"}
-    view, old = models["new_view"].zero_shot, models["old"].zero_shot
+    view, old = models.new_view.zero_shot, models.old.zero_shot
     assert view is not None and old is not None
     accuracy = zero_shot_accuracy(view.image_embeds_ND, old.class_embeds_CD, old.labels_N)
     assert shots["new/old"].metrics == {"zero_shot@1": accuracy}
     assert (shots["new/old"].n_gallery, shots["new/old"].direction) == (5, "image-to-text")
-    wrong = replace(models["new_view"], zero_shot=replace(view, image_embeds_ND=-np.asarray(view.image_embeds_ND)))
-    failed = evaluate_cases(**{**models, "new_view": wrong}, n_resamples=20).criterion.failed
+    wrong = replace(models.new_view, zero_shot=replace(view, image_embeds_ND=-np.asarray(view.image_embeds_ND)))
+    failed = evaluate(replace(models, new_view=wrong), EvaluationOptions(n_resamples=20)).criterion.failed
     assert any("zero_shot@1" in line for line in failed)
 
 
-def test_a_smaller_raw_model_is_filled_up_with_zeros(models: dict[str, EmbeddedPairs]) -> None:
+def test_a_smaller_raw_model_is_filled_up_with_zeros(models: Contestants[EmbeddedPairs]) -> None:
     small = embedded("small", 8, 1.5, 5)
-    result = evaluate_cases(**{**models, "independent": small}, n_resamples=20)
+    result = evaluate(replace(models, independent=small), EvaluationOptions(n_resamples=20))
     padded = np.pad(np.asarray(small.text_embeds_MD), ((0, 0), (0, 8)))
-    expected = first_hit_ranks(padded, models["old"].image_embeds_ND, small.text_ids, small.image_ids)
+    expected = first_hit_ranks(padded, models.old.image_embeds_ND, small.text_ids, small.image_ids)
     assert result.ranks["independent", "old", "text-to-image"].tolist() == expected.tolist()
 
 
-def test_cut_offs_beyond_the_gallery_are_left_out(models: dict[str, EmbeddedPairs]) -> None:
-    result = evaluate_cases(**models, ks=(1, 10, 61, 100), n_resamples=20)
+def test_cut_offs_beyond_the_gallery_are_left_out(models: Contestants[EmbeddedPairs]) -> None:
+    result = evaluate(models, EvaluationOptions(ks=(1, 10, 61, 100), n_resamples=20))
     for case in result.cases:
         if case.label == "old/old" and "recall@1" in case.metrics:
             kept = {"image-to-text": [1, 10], "text-to-image": [1, 10, 61, 100]}
             assert list(case.metrics) == [f"recall@{k}" for k in kept[case.direction]]
     assert result.notes[0] == "recall@61, recall@100 left out of image-to-text: the gallery has only 61 items."
     with pytest.raises(XcompatError, match="none of ks"):
-        evaluate_cases(**models, ks=(100,), n_resamples=20)
+        evaluate(models, EvaluationOptions(ks=(100,), n_resamples=20))
 
 
-def test_models_must_agree_on_the_items(models: dict[str, EmbeddedPairs]) -> None:
-    ids = list(models["new"].image_ids)
+def test_models_must_agree_on_the_items(models: Contestants[EmbeddedPairs]) -> None:
+    ids = list(models.new.image_ids)
     ids[4], ids[1] = ids[1], ids[4]
     with pytest.raises(XcompatError, match="image 1 is 1 in new but 0 in old"):
-        evaluate_cases(**{**models, "new": replace(models["new"], image_ids=ids)})
-    fewer = replace(models["independent"], text_ids=models["independent"].text_ids[:-1])
+        evaluate(replace(models, new=replace(models.new, image_ids=ids)))
+    fewer = replace(models.independent, text_ids=models.independent.text_ids[:-1])
     with pytest.raises(XcompatError, match="independent has 60 texts but old has 61"):
-        evaluate_cases(**{**models, "independent": fewer})
+        evaluate(replace(models, independent=fewer))
     with pytest.raises(XcompatError, match="new_view has 24 dimensions but the old gallery has 16"):
-        evaluate_cases(**{**models, "new_view": models["new"]})
+        evaluate(replace(models, new_view=models.new))
     with pytest.raises(XcompatError, match="cannot name an extra model"):
-        evaluate_cases(**models, extra={"new": models["new_view"]})
+        evaluate(replace(models, extra={"new": models.new_view}))
 
 
-def test_an_error_names_the_case(models: dict[str, EmbeddedPairs]) -> None:
-    broken = replace(models["new"], text_embeds_MD=np.full((61, 24), np.nan))
+def test_an_error_names_the_case(models: Contestants[EmbeddedPairs]) -> None:
+    broken = replace(models.new, text_embeds_MD=np.full((61, 24), np.nan))
     with pytest.raises(XcompatError, match="new/new image-to-text: gallery hold NaN"):
-        evaluate_cases(**{**models, "new": broken})
+        evaluate(replace(models, new=broken))

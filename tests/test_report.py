@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, evaluate_cases, evaluate_labelled_cases
+from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EvaluationOptions, ZeroShot, evaluate
 from xcompat.fingerprint import Fingerprint
 from xcompat.report import (
     Example,
@@ -53,7 +53,9 @@ def embedded(name: str, dim: int, noise: float, basis_seed: int) -> EmbeddedPair
 def make_content(view_noise: float = 0.3) -> ReportContent:
     old, view = embedded("old<b>", 8, 3.0, 1), embedded("new", 8, view_noise, 1)
     new, independent = embedded("new", 12, 0.2, 2), embedded("plain", 12, 0.2, 3)
-    evaluation = evaluate_cases(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)}, n_resamples=30)
+    evaluation = evaluate(
+        Contestants(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)}), EvaluationOptions(n_resamples=30)
+    )
     blot = Image.new("RGBA", (300, 200), (200, 30, 30, 255))
     row = ExampleRow("old query", [Hit(blot, "a [red] blot", True), Hit(None, "<script>alert(1)</script>", False)])
     examples = [Example("find [me] & <you>", [row, ExampleRow("new query", [Hit(Image.new("L", (8, 8), 7), "grey", False)])])]
@@ -176,10 +178,12 @@ def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
 
 def test_verdict_follows_the_criterion() -> None:
     content = make_content()
-    retrieval_only = {name: replace(getattr(content, name), zero_shot=None) for name in ("old", "new_view", "new", "independent")}
-    good = evaluate_cases(**retrieval_only, ks=(1, 5), n_resamples=30)
-    bad = evaluate_cases(**{**retrieval_only, "new_view": retrieval_only["old"]}, ks=(1, 5), n_resamples=30)
-    unknown = evaluate_cases(**{**retrieval_only, "independent": None}, ks=(1, 5), n_resamples=30)
+    roles = ("old", "new_view", "new", "independent")
+    retrieval_only = Contestants(**{role: replace(getattr(content, role), zero_shot=None) for role in roles})
+    options = EvaluationOptions(ks=(1, 5), n_resamples=30)
+    good = evaluate(retrieval_only, options)
+    bad = evaluate(replace(retrieval_only, new_view=retrieval_only.old), options)
+    unknown = evaluate(replace(retrieval_only, independent=None), options)
     shell = Report(old=None, new=None, method="", cases=[], criterion=good.criterion, seconds={}, run={})  # type: ignore[arg-type]
     assert verdicts(shell)[0].answer == "yes"
     sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
@@ -190,7 +194,7 @@ def test_verdict_follows_the_criterion() -> None:
 
 
 def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
-    evaluation = evaluate_cases(content.old, content.new_view, None, None, ks=(1,), n_resamples=10)
+    evaluation = evaluate(Contestants(content.old, content.new_view), EvaluationOptions(ks=(1,), n_resamples=10))
     bare = ReportContent(evaluation, content.old, content.new_view, None, None, "ridge", tsne_pairs=4)
     page = write_report(tmp_path, bare).read_text()
     assert "not measured" in page
@@ -373,9 +377,9 @@ def labelled_content(upgraded: bool = False) -> ReportContent:
     new, independent = labelled("new", 12, 1.0, 2), labelled("plain", 12, 1.0, 3)
     if upgraded:
         mapped = labelled("old, mapped", 12, 2.0, 2)
-        evaluation = evaluate_labelled_cases(old, new, new, independent, upgraded=mapped, n_resamples=30)
+        evaluation = evaluate(Contestants(old, new, new, independent, upgraded=mapped), EvaluationOptions(n_resamples=30))
         return ReportContent(evaluation, old, new, new, independent, "fct", tsne_pairs=12)
-    evaluation = evaluate_labelled_cases(old, view, new, independent, {"ridge": view}, n_resamples=30)
+    evaluation = evaluate(Contestants(old, view, new, independent, {"ridge": view}), EvaluationOptions(n_resamples=30))
     row = ExampleRow("old query", [Hit(Image.new("L", (8, 8), 7), "class 3", True)])
     return ReportContent(evaluation, old, view, new, independent, "bct", examples=[Example("class 3", [row])], tsne_pairs=12)
 

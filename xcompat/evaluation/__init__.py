@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from xcompat.evaluation.cases import Case, Contestant, Criterion, Difference, Evaluation, readable
+from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
+from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
+from xcompat.evaluation.embedded_images import EmbeddedImages
+from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
 from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap
-from xcompat.evaluation.labelled_protocol import EmbeddedImages, evaluate_labelled_cases
 from xcompat.evaluation.metrics import (
     class_embeddings,
     first_hit_ranks,
@@ -13,7 +15,7 @@ from xcompat.evaluation.metrics import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-from xcompat.evaluation.protocol import EmbeddedPairs, ZeroShot, evaluate_cases
+from xcompat.evaluation.protocol import evaluate
 from xcompat.evaluation.ranking import RankedQueries, cmc, mean_average_precision, ranking_per_query
 from xcompat.evaluation.similarity import linear_cka
 from xcompat.evaluation.verification import tar_at_far, tpir_at_far
@@ -21,26 +23,26 @@ from xcompat.evaluation.verification import tar_at_far, tpir_at_far
 __all__ = [
     "Case",
     "Contestant",
+    "Contestants",
     "Criterion",
     "Difference",
     "EmbeddedImages",
     "EmbeddedPairs",
     "Evaluation",
+    "EvaluationOptions",
     "PairedDifference",
     "RankedQueries",
     "ZeroShot",
     "bootstrap_interval",
     "class_embeddings",
     "cmc",
-    "evaluate_cases",
-    "evaluate_labelled_cases",
+    "evaluate",
     "first_hit_ranks",
     "linear_cka",
     "mean_average_precision",
     "negative_flip_rate",
     "paired_bootstrap",
     "ranking_per_query",
-    "readable",
     "recall_at_k",
     "tar_at_far",
     "tpir_at_far",

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
-from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence

@@ -10,9 +10,7 @@ import numpy as np
 from PIL import Image
 
 from xcompat.evaluation import Case, Contestant, Criterion, Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, RankKey, ValueKey
-from xcompat.evaluation.labelled_protocol import IMAGE_TO_IMAGE
-from xcompat.evaluation.protocol import ZERO_SHOT_METRIC
+from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, ZERO_SHOT_METRIC, RankKey, ValueKey
 
 
 class Hit(NamedTuple):
@@ -56,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything a report is made from; the models are those that were passed to ``evaluate_cases``.
+    """Everything a report is made from; the models are those that were passed to :func:`xcompat.evaluation.evaluate`.
 
     Args:
         evaluation: what was measured.

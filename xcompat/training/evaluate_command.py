@@ -16,7 +16,7 @@ from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
-from xcompat.evaluation import EmbeddedPairs
+from xcompat.evaluation import Contestants, EmbeddedPairs
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
@@ -25,7 +25,7 @@ from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.evaluation_sets import EvaluationSet, PairTestSet, load_test_set
-from xcompat.training.judging import Contestants, embed_new, make_report
+from xcompat.training.judging import embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.run import run_recipe

@@ -25,7 +25,7 @@ from xcompat.data import (
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.errors import XcompatError, nearest
 from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
-from xcompat.evaluation.cases import C
+from xcompat.evaluation.contestants import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel

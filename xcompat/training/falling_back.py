@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from xcompat.evaluation import Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, C, Contestant
-from xcompat.evaluation.labelled_protocol import IMAGE_TO_IMAGE
-from xcompat.evaluation.protocol import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation import Contestant, Evaluation
+from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation.contestants import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
 
 FALLBACK = "fallback"

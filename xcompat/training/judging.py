@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,9 @@ from xcompat.data.schema import SIDE_INFO
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
-from xcompat.evaluation import (
-    Contestant,
-    EmbeddedImages,
-    Evaluation,
-    evaluate_cases,
-    evaluate_labelled_cases,
-    linear_cka,
-    readable,
-)
-from xcompat.evaluation.cases import NEW_WITH_MEMORY, WITHOUT_MEMORY, C
+from xcompat.evaluation import Contestant, Contestants, Evaluation, EvaluationOptions, evaluate, linear_cka
+from xcompat.evaluation.cases import WITHOUT_MEMORY
+from xcompat.evaluation.contestants import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
@@ -35,38 +27,6 @@ from xcompat.report import ReportContent
 from xcompat.training.evaluation_sets import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.sections import EvaluationSettings
-
-KS = (1, 5, 10, 50)
-CMC_KS = (1, 5)
-
-
-@dataclass
-class Contestants:
-    """Everyone in an evaluation, as embeddings of one test set.
-
-    Args:
-        old: the old model; its gallery stays.
-        new_view: the new model in the space of that gallery.
-        new: the new model among its own.
-        independent: the new model without any training for compatibility.
-        extra: other query models in the old space, by name.
-        upgraded: the old gallery mapped towards the new model, where the method does that.
-        forgetful: the same without what the map remembers.
-        ceiling: the new model among its own, where both its queries and its gallery remember likewise.
-        side_info: what is stored beside the old gallery and mapped with it, where there is some.
-        confidence: how sure the new queries are, (N, 1) each, where the model says so.
-    """
-
-    old: Any
-    new_view: Any
-    new: Any = None
-    independent: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    upgraded: Any = None
-    forgetful: Any = None
-    ceiling: Any = None
-    side_info: Any = None
-    confidence: Any = None
 
 
 def embed_new(
@@ -176,43 +136,28 @@ def judge(
     Returns:
         The evaluation, and the contestants without unreadable images.
     """
-    roles = ("old", "new_view", "new", "independent", "upgraded", "forgetful", "ceiling", "side_info", "confidence")
-    present = {role: model for role in roles if (model := getattr(contestants, role)) is not None}
-    clean = readable({**present, **{f"extra:{name}": model for name, model in (contestants.extra or {}).items()}})
-    extra = {name.removeprefix("extra:"): model for name, model in clean.items() if name.startswith("extra:")}
-    kept = Contestants(**{role: clean.get(role) for role in roles}, extra=extra)
+    kept = contestants.without_unreadable()
+    instead, notes = kept.old, []
     if settings.slerp is not None:
-        extra["slerp"] = mixed_queries(kept.new_view, kept.old, settings.slerp)
+        instead = mixed_queries(kept.new_view, kept.old, settings.slerp)
+        kept = replace(kept, extra={**kept.extra, "slerp": instead})
+        notes.append(
+            f"slerp/old searches with new queries that old ones weigh {settings.slerp:g} in, "
+            "so that both models embed every query."
+        )
     if settings.fallback is not None and kept.confidence is not None:
-        extra[FALLBACK] = fallback_queries(kept.new_view, extra.get("slerp", kept.old), kept.confidence, settings.fallback)
-    common: dict[str, Any] = {
-        "old_on_new": settings.old_on_new,
-        "chunk_size": settings.chunk_size,
-        "n_resamples": settings.resamples,
-        "seed": seed,
-        "shared": shared,
-        "beside": {
-            names: (asks, searched)
-            for names, asks, searched in (
-                ((WITHOUT_MEMORY, "old"), kept.new_view, kept.forgetful),
-                ((NEW_WITH_MEMORY, NEW_WITH_MEMORY), kept.ceiling, kept.ceiling),
-            )
-            if searched is not None
-        },
-    }
-    models = (kept.old, kept.new_view, kept.new, kept.independent, extra)
-    if isinstance(kept.old, EmbeddedImages):
-        evaluation = evaluate_labelled_cases(*models, kept.upgraded, ks=settings.ks or CMC_KS, **common)
-    else:
-        evaluation = evaluate_cases(*models, kept.upgraded, ks=settings.ks or KS, **common)
-    if settings.slerp is not None:
-        evaluation = replace(evaluation, notes=[*evaluation.notes, _mixed(settings.slerp)])
+        falling_back = fallback_queries(kept.new_view, instead, kept.confidence, settings.fallback)
+        kept = replace(kept, extra={**kept.extra, FALLBACK: falling_back})
+    options = EvaluationOptions(
+        settings.ks, settings.old_on_new, settings.chunk_size, settings.resamples, seed=seed, shared=shared
+    )
+    evaluation = evaluate(kept, options)
     if kept.confidence is not None:
         evaluation = replace(evaluation, confidence=confidence_of(kept.confidence, evaluation))
-        evaluation = replace(evaluation, notes=[*evaluation.notes, *said_of_confidence(evaluation, settings.fallback)])
+        notes += said_of_confidence(evaluation, settings.fallback)
     if kept.side_info is not None:
-        evaluation = replace(evaluation, notes=[*evaluation.notes, _complementarity(kept.old, kept.side_info)])
-    return evaluation, kept
+        notes.append(_complementarity(kept.old, kept.side_info))
+    return replace(evaluation, notes=[*evaluation.notes, *notes]), kept
 
 
 def mixed_queries(new_view: C, old: C, share: float) -> C:
@@ -228,10 +173,6 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
     """
     fingerprint = new_view.fingerprint.derived(f"slerp {share} {old.fingerprint.digest}")
     return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
-
-
-def _mixed(share: float) -> str:
-    return f"slerp/old searches with new queries that old ones weigh {share:g} in, so that both models embed every query."
 
 
 def _complementarity(old: Contestant, side_info: Contestant) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestant
+from xcompat.evaluation import Contestant, Contestants
 from xcompat.evaluation.cases import OLD_WITH_MEMORY
 from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
@@ -24,7 +24,7 @@ from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.chosen import choose_map
 from xcompat.training.evaluation_sets import EvaluationSet, display_name, load_test_set
-from xcompat.training.judging import Contestants, embed_new, make_report, with_memory
+from xcompat.training.judging import embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe
@@ -294,6 +294,7 @@ class StageRun:
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
         memory, ceiling = memory_of_one(self.stage), None
         if memory is not None and model.maps_galleries:
+            assert contestants.new is not None
             ceiling = with_memory(contestants.new, memory)
         elif memory is not None:
             extra[OLD_WITH_MEMORY] = with_memory(old, memory)

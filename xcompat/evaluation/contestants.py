@@ -1,0 +1,228 @@
+"""Who stands in an evaluation, as embeddings of one test set, and who searches whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import NEW_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.scores import Embeddings, as_rows
+from xcompat.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How contestants are judged.
+
+    Args:
+        ks: cut-offs of recall or CMC; None: 1, 5, 10 and 50 of captions, 1 and 5 of classes.
+        old_on_new: whether to measure ``old/new`` too: old queries on the new model's gallery, in the space that both share.
+        chunk_size: rows per block; results do not depend on it.
+        n_resamples: bootstrap draws; queries about one item are drawn together.
+        seed: of the draws.
+        shared: whether every process evaluates the same contestants, to rank a share of the queries each; all get everything.
+    """
+
+    ks: Sequence[int] | None = None
+    old_on_new: bool = False
+    chunk_size: int = 1024
+    n_resamples: int = 1000
+    seed: int = 0
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One way to search a test set, and how what is found is counted.
+
+    Args:
+        name: ``image-to-text``, ``text-to-image`` or ``image-to-image``.
+        metric: what it is called to find an item among the first k, such as ``recall``.
+        ks: the cut-offs k.
+        n_gallery: items that are searched.
+        clusters_Q: int64 ``(Q,)``, equal for queries about one item; None where each is about its own.
+        without_match: what is true of queries that are left out.
+        notes: what a reader must know, one sentence each.
+    """
+
+    name: str
+    metric: str
+    ks: Sequence[int]
+    n_gallery: int
+    clusters_Q: np.ndarray | None = None
+    without_match: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Found(NamedTuple):
+    """What each query of one model finds in the gallery of another.
+
+    Args:
+        ranks_Q: int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`.
+        average_precision: metric -> float64 ``(Q,)``, NaN for queries without a match; empty where only the first match counts.
+    """
+
+    ranks_Q: np.ndarray
+    average_precision: Mapping[str, np.ndarray]
+
+
+class Contestant(Protocol):
+    """What one model makes of a test set, of whatever items."""
+
+    @property
+    def name(self) -> str:
+        """What people call the model."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Which model it is."""
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+
+    def require_same_items(self, other: Self, name: str) -> None:
+        """Refuse another model's embeddings of other items, naming the first that differs."""
+
+    def matrices(self) -> dict[str, Embeddings]:
+        """Return every matrix of embeddings by what it holds, such as ``images``."""
+
+    def with_matrices(self, matrices: Mapping[str, Embeddings]) -> Self:
+        """Return the same items with other embeddings."""
+
+    def readable(self) -> tuple[np.ndarray, ...]:
+        """Return masks of the rows that are embeddings, not the NaN of an item that could not be read."""
+
+    def keep(self, masks: tuple[np.ndarray, ...]) -> Self:
+        """Return the items that masks like those of :meth:`readable` leave."""
+
+    def directions(self, ks: Sequence[int] | None) -> list[Direction]:
+        """Return how the items are searched, counted at these cut-offs; classification comes last."""
+
+    def find(self, gallery: Self, direction: Direction, options: EvaluationOptions) -> Found | None:
+        """Search another model's gallery in one direction; None where one of both has nothing to classify."""
+
+
+C = TypeVar("C", bound=Contestant)
+
+
+@dataclass(frozen=True)
+class Contestants(Generic[C]):
+    """Everyone in an evaluation, as embeddings of one test set.
+
+    Args:
+        old: the old model; its gallery stays.
+        new_view: the new model in the space of that gallery: ``new/old``.
+        new: the new model among its own: ``new/new``.
+        independent: the new model without any training for compatibility. For ``independent/old`` its first dimensions are
+            compared (zero-padded if it has fewer).
+        extra: other query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
+        upgraded: the old gallery mapped towards the new model (FCT), of the dimension of ``new_view``, which searches it.
+        forgetful: the same without what the map remembers.
+        ceiling: the new model among its own, where both its queries and its gallery remember likewise.
+        side_info: what is stored beside the old gallery and mapped with it, where there is some.
+        confidence: how sure the new queries are, (N, 1) each, where the model says so.
+    """
+
+    old: C
+    new_view: C
+    new: C | None = None
+    independent: C | None = None
+    extra: Mapping[str, C] = field(default_factory=dict)
+    upgraded: C | None = None
+    forgetful: C | None = None
+    ceiling: C | None = None
+    side_info: C | None = None
+    confidence: C | None = None
+
+    def _roles(self) -> dict[str, C]:
+        """Return everyone who is there but the extra models."""
+        roles = {role.name: getattr(self, role.name) for role in fields(self) if role.name != "extra"}
+        return {role: model for role, model in roles.items() if model is not None}
+
+    def without_unreadable(self) -> Contestants[C]:
+        """Drop the items that one of them could not read.
+
+        Returns:
+            The same with equal rows left in each.
+        """
+        roles = self._roles()
+        masks_of_each = (model.readable() for model in (*roles.values(), *self.extra.values()))
+        masks = tuple(np.all(rows, axis=0) for rows in zip(*masks_of_each, strict=True))
+        extra = {name: model.keep(masks) for name, model in self.extra.items()}
+        return replace(self, extra=extra, **{role: model.keep(masks) for role, model in roles.items()})
+
+    def searches(self, old_on_new: bool = False) -> list[tuple[str, str, C, C]]:
+        """Check that all fit together, and list who queries whom.
+
+        Args:
+            old_on_new: whether old queries search the new model's gallery too.
+
+        Returns:
+            (query, gallery, query model, gallery model) per case, in the report's order.
+
+        Raises:
+            XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
+        """
+        old, plain, stays = self.old, self.independent, self._gallery_that_stays
+        self._require_fitting()
+        if old_on_new and self.upgraded is not None:
+            raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
+        cases: list[tuple[str, str, C | None, C | None]] = [
+            ("old", "old", old, old),
+            ("independent", "old", None if plain is None else fit_dim(plain, old.dim), old),
+            *((name, "old", model, old) for name, model in self.extra.items()),
+            ("new", "old", self.new_view, stays),
+            (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
+            (NEW_WITH_MEMORY, NEW_WITH_MEMORY, self.ceiling, self.ceiling),
+            ("old", "new", old, self.new_view if old_on_new else None),
+            ("new", "new", self.new, self.new),
+            ("independent", "independent", plain, plain),
+        ]
+        return [
+            (query, gallery, asking, searched)
+            for query, gallery, asking, searched in cases
+            if asking is not None and searched is not None
+        ]
+
+    @property
+    def _gallery_that_stays(self) -> C:
+        return self.old if self.upgraded is None else self.upgraded
+
+    def _require_fitting(self) -> None:
+        """Refuse models that were evaluated on other items, or whose queries are of another dimension than the gallery."""
+        taken = {"old", "new", "independent", "new_view"} & self.extra.keys()
+        if taken:
+            raise XcompatError(
+                f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name"
+            )
+        for name, model in (*self._roles().items(), *self.extra.items()):
+            self.old.require_same_items(model, name)
+        asking = [("new_view", self.new_view, self._gallery_that_stays), *((*extra, self.old) for extra in self.extra.items())]
+        for name, model, gallery in asking:
+            if model.dim != gallery.dim:
+                raise XcompatError(
+                    f"{name} has {model.dim} dimensions but the old gallery has {gallery.dim}; pass its view of the old space"
+                )
+
+
+def fit_dim(model: C, dim: int) -> C:
+    """Cut embeddings to their first dimensions, or fill them up with zeros.
+
+    Args:
+        model: with D dimensions.
+        dim: how many there shall be.
+
+    Returns:
+        The same items with ``dim`` dimensions.
+    """
+
+    def fit(embeds_ND: Embeddings) -> np.ndarray:
+        rows_ND = as_rows(embeds_ND, model.name)[:, :dim]
+        return np.pad(rows_ND, ((0, 0), (0, dim - rows_ND.shape[1])))
+
+    return model.with_matrices({name: fit(embeds) for name, embeds in model.matrices().items()})

@@ -1,0 +1,103 @@
+"""Images with a class, as one model embeds them: queries, and a gallery that they search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import IMAGE_TO_IMAGE
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.ranking import ranking_per_query
+from xcompat.evaluation.scores import Embeddings, Ids, as_ids
+from xcompat.fingerprint import Fingerprint
+
+_KS = (1, 5)
+
+
+@dataclass(frozen=True)
+class EmbeddedImages:
+    """What one model makes of labelled queries and of a labelled gallery.
+
+    Args:
+        name: what people call the model.
+        fingerprint: which model it is.
+        query_embeds_QD: ``(Q, D)`` embeddings of the queries.
+        gallery_embeds_GD: ``(G, D)`` embeddings of the gallery; queries may be in it, and never find themselves.
+        query_ids: Q hashables, one per image.
+        gallery_ids: G hashables.
+        query_labels: Q classes.
+        gallery_labels: G classes.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    query_embeds_QD: Embeddings
+    gallery_embeds_GD: Embeddings
+    query_ids: Ids
+    gallery_ids: Ids
+    query_labels: Ids
+    gallery_labels: Ids
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+        return int(self.gallery_embeds_GD.shape[1])
+
+    def require_same_items(self, other: EmbeddedImages, name: str) -> None:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.require_same_items`."""
+        for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels"):
+            expected, found = getattr(self, what), getattr(other, what)
+            if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
+                raise XcompatError(f"{what} of {name} are not those of old; embed the same images in the same order with both")
+
+    def matrices(self) -> dict[str, Embeddings]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.matrices`."""
+        return {"queries": self.query_embeds_QD, "images": self.gallery_embeds_GD}
+
+    def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedImages:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.with_matrices`."""
+        return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"])
+
+    def readable(self) -> tuple[np.ndarray, ...]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.readable`."""
+        return tuple(np.isfinite(np.asarray(embeds)[:, 0]) for embeds in (self.query_embeds_QD, self.gallery_embeds_GD))
+
+    def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedImages:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.keep`."""
+        kept_Q, kept_G = masks
+        if kept_Q.all() and kept_G.all():
+            return self
+        rows_Q, rows_G = np.flatnonzero(kept_Q).tolist(), np.flatnonzero(kept_G).tolist()
+        return EmbeddedImages(
+            self.name,
+            self.fingerprint,
+            np.asarray(self.query_embeds_QD)[rows_Q],
+            np.asarray(self.gallery_embeds_GD)[rows_G],
+            [self.query_ids[row] for row in rows_Q],
+            [self.gallery_ids[row] for row in rows_G],
+            [self.query_labels[row] for row in rows_Q],
+            [self.gallery_labels[row] for row in rows_G],
+        )
+
+    def directions(self, ks: Sequence[int] | None) -> list[Direction]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.directions`."""
+        without_match = "queries have no image of their class in the gallery"
+        return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
+
+    def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.find`."""
+        ranked = ranking_per_query(
+            self.query_embeds_QD,
+            gallery.gallery_embeds_GD,
+            self.query_labels,
+            gallery.gallery_labels,
+            self.query_ids,
+            gallery.gallery_ids,
+            chunk_size=options.chunk_size,
+            shared=options.shared,
+        )
+        precision = {"map@1.0": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
+        return Found(ranked.first_hit_ranks_Q, precision)

@@ -1,0 +1,146 @@
+"""Images with captions, as one model embeds them: how they are searched, and classified by prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
+from xcompat.evaluation.scores import Embeddings, Ids, as_ids, id_codes
+from xcompat.fingerprint import Fingerprint
+
+_KS = (1, 5, 10, 50)
+_SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}
+"""What asks, and what is searched."""
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """One model's side of a zero-shot classification.
+
+    Args:
+        image_embeds_ND: ``(N, D)`` embeddings of labelled images.
+        class_embeds_CD: ``(C, D)`` from :func:`xcompat.evaluation.class_embeddings`.
+        labels_N: N integers in [0, C).
+    """
+
+    image_embeds_ND: Embeddings
+    class_embeds_CD: Embeddings
+    labels_N: Ids
+
+
+@dataclass(frozen=True)
+class EmbeddedPairs:
+    """What one model makes of the test set.
+
+    Args:
+        name: what people call the model.
+        fingerprint: which model it is.
+        image_embeds_ND: ``(N, D)`` embeddings.
+        text_embeds_MD: ``(M, D)`` embeddings.
+        image_ids: N hashables; several images may share one.
+        text_ids: M hashables; the id of the image or images that each text describes.
+        zero_shot: the same model's side of a zero-shot classification, if there is one.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    image_embeds_ND: Embeddings
+    text_embeds_MD: Embeddings
+    image_ids: Ids
+    text_ids: Ids
+    zero_shot: ZeroShot | None = None
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+        return int(self.image_embeds_ND.shape[1])
+
+    def require_same_items(self, other: EmbeddedPairs, name: str) -> None:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.require_same_items`."""
+        sides: list[tuple[str, Ids, Ids]] = [
+            ("image", self.image_ids, other.image_ids),
+            ("text", self.text_ids, other.text_ids),
+        ]
+        if self.zero_shot is not None and other.zero_shot is not None:
+            sides.append(("zero-shot label", self.zero_shot.labels_N, other.zero_shot.labels_N))
+        for kind, expected_ids, found_ids in sides:
+            expected, found = as_ids(expected_ids, len(expected_ids), "old"), as_ids(found_ids, len(found_ids), name)
+            if len(expected) != len(found):
+                raise XcompatError(f"{name} has {len(found)} {kind}s but old has {len(expected)}; embed the same items with both")
+            for position, (want, have) in enumerate(zip(expected, found, strict=True)):
+                if want != have:
+                    raise XcompatError(
+                        f"{kind} {position} is {have!r} in {name} but {want!r} in old; embed the same items in the same order"
+                    )
+
+    def matrices(self) -> dict[str, Embeddings]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.matrices`."""
+        own = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
+        zero = self.zero_shot
+        return own | ({"zero-shot images": zero.image_embeds_ND, "classes": zero.class_embeds_CD} if zero is not None else {})
+
+    def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedPairs:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.with_matrices`."""
+        zero_shot = self.zero_shot and replace(
+            self.zero_shot, image_embeds_ND=matrices["zero-shot images"], class_embeds_CD=matrices["classes"]
+        )
+        return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
+
+    def readable(self) -> tuple[np.ndarray, ...]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.readable`; texts can always be read."""
+        return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
+
+    def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
+        """Drop images, and the captions of those that are gone altogether."""
+        (kept_N,) = masks
+        if kept_N.all():
+            return self
+        image_ids = [self.image_ids[row] for row in np.flatnonzero(kept_N).tolist()]
+        left = set(image_ids)
+        kept_M = np.array([text_id in left for text_id in self.text_ids])
+        text_ids = [self.text_ids[row] for row in np.flatnonzero(kept_M).tolist()]
+        images_ND, texts_MD = np.asarray(self.image_embeds_ND)[kept_N], np.asarray(self.text_embeds_MD)[kept_M]
+        return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
+
+    def directions(self, ks: Sequence[int] | None) -> list[Direction]:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.directions`."""
+        found = [self._direction(name, ks or _KS) for name in _SIDES]
+        if self.zero_shot is not None:
+            found.append(Direction(IMAGE_TO_TEXT, ZERO_SHOT, (1,), len(self.zero_shot.class_embeds_CD)))
+        return found
+
+    def _direction(self, name: str, ks: Sequence[int]) -> Direction:
+        """Leave out the cut-offs that do not leave anything out of the gallery; queries about one item are a cluster."""
+        (_, query_ids), (_, gallery_ids) = (self._side(side) for side in _SIDES[name])
+        n_gallery = len(gallery_ids)
+        kept = [int(k) for k in ks if 1 <= k < n_gallery]
+        if not kept:
+            raise XcompatError(
+                f"{name}: none of ks={tuple(ks)} lies from 1 to below the gallery's {n_gallery} items; use more items"
+            )
+        codes_Q, codes_G = id_codes(as_ids(query_ids, len(query_ids), "old"), as_ids(gallery_ids, n_gallery, "old"))
+        if not np.isin(codes_Q, codes_G).any():
+            raise XcompatError(f"{name}: no query id occurs in the gallery; image_ids and text_ids must name the same items")
+        left_out = ", ".join(f"recall@{k}" for k in ks if k not in kept)
+        notes = (f"{left_out} left out of {name}: the gallery has only {n_gallery} items.",) if left_out else ()
+        return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
+
+    def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:
+        """See :meth:`xcompat.evaluation.contestants.Contestant.find`."""
+        if direction.metric == ZERO_SHOT:
+            if self.zero_shot is None or gallery.zero_shot is None:
+                return None
+            images, classes_CD = self.zero_shot, gallery.zero_shot.class_embeds_CD
+            return Found(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
+        asks, searched = _SIDES[direction.name]
+        (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
+        return Found(first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {})
+
+    def _side(self, name: str) -> tuple[Embeddings, Ids]:
+        return (self.image_embeds_ND, self.image_ids) if name == "images" else (self.text_embeds_MD, self.text_ids)
