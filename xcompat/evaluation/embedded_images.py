@@ -10,7 +10,8 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
-from xcompat.evaluation.ranking import ranking_per_query
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import rank_queries
 from xcompat.evaluation.scores import Embeddings, Ids, as_ids
 from xcompat.fingerprint import Fingerprint
 
@@ -89,15 +90,8 @@ class EmbeddedImages:
 
     def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
         """See :meth:`xcompat.evaluation.contestants.Contestant.find`."""
-        ranked = ranking_per_query(
-            self.query_embeds_QD,
-            gallery.gallery_embeds_GD,
-            self.query_labels,
-            gallery.gallery_labels,
-            self.query_ids,
-            gallery.gallery_ids,
-            chunk_size=options.chunk_size,
-            shared=options.shared,
-        )
+        queries = Items(self.query_embeds_QD, self.query_labels, self.query_ids)
+        items = Items(gallery.gallery_embeds_GD, gallery.gallery_labels, gallery.gallery_ids)
+        ranked = rank_queries(LabelledPairs(queries, items, options.chunk_size), options.shared)
         precision = {"map@1.0": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
         return Found(ranked.first_hit_ranks_Q, precision)

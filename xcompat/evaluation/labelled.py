@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,93 +23,99 @@ _WIDER = 16  # gallery items per block are so many times the queries: whoever co
 _TILE = 2**21  # scores computed together, 16 MB: more would be given back to the system and fetched again for each tile
 
 
+class Items(NamedTuple):
+    """Embedded queries, or an embedded gallery.
+
+    Args:
+        embeds_ND: ``(N, D)`` embeddings; normalised inside, so scores are cosines.
+        labels_N: N hashables, the classes.
+        ids_N: N hashables that say which sample each is; None to leave nothing out.
+    """
+
+    embeds_ND: Embeddings
+    labels_N: Ids
+    ids_N: Ids | None = None
+
+
 class LabelledPairs:
     """All pairs of a query and a gallery item, but those of equal sample ids; equal labels make a positive.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
-        gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables.
-        gallery_labels: G hashables.
-        query_ids: Q hashables that say which sample a query is; None to leave nothing out.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        queries: Q items.
+        gallery: G items; they have ids exactly if the queries do.
         chunk_size: queries per block; memory grows with it, scores do not change.
+        called: what the labels of queries and of the gallery are called in messages.
 
     Raises:
         XcompatError: if shapes, labels, ids or numbers are unusable.
     """
 
     def __init__(
-        self,
-        queries_QD: Embeddings,
-        gallery_GD: Embeddings,
-        query_labels: Ids,
-        gallery_labels: Ids,
-        query_ids: Ids | None,
-        gallery_ids: Ids | None,
-        chunk_size: int = 1024,
+        self, queries: Items, gallery: Items, chunk_size: int = 1024, called: tuple[str, str] = ("query labels", "gallery labels")
     ) -> None:
         if chunk_size < 1:
             raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
         self.device = torch.device("cpu")
-        if isinstance(queries_QD, torch.Tensor) and queries_QD.is_cuda:
-            self.device = queries_QD.device
-        self._queries = ExactRows(queries_QD, "queries", self.device)
-        self._gallery = ExactRows(gallery_GD, "gallery", self.device)
-        if self._queries.dim != self._gallery.dim:
+        if isinstance(queries.embeds_ND, torch.Tensor) and queries.embeds_ND.is_cuda:
+            self.device = queries.embeds_ND.device
+        self.queries = ExactRows(queries.embeds_ND, "queries", self.device)
+        self.gallery = ExactRows(gallery.embeds_ND, "gallery", self.device)
+        if self.queries.dim != self.gallery.dim:
             raise XcompatError(
-                f"queries have {self._queries.dim} dimensions but the gallery has {self._gallery.dim}; "
+                f"queries have {self.queries.dim} dimensions but the gallery has {self.gallery.dim}; "
                 "bring the queries into the gallery's space first (the model's view)"
             )
-        self.n_queries, self.n_gallery, self.dim = len(self._queries), len(self._gallery), self._queries.dim
-        self._chunk_size = chunk_size
-        self.query_codes, self.gallery_codes = id_codes(
-            as_ids(query_labels, self.n_queries, "query labels"), as_ids(gallery_labels, self.n_gallery, "gallery labels")
-        )
-        self._read_ids(query_ids, gallery_ids)
+        self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
+        self.chunk_size = chunk_size
+        self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
         # In order of their classes, the positives of a block of queries stand together: finding them is a fraction of the work.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
-        self._place_G = np.argsort(self._by_class_G)
+        self._read_ids(queries.ids_N, gallery.ids_N)
+
+    def _codes(self, of_queries: Ids, of_gallery: Ids, called: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
+        return id_codes(as_ids(of_queries, self.n_queries, called[0]), as_ids(of_gallery, self.n_gallery, called[1]))
 
     def _read_ids(self, query_ids: Ids | None, gallery_ids: Ids | None) -> None:
         """Find which stretch of the gallery, in order of its ids, each query must not meet."""
         if (query_ids is None) != (gallery_ids is None):
             raise XcompatError("sample ids of one side only; give query_ids and gallery_ids, or neither")
         if query_ids is None or gallery_ids is None:
-            self._by_id_G = np.zeros(0, dtype=np.int64)
+            self._by_id_G = self._place_G = np.zeros(0, dtype=np.int64)
             self._left_first_Q = self._left_last_Q = np.zeros(self.n_queries, dtype=np.int64)
             return
-        query_codes, gallery_codes = id_codes(
-            as_ids(query_ids, self.n_queries, "query ids"), as_ids(gallery_ids, self.n_gallery, "gallery ids")
-        )
+        query_codes, gallery_codes = self._codes(query_ids, gallery_ids, ("query ids", "gallery ids"))
         self._by_id_G = np.argsort(gallery_codes, kind="stable")
         self._left_first_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes)
         self._left_last_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes, side="right")
+        self._place_G = np.argsort(self._by_class_G)
 
     @property
     def n_pairs(self) -> int:
         """Pairs that count."""
         return self.n_queries * self.n_gallery - int((self._left_last_Q - self._left_first_Q).sum())
 
-    def mated_blocks(self, shared: bool = False) -> Iterator[np.ndarray]:
-        """Yield the queries whose class occurs in the gallery, in order of their classes.
+    def mated_rows(self, shared: bool = False) -> np.ndarray:
+        """Return the queries whose class occurs in the gallery, in order of their classes.
 
         Args:
             shared: whether every process is here, and gets a share of them.
 
-        Yields:
-            Row numbers ``(B,)``: at most ``chunk_size``, and fewer where classes are large.
+        Returns:
+            Row numbers.
         """
         order_Q = np.argsort(self.query_codes, kind="stable")
-        first_Q, last_Q = (np.searchsorted(self._sorted_codes_G, self.query_codes[order_Q], side) for side in ("left", "right"))
-        mine = my_share(np.flatnonzero(last_Q > first_Q), shared)
-        order_Q, before_Q = order_Q[mine], np.cumsum((last_Q - first_Q)[mine])
-        start = 0
-        while start < len(order_Q):
-            limit = before_Q[start] + _BLOCK_POSITIVES
-            stop = min(start + self._chunk_size, int(np.searchsorted(before_Q, limit, side="right")))
-            yield order_Q[start:stop]
+        return my_share(order_Q[np.isin(self.query_codes[order_Q], self.gallery_codes)], shared)
+
+    def mated_blocks(self, shared: bool = False) -> Iterator[np.ndarray]:
+        """Yield the rows of :meth:`mated_rows` in blocks of at most ``chunk_size``, and fewer where classes are large."""
+        rows_N = self.mated_rows(shared)
+        first_N, last_N = (np.searchsorted(self._sorted_codes_G, self.query_codes[rows_N], side) for side in ("left", "right"))
+        before_N, start = np.cumsum(last_N - first_N), 0
+        while start < len(rows_N):
+            limit = before_N[start] + _BLOCK_POSITIVES
+            stop = min(start + self.chunk_size, int(np.searchsorted(before_N, limit, side="right")))
+            yield rows_N[start:stop]
             start = stop
 
     def blocks_of(self, rows_N: np.ndarray) -> Iterator[np.ndarray]:
@@ -120,7 +127,7 @@ class LabelledPairs:
         Yields:
             Their blocks, in order.
         """
-        for part in blocks(len(rows_N), self._chunk_size):
+        for part in blocks(len(rows_N), self.chunk_size):
             yield rows_N[part]
 
     def tiles(self, rows_B: np.ndarray) -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -133,37 +140,49 @@ class LabelledPairs:
             Which of ``rows_B``, which columns of the gallery, and their exact scores, float64 ``(R, C)``, :data:`LEFT_OUT` for
             pairs of equal ids.
         """
-        block_BD = self._queries.block(rows_B)
+        block_BD = self.queries.block(rows_B)
         left_B, left_G = self._left_out(rows_B)
-        n_blocks = -(-self.n_gallery // (_WIDER * self._chunk_size))
+        n_blocks = -(-self.n_gallery // (_WIDER * self.chunk_size))
         for columns in blocks(self.n_gallery, -(-self.n_gallery // n_blocks)):
-            items_CD = self._gallery.block(columns)
+            items_CD = self.gallery.block(columns)
             for part in blocks(len(rows_B), max(1, _TILE // len(items_CD))):
                 scores_RC = block_BD[part] @ items_CD.T
                 _leave_out(scores_RC, left_B - part.start, left_G - columns.start)
                 yield part, columns, scores_RC
 
-    def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of some queries' positives.
+    def class_tiles(self, rows_B: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the scores of some queries against the gallery items of their classes.
 
         Args:
             rows_B: row numbers of a few queries (:data:`MATED_ROWS`) in order of their classes, as they are in a block.
 
-        Returns:
-            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` whose they are: positions in ``rows_B``.
+        Yields:
+            float64 ``(B, C)`` exact scores, and bool ``(B, C)`` which of them are of positives.
         """
         codes_B = self.query_codes[rows_B]
         first, last = np.searchsorted(self._sorted_codes_G, [codes_B[0], codes_B[-1] + 1])
         codes_B1 = torch.from_numpy(codes_B).to(self.device)[:, None]
-        block_BD = self._queries.block(rows_B)
+        block_BD = self.queries.block(rows_B)
         left_B, left_G = self._left_out(rows_B)
-        scores, owners = [], []
-        for columns in blocks(last - first, _WIDER * self._chunk_size):
+        for columns in blocks(last - first, _WIDER * self.chunk_size):
             items = self._by_class_G[first:last][columns]
-            scores_BC = block_BD @ self._gallery.block(items).T
+            scores_BC = block_BD @ self.gallery.block(items).T
             _leave_out(scores_BC, left_B, self._place_G[left_G] - first - columns.start)
             of_class_BC = torch.from_numpy(self.gallery_codes[items]).to(self.device) == codes_B1
-            owner_N, column_N = (of_class_BC & (scores_BC > LEFT_OUT)).nonzero(as_tuple=True)
+            yield scores_BC, of_class_BC & (scores_BC > LEFT_OUT)
+
+    def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of some queries' positives.
+
+        Args:
+            rows_B: row numbers as in :meth:`class_tiles`.
+
+        Returns:
+            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` whose they are: positions in ``rows_B``.
+        """
+        scores, owners = [], []
+        for scores_BC, positive_BC in self.class_tiles(rows_B):
+            owner_N, column_N = positive_BC.nonzero(as_tuple=True)
             scores.append(scores_BC[owner_N, column_N])
             owners.append(owner_N)
         return torch.cat(scores), torch.cat(owners)

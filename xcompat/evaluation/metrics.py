@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from xcompat.distributed import gather_objects, my_share
+from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
+from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.scores import (
     UNIT,
     Embeddings,
-    ExactRows,
     Ids,
-    as_ids,
     as_rows,
     blocks,
-    id_codes,
     ieee_products,
     narrow,
     pair_scores,
@@ -26,8 +23,6 @@ from xcompat.evaluation.scores import (
     true_places,
 )
 from xcompat.threads import cores, map_over_cores
-
-_POSITIVE_ROWS = 128  # queries whose positives are looked for together; few, so that little else stands between them
 
 
 def recall_at_k(
@@ -100,76 +95,38 @@ def first_hit_ranks(
         >>> first_hit_ranks(np.ones((2, 3)), np.ones((4, 3)), ["a", "z"], ["a", "a", "b", "c"]).tolist()
         [2, -1]
     """
-    if chunk_size < 1:
-        raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
-    device = queries_QD.device if isinstance(queries_QD, torch.Tensor) and queries_QD.is_cuda else torch.device("cpu")
-    queries, gallery = ExactRows(queries_QD, "queries", device), ExactRows(gallery_GD, "gallery", device)
-    if queries.dim != gallery.dim:
-        raise XcompatError(
-            f"queries have {queries.dim} dimensions but the gallery has {gallery.dim}; "
-            "bring the queries into the gallery's space first (the model's view)"
-        )
-    query_codes, gallery_codes = id_codes(
-        as_ids(query_ids, len(queries), "queries"), as_ids(gallery_ids, len(gallery), "gallery")
-    )
-    # In order of their codes, the positives of a block of queries stand together: finding the best is a fraction of the work.
-    order_Q = np.argsort(query_codes, kind="stable")
-    order_Q = my_share(order_Q[np.isin(query_codes[order_Q], gallery_codes)], shared)
-    by_code_G = np.argsort(gallery_codes, kind="stable")
-    searched = _Searched(gallery, by_code_G, gallery_codes[by_code_G], chunk_size)
-    mine = _rank(queries, query_codes, order_Q, searched)
-    ranks_Q = np.full(len(queries), -1, dtype=np.int64)
-    for rows_N, ranks_N in gather_objects((order_Q, mine), shared):
-        ranks_Q[rows_N] = ranks_N
+    queries, gallery = Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids)
+    pairs = LabelledPairs(queries, gallery, chunk_size, called=("queries", "gallery"))
+    rows_N = pairs.mated_rows(shared)
+    ranks_Q = np.full(pairs.n_queries, -1, dtype=np.int64)
+    for ranked_N, ranks_N in gather_objects((rows_N, _rank(pairs, rows_N)), shared):
+        ranks_Q[ranked_N] = ranks_N
     return ranks_Q
 
 
-def _rank(queries: ExactRows, query_codes: np.ndarray, order_N: np.ndarray, gallery: _Searched) -> np.ndarray:
-    """Return the ranks of some queries, each with a positive, in order of their codes."""
+def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
+    """Return the ranks of some queries, each with a positive, in order of their classes."""
 
-    def rank(rows: np.ndarray) -> np.ndarray:
-        block_BD = queries.block(rows)
-        best_B, tied_B = _best_positives(block_BD, query_codes[rows], gallery)
+    def rank(rows_B: np.ndarray) -> np.ndarray:
+        best_B, tied_B = _best_positives(pairs, rows_B)
         # Counts every item at or above the best positive: the negatives wanted, and the positives that equal it.
-        return (_count_at_least(block_BD, best_B, gallery) - tied_B).cpu().numpy()
+        return (_count_at_least(pairs, rows_B, best_B) - tied_B).cpu().numpy()
 
-    if not len(order_N):
+    if not len(rows_N):
         return np.zeros(0, dtype=np.int64)
-    rows_at_once = gallery.chunk_size * cores(queries.device)
-    n_blocks = -(-len(order_N) // rows_at_once) * cores(queries.device)  # so that threads have equally many
+    n_blocks = -(-len(rows_N) // (pairs.chunk_size * cores(pairs.device))) * cores(pairs.device)  # threads have equally many
     with ieee_products():
-        parts = np.array_split(order_N, min(n_blocks, len(order_N)))
-        return np.concatenate(list(map_over_cores(rank, parts, queries.device)))
+        parts = np.array_split(rows_N, min(n_blocks, len(rows_N)))
+        return np.concatenate(list(map_over_cores(rank, parts, pairs.device)))
 
 
-@dataclass(frozen=True)
-class _Searched:
-    """A gallery, and its items in order of their codes.
-
-    Args:
-        rows: its embeddings.
-        by_code_G: row numbers in that order.
-        codes_G: the codes in that order.
-        chunk_size: items per block.
-    """
-
-    rows: ExactRows
-    by_code_G: np.ndarray
-    codes_G: np.ndarray
-    chunk_size: int
-
-
-def _best_positives(block_BD: torch.Tensor, codes_B: np.ndarray, gallery: _Searched) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each query's best positive score, and how many positives have exactly that; each has one in the gallery."""
-    best_B = block_BD.new_full((len(block_BD),), -torch.inf)
-    tied_B = torch.zeros(len(block_BD), dtype=torch.int64, device=block_BD.device)
-    for part in blocks(len(block_BD), min(gallery.chunk_size, _POSITIVE_ROWS)):
-        part_codes_B1 = torch.from_numpy(codes_B[part]).to(block_BD.device)[:, None]
-        first, last = np.searchsorted(gallery.codes_G, [codes_B[part][0], codes_B[part][-1] + 1])
-        for columns in blocks(last - first, gallery.chunk_size):
-            scores_BC = block_BD[part] @ gallery.rows.block(gallery.by_code_G[first:last][columns]).T
-            codes_C = torch.from_numpy(gallery.codes_G[first:last][columns]).to(block_BD.device)
-            scores_BC.masked_fill_(codes_C != part_codes_B1, -torch.inf)
+    best_B = torch.full((len(rows_B),), -torch.inf, dtype=torch.float64, device=pairs.device)
+    tied_B = torch.zeros(len(rows_B), dtype=torch.int64, device=pairs.device)
+    for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
+        for scores_BC, positive_BC in pairs.class_tiles(rows_B[part]):
+            scores_BC.masked_fill_(~positive_BC, -torch.inf)
             better_B = torch.maximum(best_B[part], scores_BC.amax(dim=1))
             kept_B = torch.where(better_B > best_B[part], 0, tied_B[part])
             tied_B[part] = kept_B + (scores_BC == better_B[:, None]).count_nonzero(dim=1)
@@ -177,18 +134,19 @@ def _best_positives(block_BD: torch.Tensor, codes_B: np.ndarray, gallery: _Searc
     return best_B, tied_B
 
 
-def _count_at_least(block_BD: torch.Tensor, threshold_B: torch.Tensor, gallery: _Searched) -> torch.Tensor:
+def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
     """Return how many gallery items score at least the threshold, per query.
 
     A float32 product (:func:`ieee_products`) is half the work of an exact one, and leaves few pairs that are within its error of
     the threshold: those alone are scored exactly.
     """
-    narrow_BD, margin = narrow(block_BD), rounding_error(gallery.rows.dim)
+    block_BD, margin = pairs.queries.block(rows_B), rounding_error(pairs.dim)
+    narrow_BD = narrow(block_BD)
     cosine_B1 = threshold_B[:, None] / UNIT
     surely_B1, maybe_B1 = (cosine_B1 + margin).float(), (cosine_B1 - margin).float()
     count_B = torch.zeros(len(block_BD), dtype=torch.int64, device=block_BD.device)
-    for columns in blocks(len(gallery.rows), gallery.chunk_size):
-        items_CD = gallery.rows.block(columns)
+    for columns in blocks(pairs.n_gallery, pairs.chunk_size):
+        items_CD = pairs.gallery.block(columns)
         scores_BC = narrow_BD @ narrow(items_CD).T
         above_BC = scores_BC > surely_B1
         close_N = true_places(above_BC ^ (scores_BC >= maybe_B1))

@@ -13,7 +13,7 @@ import torch
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.evaluation.counting import count_at_least
-from xcompat.evaluation.labelled import MATED_ROWS, LabelledPairs
+from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.scores import SCORE_BITS, Embeddings, Ids, blocks, scores_of, sort_keys, sorted_keys
 from xcompat.threads import map_over_cores
 
@@ -70,7 +70,9 @@ def cmc(
     """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
-    ranked = ranking_per_query(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    ranked = rank_queries(
+        LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
+    )
     found_Q = ranked.first_hit_ranks_Q[ranked.positives_Q > 0]
     return {int(k): float((found_Q < k).mean()) for k in ks}
 
@@ -112,7 +114,7 @@ def mean_average_precision(
     """
     if at not in (None, "R") and not (isinstance(at, int | np.integer) and at >= 1):
         raise XcompatError(f'at must be None (the whole ranking), "R", or a number of places of at least 1, not {at!r}')
-    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
     per_query = [hits.average_precision(at) for hits in ranked_hits(pairs)]
     return float(np.concatenate(per_query).mean())
 
@@ -154,7 +156,12 @@ def ranking_per_query(
         >>> ranked.first_hit_ranks_Q.tolist(), ranked.average_precision_Q.round(3).tolist(), ranked.positives_Q.tolist()
         ([2, -1], [0.333, nan], [1, 0])
     """
-    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids, chunk_size)
+    queries, gallery = Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids)
+    return rank_queries(LabelledPairs(queries, gallery, chunk_size), shared)
+
+
+def rank_queries(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
+    """Return first hits and average precisions of each query; see :func:`ranking_per_query`."""
     first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
     whole_Q, at_r_Q = np.full(pairs.n_queries, np.nan), np.full(pairs.n_queries, np.nan)
     mine = [

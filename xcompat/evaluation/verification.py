@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, LabelledPairs
+from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.ranking import ranked_hits
 from xcompat.evaluation.scores import Embeddings, Ids, blocks, copy_score
 
@@ -54,7 +54,7 @@ def tar_at_far(
         {0.0: 0.5, 1.0: 1.0}
     """
     rates = _as_rates(fars)
-    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
     n_positives = sum(len(pairs.positives(rows_B)[0]) for rows_B in _mated_strips(pairs))
     n_negatives = pairs.n_pairs - n_positives
     if not n_positives or not n_negatives:
@@ -114,7 +114,7 @@ def tpir_at_far(
     rates = _as_rates(fars)
     if rank < 1:
         raise XcompatError(f"rank must be at least 1 place, not {rank}")
-    pairs = LabelledPairs(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
     unknown_Q = np.ones(pairs.n_queries, dtype=bool)
     best, first_hits = [], []
     for hits in ranked_hits(pairs):
