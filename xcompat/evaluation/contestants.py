@@ -149,7 +149,11 @@ class Contestants(Generic[C]):
 
         Returns:
             The same with equal rows left in each.
+
+        Raises:
+            XcompatError: they are of different items.
         """
+        self._require_same_items()
         roles = self._roles()
         masks_of_each = (model.readable() for model in (*roles.values(), *self.extra.values()))
         masks = tuple(np.all(rows, axis=0) for rows in zip(*masks_of_each, strict=True))
@@ -169,6 +173,7 @@ class Contestants(Generic[C]):
             XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
         """
         old, plain, stays = self.old, self.independent, self._gallery_that_stays
+        self._require_same_items()
         self._require_fitting()
         if old_on_new and self.upgraded is not None:
             raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
@@ -193,15 +198,17 @@ class Contestants(Generic[C]):
     def _gallery_that_stays(self) -> C:
         return self.old if self.upgraded is None else self.upgraded
 
+    def _require_same_items(self) -> None:
+        for name, model in (*self._roles().items(), *self.extra.items()):
+            self.old.require_same_items(model, name)
+
     def _require_fitting(self) -> None:
-        """Refuse models that were evaluated on other items, or whose queries are of another dimension than the gallery."""
+        """Refuse names that are taken, and models whose queries are of another dimension than the gallery."""
         taken = {"old", "new", "independent", "new_view"} & self.extra.keys()
         if taken:
             raise XcompatError(
                 f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name"
             )
-        for name, model in (*self._roles().items(), *self.extra.items()):
-            self.old.require_same_items(model, name)
         asking = [("new_view", self.new_view, self._gallery_that_stays), *((*extra, self.old) for extra in self.extra.items())]
         for name, model, gallery in asking:
             if model.dim != gallery.dim:
