@@ -15,7 +15,8 @@ import torch
 from xcompat import failures
 from xcompat.files import atomic_path, write_array, write_json
 from xcompat.retrieval.faiss_index import make_index, write_faiss
-from xcompat.retrieval.segment import Items, write_rows
+from xcompat.retrieval.items import Items
+from xcompat.retrieval.segment import write_rows
 
 PAGE = 4096
 PAGES = 20  # of the largest of the files, and some more

@@ -18,6 +18,7 @@ from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.adopted import look_at, stamp_of
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
+from xcompat.retrieval.items import Items, as_json, check_ids
 from xcompat.retrieval.leftovers import making, require_empty, was_not_reported
 from xcompat.retrieval.manifest import (
     SEGMENTS,
@@ -30,7 +31,7 @@ from xcompat.retrieval.manifest import (
     write_manifest,
 )
 from xcompat.retrieval.probing import require_readable
-from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, removed_rows, write_rows
+from xcompat.retrieval.segment import Segment, removed_rows, write_rows
 from xcompat.retrieval.versions import stored_version
 
 if TYPE_CHECKING:

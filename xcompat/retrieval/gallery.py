@@ -14,12 +14,13 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.adopted import read_state
 from xcompat.retrieval.backend import check_place, open_backend
+from xcompat.retrieval.items import check_items
 from xcompat.retrieval.leftovers import making, require_empty
 from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, require_generation, write_manifest
 from xcompat.retrieval.merging import Merge
 from xcompat.retrieval.searching import Hit, Search
 from xcompat.retrieval.segment import Segment, id_hashes
-from xcompat.retrieval.staging import Staging, check_items
+from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.versions import stored_embeddings, stored_version
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class Gallery:
             replace: whether items whose ids are there take their place.
 
         Raises:
-            XcompatError: see :func:`~xcompat.retrieval.staging.check_items`; an id is there already; another process writes.
+            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is there already; another process writes.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)

@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
 from xcompat.retrieval.segment import Segment
-from xcompat.retrieval.staging import checked_embeddings
 from xcompat.retrieval.versions import as_float32, query_confidence, query_views
 
 if TYPE_CHECKING:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from xcompat.checksums import difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
+from xcompat.retrieval.items import Items
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
 from xcompat.retrieval.wholeness import MENDING, require_whole
 
@@ -33,33 +32,6 @@ ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
 )
 BLOCK = 65536
 FILTERS_KEPT = 8
-_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is in no UTF-8
-
-
-@dataclass
-class Items:
-    """Embeddings that wait for a commit.
-
-    Args:
-        embeds: blocks (n, d) float32.
-        ids: one per embedding.
-        metadata: one per embedding: a JSON text, or None.
-        side_info: blocks (n, S) float32; empty when there is none.
-    """
-
-    embeds: list[NDArray[np.float32]] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    metadata: list[str | None] = field(default_factory=list)
-    side_info: list[NDArray[np.float32]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self.ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the embeddings take."""
-        return sum(block.nbytes for block in (*self.embeds, *self.side_info))
 
 
 def write_segment(folder: Path, items: Items, version: str, backend: Backend) -> SegmentRecord:
@@ -294,41 +266,6 @@ def removed_rows(folder: Path, segment: Segment, generation: int, rows_n: NDArra
         write_array(temporary, np.packbits(~kept_N, bitorder="little"))
     written = file_record(folder / REMOVED / name)
     return segment.record.model_copy(update={"removed": name, "removed_file": written, "n_removed": int((~kept_N).sum())})
-
-
-def check_ids(ids: Sequence[object]) -> None:
-    """Refuse what is no id, and ids that are there twice."""
-    try:  # all at once: a look at each takes as long as copying its embedding
-        if all(map(str.strip, ids)) and not _NO_TEXT.search("".join(ids)) and len(set(ids)) == len(ids):  # type: ignore[arg-type]
-            return
-    except TypeError:
-        pass
-    seen: set[object] = set()
-    for name in ids:
-        if not isinstance(name, str) or not name.strip() or _NO_TEXT.search(name):
-            raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
-        if name in seen:
-            raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
-        seen.add(name)
-
-
-def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
-    """Return metadata as they are stored; refuse what is no JSON object."""
-    if metadata is None:
-        return [None] * len(ids)
-    if len(metadata) != len(ids):
-        raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata; give one for each")
-    texts: list[str | None] = []
-    for name, value in zip(ids, metadata, strict=True):
-        if value is not None and not isinstance(value, dict):
-            raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
-        try:
-            text = None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False)
-            (text or "").encode()
-            texts.append(text)
-        except (TypeError, ValueError) as error:
-            raise XcompatError(f"the metadata of {name!r} cannot be written as JSON: {error}") from None
-    return texts
 
 
 def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.retrieval.adopted import read_state
 from xcompat.retrieval.backend import Backend
+from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
-from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord, VersionRecord, read_manifest, write_manifest
-from xcompat.retrieval.segment import Items, Segment, as_json, check_ids, id_hashes, removed_rows, write_segment
+from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
+from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
 
 FLUSH_BYTES = 2**27
 """Embeddings that wait in memory before they are written to a segment."""
-_UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
 
 
 class Staging:
@@ -195,64 +194,3 @@ class Staging:
             )
         update = {"generation": self.manifest.generation + 1, "by": f"rollback to {generation}"}
         return write_manifest(self.folder, wanted.model_copy(update=update))
-
-
-def check_items(
-    embeds_ND: NDArray[np.float32],
-    ids: Sequence[str],
-    metadata: Sequence[dict[str, Any] | None] | None,
-    side_info_NS: ArrayLike | None,
-    metric: Metric,
-) -> Items:
-    """Check what is to be added, and bring it into the form in which it is stored.
-
-    Args:
-        embeds_ND: (N, d) float32, never changed; for cosines those stored are of length 1.
-        ids: N strings.
-        metadata: N JSON objects or Nones; None for none at all.
-        side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
-        metric: how the gallery compares.
-
-    Returns:
-        One block of items.
-
-    Raises:
-        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or there twice, or metadata are no JSON.
-    """
-    ids = list(ids)
-    side = np.array(side_info_NS, np.float32, ndmin=2) if side_info_NS is not None else None
-    for name, count in (("ids", len(ids)), ("side_info", len(embeds_ND if side is None else side))):
-        if count != len(embeds_ND):
-            raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
-    check_ids(ids)
-    unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
-    if np.may_share_memory(unit_ND, embeds_ND):
-        unit_ND = unit_ND.copy()  # whoever gave them may change them before they are written
-    return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
-
-
-def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Callable[[int], str]) -> NDArray[np.float32]:
-    """Refuse embeddings that cannot be compared; return them, of length 1 where cosines are asked for.
-
-    Args:
-        embeds_ND: (N, d) float32.
-        metric: how the gallery compares.
-        name: says what a row is, for the message.
-
-    Returns:
-        (N, d) float32, the given array where nothing had to be changed.
-
-    Raises:
-        XcompatError: an embedding is zero or not finite.
-    """
-    if embeds_ND.ndim != 2:
-        raise XcompatError(f"embeddings must be a matrix of rows, not an array of shape {embeds_ND.shape}")
-    length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
-    bad = np.flatnonzero(~np.isfinite(length_N) | (length_N == 0 if metric == "cosine" else False))
-    if bad.size:
-        what = "is zero and has no direction" if length_N[bad[0]] == 0 else "is not finite"
-        more = f" ({bad.size - 1} more are like it)" if bad.size > 1 else ""
-        raise XcompatError(f"{name(int(bad[0]))} {what}{more}; leave it out, or embed it again")
-    if metric == "cosine" and np.abs(length_N - 1).max(initial=0) > _UNIT:
-        return embeds_ND / length_N[:, None]
-    return embeds_ND

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.progress import progress_bar, rate_of
+from xcompat.retrieval.items import Items, checked_embeddings
 from xcompat.retrieval.manifest import SegmentRecord, json_checksum
-from xcompat.retrieval.segment import Items, Segment
-from xcompat.retrieval.staging import checked_embeddings
+from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.versions import fits, identity, upgraded_version
 
 if TYPE_CHECKING:

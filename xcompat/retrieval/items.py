@@ -1,0 +1,140 @@
+"""What is to be added to a gallery, checked and brought into the form in which it is stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.retrieval.manifest import Metric
+
+_UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is in no UTF-8
+
+
+@dataclass
+class Items:
+    """Embeddings that wait for a commit.
+
+    Args:
+        embeds: blocks (n, d) float32.
+        ids: one per embedding.
+        metadata: one per embedding: a JSON text, or None.
+        side_info: blocks (n, S) float32; empty when there is none.
+    """
+
+    embeds: list[NDArray[np.float32]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    metadata: list[str | None] = field(default_factory=list)
+    side_info: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the embeddings take."""
+        return sum(block.nbytes for block in (*self.embeds, *self.side_info))
+
+
+def check_items(
+    embeds_ND: NDArray[np.float32],
+    ids: Sequence[str],
+    metadata: Sequence[dict[str, Any] | None] | None,
+    side_info_NS: ArrayLike | None,
+    metric: Metric,
+) -> Items:
+    """Check what is to be added, and bring it into the form in which it is stored.
+
+    Args:
+        embeds_ND: (N, d) float32, never changed; for cosines those stored are of length 1.
+        ids: N strings.
+        metadata: N JSON objects or Nones; None for none at all.
+        side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
+        metric: how the gallery compares.
+
+    Returns:
+        One block of items.
+
+    Raises:
+        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or there twice, or metadata are no JSON.
+    """
+    ids = list(ids)
+    side = np.array(side_info_NS, np.float32, ndmin=2) if side_info_NS is not None else None
+    for name, count in (("ids", len(ids)), ("side_info", len(embeds_ND if side is None else side))):
+        if count != len(embeds_ND):
+            raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
+    check_ids(ids)
+    unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
+    if np.may_share_memory(unit_ND, embeds_ND):
+        unit_ND = unit_ND.copy()  # whoever gave them may change them before they are written
+    return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
+
+
+def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Callable[[int], str]) -> NDArray[np.float32]:
+    """Refuse embeddings that cannot be compared; return them, of length 1 where cosines are asked for.
+
+    Args:
+        embeds_ND: (N, d) float32.
+        metric: how the gallery compares.
+        name: says what a row is, for the message.
+
+    Returns:
+        (N, d) float32, the given array where nothing had to be changed.
+
+    Raises:
+        XcompatError: an embedding is zero or not finite.
+    """
+    if embeds_ND.ndim != 2:
+        raise XcompatError(f"embeddings must be a matrix of rows, not an array of shape {embeds_ND.shape}")
+    length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
+    bad = np.flatnonzero(~np.isfinite(length_N) | (length_N == 0 if metric == "cosine" else False))
+    if bad.size:
+        what = "is zero and has no direction" if length_N[bad[0]] == 0 else "is not finite"
+        more = f" ({bad.size - 1} more are like it)" if bad.size > 1 else ""
+        raise XcompatError(f"{name(int(bad[0]))} {what}{more}; leave it out, or embed it again")
+    if metric == "cosine" and np.abs(length_N - 1).max(initial=0) > _UNIT:
+        return embeds_ND / length_N[:, None]
+    return embeds_ND
+
+
+def check_ids(ids: Sequence[object]) -> None:
+    """Refuse what is no id, and ids that are there twice."""
+    try:  # all at once: a look at each takes as long as copying its embedding
+        if all(map(str.strip, ids)) and not _NO_TEXT.search("".join(ids)) and len(set(ids)) == len(ids):  # type: ignore[arg-type]
+            return
+    except TypeError:
+        pass
+    seen: set[object] = set()
+    for name in ids:
+        if not isinstance(name, str) or not name.strip() or _NO_TEXT.search(name):
+            raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
+        if name in seen:
+            raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
+        seen.add(name)
+
+
+def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
+    """Return metadata as they are stored; refuse what is no JSON object."""
+    if metadata is None:
+        return [None] * len(ids)
+    if len(metadata) != len(ids):
+        raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata; give one for each")
+    texts: list[str | None] = []
+    for name, value in zip(ids, metadata, strict=True):
+        if value is not None and not isinstance(value, dict):
+            raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
+        try:
+            text = None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False)
+            (text or "").encode()
+            texts.append(text)
+        except (TypeError, ValueError) as error:
+            raise XcompatError(f"the metadata of {name!r} cannot be written as JSON: {error}") from None
+    return texts
