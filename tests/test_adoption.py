@@ -17,7 +17,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.methods import ProcrustesConfig, ProcrustesModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery, adopted, adoption
+from xcompat.retrieval import Gallery, adopted, adoption, staging
 from xcompat.retrieval.commands import read_ids
 from xcompat.retrieval.manifest import write_manifest
 
@@ -268,10 +268,10 @@ def test_an_index_that_was_put_back_is_searched_by_the_states_that_know_it(tmp_p
 
 def test_a_resync_that_is_cut_off_is_done_by_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, vectors = grown(tmp_path)
-    for name in ("write_rows", "removed_rows", "write_manifest"):
+    for module, name in ((adoption, "write_rows"), (adoption, "removed_rows"), (staging, "write_manifest")):
         gallery = Gallery.open(tmp_path / "g")
         with monkeypatch.context() as patched:
-            patched.setattr(adoption, name, lambda *_: (_ for _ in ()).throw(OSError("cut off")))
+            patched.setattr(module, name, lambda *_: (_ for _ in ()).throw(OSError("cut off")))
             with pytest.raises(OSError, match="cut off"):
                 gallery.resync(names(N + 3))
         assert Gallery.open(tmp_path / "g").generation == 1

@@ -16,7 +16,7 @@ from test_gallery_leftovers import a_gallery, contents, killed
 
 from xcompat import XcompatError
 from xcompat.errors import GenerationGoneError
-from xcompat.retrieval import Gallery, commands, damage, manifest
+from xcompat.retrieval import Gallery, commands, manifest, snapshot
 
 # ------------------------------------------------------------------------------------------------------------- readers
 
@@ -70,7 +70,7 @@ def test_a_verification_overtaken_by_a_compaction_verifies_what_is_there_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gallery = a_gallery(tmp_path / "gallery")
-    between(monkeypatch, damage, "is_current_whole", Gallery.open(gallery.path).compact)
+    between(monkeypatch, snapshot, "is_current_whole", Gallery.open(gallery.path).compact)
     assert commands.verify(gallery)
     assert "20 items in 1 segments" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(GenerationGoneError, match="open the gallery again"):

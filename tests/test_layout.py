@@ -6,8 +6,10 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import xcompat
@@ -28,6 +30,12 @@ def test_files_and_functions_are_short(path: Path) -> None:
         node.name: node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno - node.lineno >= LONGEST_FUNCTION
     }
     assert not long
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Neither when a function is called nor for a type: what is below does not know what is above."""
+    graph = grimp.build_graph("xcompat")
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
 
 
 def test_what_only_one_layer_may_know_stays_there() -> None:

@@ -32,10 +32,11 @@ from xcompat.retrieval.manifest import (
 )
 from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.segment import Segment, removed_rows, write_rows
+from xcompat.retrieval.snapshot import Snapshot
+from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.versions import stored_version
 
 if TYPE_CHECKING:
-    from xcompat.retrieval.gallery import Gallery
     from xcompat.retrieval.versions import Model
 
 SIGNATURES_FILE = "signatures.npy"
@@ -120,17 +121,17 @@ def _the_same(folder: Path, path: Path, known: Known, items: Items, version: Ver
     return there if same else None
 
 
-def resync_faiss(gallery: Gallery, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> Manifest:
+def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> None:
     """Take over what was added to an adopted index (see :meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
-    manifest = gallery.begin().manifest
+    gallery, manifest = staging.base, staging.base.manifest
     segment = next((segment for segment in gallery.segments if segment.record.adopted is not None), None)
     if segment is None:
         raise XcompatError(f"{gallery.path} holds no adopted index; what is new in it is added with `xcompat gallery add`")
-    old, generation = segment.record, manifest.generation + 1
+    old = segment.record
     path, version = Path(str(old.adopted)), manifest.version(old.version)
     known = look_at(path)
     if known == (old.adopted_file, old.adopted_seen) and known[1].rows == old.rows:
-        return manifest
+        return
     require_readable(path)
     index = open_faiss(path, manifest.metric)
     look = look_through(index, path, known, None)
@@ -143,10 +144,8 @@ def resync_faiss(gallery: Gallery, ids: Sequence[str] | None, metadata: Sequence
         new = new.model_copy(update={"extends": _states(old)})
         if segment.kept is not None:
             extended, gone = Segment(gallery.path, new, gallery.backend), np.flatnonzero(~segment.kept)
-            new = removed_rows(gallery.path, extended, generation, gone)
-    segments = tuple(new if record is old else record for record in manifest.segments)
-    update = {"generation": generation, "segments": segments, "by": "resync"}
-    return write_manifest(gallery.path, manifest.model_copy(update=update))
+            new = removed_rows(gallery.path, extended, manifest.generation + 1, gone)
+    staging.publish("resync", segments=tuple(new if record is old else record for record in manifest.segments))
 
 
 def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> Look:
@@ -276,7 +275,7 @@ def _require_first(index: FaissIndex, look: Look, segment: Segment, version: Ver
 
 
 def _all_items(
-    gallery: Gallery,
+    gallery: Snapshot,
     segment: Segment,
     ids: Sequence[str] | None,
     metadata: Sequence[dict[str, Any] | None] | None,

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xcompat.files import files_below
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import forget_earlier
 from xcompat.retrieval.segment import BLOCK, Segment
-from xcompat.retrieval.staging import FLUSH_BYTES
-
-if TYPE_CHECKING:
-    from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.snapshot import Snapshot
+from xcompat.retrieval.staging import FLUSH_BYTES, Staging
 
 
-def compact_gallery(gallery: Gallery) -> int:
+def compact_gallery(staging: Staging) -> None:
     """Join small segments, drop removed rows, and delete whatever only earlier generations name.
 
     Args:
-        gallery: the gallery.
-
-    Returns:
-        Bytes that were freed.
+        staging: of the gallery.
     """
-    before = _size(gallery.path)
-    staging = gallery.begin()
+    gallery = staging.base
     untidy = _untidy(gallery)
     with progress_bar() as bar:
         task = bar.add_task(f"compacting {gallery.path.name}", total=sum(map(len, untidy)), rate="")
@@ -37,13 +30,11 @@ def compact_gallery(gallery: Gallery) -> int:
                     rate_of(bar, task, len(rows_n), "embeddings")
                     staging.flush_if_large()
             staging.flush()
-    gallery.show(staging.commit("compact", [segment.record.name for segment in untidy]))
-    forget_earlier(gallery.path, gallery.generation)
+    forget_earlier(gallery.path, staging.commit("compact", [segment.record.name for segment in untidy]).generation)
     clear(gallery.path, gallery.backend)
-    return before - _size(gallery.path)
 
 
-def _untidy(gallery: Gallery) -> list[Segment]:
+def _untidy(gallery: Snapshot) -> list[Segment]:
     """Return the segments that are worth writing anew: with removed rows, of another index, or small ones beside others."""
     found = []
     for segment in gallery.segments:
@@ -56,5 +47,6 @@ def _untidy(gallery: Gallery) -> list[Segment]:
     return found
 
 
-def _size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
+    """Return the bytes of all files of a gallery."""
     return sum(path.stat().st_size for path in files_below(folder) if path.is_file())

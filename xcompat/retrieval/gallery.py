@@ -7,30 +7,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.adopted import read_state
-from xcompat.retrieval.backend import check_place, open_backend
+from xcompat.retrieval.adoption import adopt_faiss, resync_faiss
+from xcompat.retrieval.backend import check_place
+from xcompat.retrieval.compaction import compact_gallery, folder_size
 from xcompat.retrieval.items import check_items
 from xcompat.retrieval.leftovers import making, require_empty
-from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, require_generation, write_manifest
-from xcompat.retrieval.merging import Merge
-from xcompat.retrieval.searching import Hit, Search
-from xcompat.retrieval.segment import Segment, id_hashes
+from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_manifest
+from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
+from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
 from xcompat.retrieval.versions import stored_embeddings, stored_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
-    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
-class Gallery:
+class Gallery(Snapshot):
     """A folder of embeddings; make one with :meth:`create`, read one with :meth:`open`.
+
+    It is read as the last state that it has seen: what was there when it was opened, and then what it commits itself.
 
     What is added or removed becomes visible with :meth:`commit`, to this object and to everyone who opens the gallery later. A
     process that is killed leaves the last committed state. Any number of processes may read while one writes.
@@ -40,7 +40,8 @@ class Gallery:
         manifest: a committed state.
 
     Example:
-        >>> import tempfile
+        >>> import numpy as np, tempfile
+        >>> from xcompat import Fingerprint
         >>> made = Gallery.create(tempfile.mkdtemp() + "/g", Fingerprint.from_string("clip"), dim=3)
         >>> made.add(np.eye(3, dtype=np.float32), ids=["x", "y", "z"])
         >>> _ = made.commit()
@@ -49,16 +50,12 @@ class Gallery:
     """
 
     def __init__(self, path: str | Path, manifest: Manifest) -> None:
-        self.path = Path(path)
+        super().__init__(path, manifest)
         self._staging: Staging | None = None
-        self.show(manifest)
 
     def show(self, manifest: Manifest) -> None:
         """Show a committed state from now on."""
-        self.manifest = manifest
-        self.backend = open_backend(manifest)
-        self.segments = [Segment(self.path, record, self.backend) for record in manifest.segments]
-        self._samples: dict[str, NDArray[np.float32]] = {}
+        super().__init__(self.path, manifest)
 
     @classmethod
     def create(
@@ -120,8 +117,6 @@ class Gallery:
         Raises:
             XcompatError: the index cannot be read, is of another dimension, holds what is not finite, or a vector has no id.
         """
-        from xcompat.retrieval.adoption import adopt_faiss
-
         return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
 
     def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[dict[str, Any] | None] | None = None) -> int:
@@ -137,10 +132,8 @@ class Gallery:
         Raises:
             XcompatError: vectors that are known were removed, altered or moved, ids do not fit, or another process writes.
         """
-        from xcompat.retrieval.adoption import resync_faiss
-
-        with self:
-            self.show(resync_faiss(self, ids, metadata))
+        with self._rewriting() as staging:
+            resync_faiss(staging, ids, metadata)
         return self.generation
 
     @classmethod
@@ -156,68 +149,24 @@ class Gallery:
         """
         return cls(path, read_state(Path(path), generation))
 
-    # ------------------------------------------------------------------------------------------------------- content
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return self.manifest.rows
-
-    @property
-    def generation(self) -> int:
-        """Number of the state that this object shows."""
-        return self.manifest.generation
-
-    @property
-    def metric(self) -> Metric:
-        """How embeddings are compared."""
-        return self.backend.metric
-
-    @property
-    def versions(self) -> list[Fingerprint]:
-        """The models whose embeddings are there, or the one it was made for while it is empty."""
-        return [version.fingerprint for version in self.manifest.present() or self.manifest.versions[:1]]
-
-    def counts(self) -> dict[Fingerprint, int]:
-        """Return how many items there are of each version."""
-        totals = dict.fromkeys(self.versions, 0)
-        for record in self.manifest.segments:
-            totals[self.manifest.version(record.version).fingerprint] += record.rows - record.n_removed
-        return totals
-
-    def find(self, ids: Sequence[str]) -> list[Fingerprint | None]:
-        """Return which model embedded each of some items; None for ids that are not there."""
-        found: list[Fingerprint | None] = [None] * len(ids)
-        hashes_N = id_hashes(ids)
-        for segment in self.segments:
-            version = self.manifest.version(segment.record.version).fingerprint
-            with self.reading():
-                for position in segment.rows_of(ids, hashes_N)[0].tolist():
-                    found[position] = version
-        return found
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Say of what cannot be read that this state was compacted away, where it was (:class:`GenerationGoneError`)."""
-        try:
-            yield
-        except (XcompatError, OSError):
-            require_generation(self.path, self.generation)
-            raise
-
     # ------------------------------------------------------------------------------------------------------- writing
 
     def staging(self) -> Staging:
         """Return the changes that wait for a commit, taking the writer's lock with the first."""
         if self._staging is None:
-            self._staging = Staging(self.path, self.backend)
+            self._staging = Staging(self.path)
         return self._staging
 
-    def begin(self) -> Staging:
-        """Commit what waits, take the writer's lock and show the newest state: for changes of all that is there."""
-        self.commit()
-        staging = self.staging()
-        self.show(staging.manifest)
-        return staging
+    @contextmanager
+    def _rewriting(self) -> Iterator[Staging]:
+        """Commit what waits, hold the writer's lock for a change of all that is there, and show what becomes of it."""
+        with self:
+            self.commit()
+            staging = self.staging()
+            try:
+                yield staging
+            finally:
+                self.show(staging.manifest)
 
     def add(
         self,
@@ -281,11 +230,6 @@ class Gallery:
             self.close()
         return self.generation
 
-    def publish(self, by: str, dropped: Sequence[str]) -> None:
-        """Commit new segments in the place of others (see :meth:`Staging.commit`)."""
-        self.show(self.staging().commit(by, dropped))
-        self.close()
-
     def close(self) -> None:
         """Forget changes that were not committed, and let others write."""
         if self._staging is not None:
@@ -331,10 +275,10 @@ class Gallery:
             XcompatError: the model maps no galleries, nothing that it maps is here, or another process writes.
             FingerprintMismatchError: something is here that it neither maps nor searches.
         """
-        from xcompat.retrieval.upgrading import upgrade_gallery
-
         with self:
-            return upgrade_gallery(self, model, batch_size)
+            segments_to_map(self, model)  # refused before what waits is committed
+            with self._rewriting() as staging:
+                return upgrade_gallery(staging, model, batch_size)
 
     def compact(self) -> int:
         """Join small segments, drop removed rows, and forget every earlier generation.
@@ -342,60 +286,11 @@ class Gallery:
         Returns:
             Bytes that were freed.
         """
-        from xcompat.retrieval.compaction import compact_gallery
-
-        with self:
-            return compact_gallery(self)
+        before = folder_size(self.path)
+        with self._rewriting() as staging:
+            compact_gallery(staging)
+        return before - folder_size(self.path)
 
     def generations(self) -> list[Manifest]:
         """Return every state that can be opened or rolled back to, the oldest first."""
         return kept_manifests(self.path)
-
-    def verify(self) -> None:
-        """Read every file and compare it with what was written.
-
-        Raises:
-            XcompatError: naming each that is missing, truncated or altered. Vectors in a Milvus are counted, not compared.
-        """
-        if wrong := self.damage():
-            raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
-
-    def damage(self) -> list[str]:
-        """Return what :meth:`verify` finds, one line for each file; empty when the gallery is whole."""
-        from xcompat.retrieval.damage import find_damage
-
-        return find_damage(self)
-
-    # ----------------------------------------------------------------------------------------------------- searching
-
-    def search(
-        self,
-        embeds_QD: ArrayLike,
-        model_or_fingerprint: Model,
-        top_k: int = 10,
-        where: dict[str, Any] | None = None,
-        merge: Merge = "standardised",
-        parameters: str | None = None,
-        old_queries: OldQueries | None = None,
-    ) -> list[list[Hit]]:
-        """Find the nearest items of each query, in the view that the query's model shares with each stored version.
-
-        Args:
-            embeds_QD: (Q, D) what the model makes of the queries.
-            model_or_fingerprint: the query model; a fingerprint stands for vectors that are compared as they are.
-            top_k: most hits for each query.
-            where: keys and values (or lists of values) that an item's metadata must have.
-            merge: how versions become one ranking, see :func:`~xcompat.retrieval.merging.merge_candidates`.
-            parameters: how hard approximate indexes look, such as ``nprobe=32,efSearch=128``.
-            old_queries: what is asked instead where the model is not sure.
-
-        Returns:
-            Hits for each query, the best first.
-
-        Raises:
-            FingerprintMismatchError: the model is not compatible with a version that is stored here.
-            XcompatError: a query is zero or not finite, or of another dimension, or ``top_k`` is less than 1.
-        """
-        search = Search(self.segments, self.manifest, self._samples)
-        with self.reading():
-            return search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries)

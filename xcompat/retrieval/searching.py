@@ -45,11 +45,11 @@ class Search:
     Args:
         segments: of the gallery.
         manifest: its state.
-        samples: kept between searches: digest of a version -> some of its embeddings.
     """
 
-    def __init__(self, segments: Sequence[Segment], manifest: Manifest, samples: dict[str, NDArray[np.float32]]) -> None:
-        self.segments, self.manifest, self._samples = segments, manifest, samples
+    def __init__(self, segments: Sequence[Segment], manifest: Manifest) -> None:
+        self.segments, self.manifest = segments, manifest
+        self._samples: dict[str, NDArray[np.float32]] = {}
 
     def find(
         self,
@@ -61,7 +61,7 @@ class Search:
         parameters: str | None,
         old_queries: OldQueries | None,
     ) -> list[list[Hit]]:
-        """See :meth:`xcompat.retrieval.gallery.Gallery.search`."""
+        """See :meth:`xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         if parameters is not None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.retrieval.adopted import read_state
-from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
 from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
+from xcompat.retrieval.snapshot import Snapshot
 
 FLUSH_BYTES = 2**27
 """Embeddings that wait in memory before they are written to a segment."""
@@ -25,30 +26,32 @@ FLUSH_BYTES = 2**27
 class Staging:
     """Changes to a gallery that nobody sees before they are committed. While it lives no other process can write.
 
+    They are changes of :attr:`base`, the state of the last writer, who may have come after the gallery was opened.
+
     Args:
         folder: the gallery.
-        backend: where vectors are searched.
 
     Raises:
         XcompatError: another process is writing.
     """
 
-    def __init__(self, folder: Path, backend: Backend) -> None:
-        self.folder, self.backend = folder, backend
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = lock_writer(folder)
         try:
-            self.manifest = read_manifest(folder)  # of the last writer, who may have come after this gallery was opened
+            self.base = Snapshot(folder, read_manifest(folder))
             with suppress(XcompatError, OSError):  # what cannot be tidied up now is for the next writer
-                clear(folder, backend)
+                clear(folder, self.base.backend)
         except BaseException:
             self.release()
             raise
+        self.manifest, self.backend = self.base.manifest, self.base.backend
         self._pending: dict[str, Items] = {}
         self._pending_ids: set[str] = set()
         self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
         self._written: list[SegmentRecord] = []
         self._removed: dict[str, NDArray[np.int64]] = {}
-        self._segments = {record.name: Segment(folder, record, backend) for record in self.manifest.segments}
+        self._segments = {segment.record.name: segment for segment in self.base.segments}
 
     @property
     def is_empty(self) -> bool:
@@ -166,11 +169,22 @@ class Staging:
                 record = removed_rows(self.folder, self._segments[record.name], generation, rows)
             if record.name not in gone and record.n_removed < record.rows:
                 records.append(record)
-        manifest = self.manifest.model_copy(
-            update={"generation": generation, "versions": tuple(self._versions.values()), "segments": tuple(records), "by": by}
-        )
-        self.manifest = write_manifest(self.folder, manifest)
+        self.publish(by, versions=tuple(self._versions.values()), segments=tuple(records))
         self._written, self._removed = [], {}
+        return self.manifest
+
+    def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
+        """Write the next generation.
+
+        Args:
+            by: what made it.
+            state: what differs from the generation before.
+
+        Returns:
+            The manifest.
+        """
+        update = {**state, "generation": self.manifest.generation + 1, "by": by}
+        self.manifest = write_manifest(self.folder, self.manifest.model_copy(update=update))
         return self.manifest
 
     def roll_back(self, generation: int) -> Manifest:
@@ -192,5 +206,4 @@ class Staging:
                 f"generation {generation} of {self.folder} cannot be returned to: {'; '.join(missing)}; put that back, or choose "
                 f"another generation"
             )
-        update = {"generation": self.manifest.generation + 1, "by": f"rollback to {generation}"}
-        return write_manifest(self.folder, wanted.model_copy(update=update))
+        return self.publish(f"rollback to {generation}", versions=wanted.versions, segments=wanted.segments)

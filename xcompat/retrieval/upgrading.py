@@ -16,11 +16,12 @@ from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.items import Items, checked_embeddings
 from xcompat.retrieval.manifest import SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Segment
+from xcompat.retrieval.snapshot import Snapshot
+from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.versions import fits, identity, upgraded_version
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
-    from xcompat.retrieval.gallery import Gallery
 
 ROWS_TRIED = 4096
 """Embeddings that are mapped to estimate how long all will take."""
@@ -52,7 +53,7 @@ class _Progress(BaseModel):
     checksum: str = ""
 
 
-def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
+def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
     """Estimate an upgrade without changing anything.
 
     Args:
@@ -65,7 +66,7 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     Raises:
         XcompatError: the model maps no galleries, or the gallery holds nothing that it maps, or what it cannot search beside it.
     """
-    segments = _sources(gallery, model)
+    segments = segments_to_map(gallery, model)
     items = sum(map(len, segments))
     with gallery.reading():
         _, first = next(segments[0].blocks(ROWS_TRIED))
@@ -75,11 +76,11 @@ def plan_upgrade(gallery: Gallery, model: CompatModel) -> Plan:
     return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
 
 
-def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> int:
+def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int) -> int:
     """Map every embedding that the model maps, and commit.
 
     Args:
-        gallery: the gallery.
+        staging: of the gallery.
         model: a model that maps galleries.
         batch_size: embeddings in memory at a time.
 
@@ -87,15 +88,13 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
         How many were mapped.
 
     Raises:
-        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or what it cannot search beside it,
-            or another process writes.
+        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or what it cannot search beside it.
     """
-    _sources(gallery, model)  # refused before what waits is committed
-    staging = gallery.begin()
-    segments = _sources(gallery, model)
+    gallery = staging.base
+    segments = segments_to_map(gallery, model)
     version = upgraded_version(model)
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
-    progress = _begun(gallery, journal, staging.manifest.generation)
+    progress = _begun(gallery, journal)
     staging.take(progress.records, [version])
     total = sum(map(len, segments))
     with progress_bar() as bar:
@@ -110,13 +109,18 @@ def upgrade_gallery(gallery: Gallery, model: CompatModel, batch_size: int) -> in
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
             _record(journal, progress, segment, segment.record.rows, staging.flush())
-    gallery.publish(f"upgrade to {version.name}", [segment.record.name for segment in segments])
+    staging.commit(f"upgrade to {version.name}", [segment.record.name for segment in segments])
     journal.unlink(missing_ok=True)
     return total
 
 
-def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
-    """Return the segments whose embeddings the model maps: the old model's, and those that newer ones stored in its space."""
+def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
+    """Return the segments whose embeddings a model maps: the old model's, and those that newer ones stored in its space.
+
+    Raises:
+        XcompatError: the model maps no galleries.
+        FingerprintMismatchError: the gallery holds nothing that it maps, or what it cannot search beside it.
+    """
     if not model.maps_galleries:
         raise XcompatError(
             f"{type(model).__name__} maps queries, not galleries: its queries search this gallery as it is; "
@@ -140,7 +144,7 @@ def _sources(gallery: Gallery, model: CompatModel) -> list[Segment]:
     return [segment for segment in gallery.segments if segment.record.version in mapped]
 
 
-def _mapped(model: CompatModel, items: Items, gallery: Gallery, source: Segment) -> Items:
+def _mapped(model: CompatModel, items: Items, gallery: Snapshot, source: Segment) -> Items:
     """Map a block; side-information that the model has no use for is left behind."""
     import torch
 
@@ -163,15 +167,15 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
     write_json(journal, told | {"checksum": json_checksum(told)})
 
 
-def _begun(gallery: Gallery, journal: Path, generation: int) -> _Progress:
+def _begun(gallery: Snapshot, journal: Path) -> _Progress:
     """Return how far an upgrade got; nowhere if the gallery or a file of it has changed since, or what was written is gone."""
-    fresh = _Progress(generation=generation)
+    fresh = _Progress(generation=gallery.generation)
     try:
         told = read_json(journal)
         found = _Progress(**told)
     except (XcompatError, TypeError, ValueError):  # there is none, or it is damaged
         return fresh
-    if found.generation != generation or found.checksum != json_checksum(told):
+    if found.generation != gallery.generation or found.checksum != json_checksum(told):
         return fresh
     whole = not any(Segment(gallery.path, record, gallery.backend).damaged() for record in found.records)
     return found if whole else fresh
