@@ -16,7 +16,7 @@ from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.merging import Candidates, merge_candidates
+from xcompat.retrieval.searching import Candidates, merge_candidates
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import upgraded_version
 

@@ -24,7 +24,7 @@ from xcompat.data import LabelledSource, load_labelled
 from xcompat.evaluation import paired_bootstrap
 from xcompat.models.embedder import load_embedder
 from xcompat.report.plots import figure_png
-from xcompat.retrieval.merging import SAMPLE, Candidates, Merge, merge_candidates
+from xcompat.retrieval.searching import SAMPLE, Candidates, Merge, merge_candidates
 from xcompat.training.caches import cached_images
 
 SHARED = Path("../shared")

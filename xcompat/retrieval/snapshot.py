@@ -13,8 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.manifest import CURRENT, Manifest, Metric, is_current_whole, require_generation
-from xcompat.retrieval.merging import Merge
-from xcompat.retrieval.searching import Hit, Search
+from xcompat.retrieval.searching import Hit, Merge, Search
 from xcompat.retrieval.segment import Segment, id_hashes
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class Snapshot:
             model_or_fingerprint: the query model; a fingerprint stands for vectors that are compared as they are.
             top_k: most hits for each query.
             where: keys and values (or lists of values) that an item's metadata must have.
-            merge: how versions become one ranking, see :func:`~xcompat.retrieval.merging.merge_candidates`.
+            merge: how versions become one ranking, see :func:`~xcompat.retrieval.searching.merge_candidates`.
             parameters: how hard approximate indexes look, such as ``nprobe=32,efSearch=128``.
             old_queries: what is asked instead where the model is not sure.
 
