@@ -17,7 +17,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.methods import ProcrustesConfig, ProcrustesModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery, adopted, adoption, staging
+from xcompat.retrieval import Gallery, adopted_index, adoption, staging
 from xcompat.retrieval.commands import read_ids
 from xcompat.retrieval.manifest import write_manifest
 
@@ -151,7 +151,7 @@ def test_a_copy_with_another_time_is_the_same_index(tmp_path: Path, monkeypatch:
     later(own)
     assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
     assert Gallery.open(tmp_path / "g").resync() == 1 and Gallery.open(tmp_path / "g").resync() == 1
-    monkeypatch.setattr(adopted, "_checksum", lambda *_: pytest.fail("all of the file is read"))
+    monkeypatch.setattr(adopted_index, "_checksum", lambda *_: pytest.fail("all of the file is read"))
     assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
     assert found(Gallery.open(tmp_path / "g", 0), unit(N, d, 0)[[9]]) == [["i9"]]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from xcompat import Fingerprint, XbtModel
 from xcompat.data.schema import ID
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, filling
+from xcompat.retrieval import Gallery, ingestion
 from xcompat.retrieval.backfilling import Backfill, remaining_rows
-from xcompat.retrieval.filling import add_pictures, load_pictures
+from xcompat.retrieval.ingestion import add_pictures, load_pictures
 
 ITEMS = 30
 OLD, NEW = Fingerprint.from_string("old"), Fingerprint.from_string("new")
@@ -70,9 +70,9 @@ def test_budgets_go_on_in_one_order(gallery: Gallery, photos: Path, newer: Embed
 def test_a_backfill_that_was_killed_ends_as_one_run_does(
     gallery: Gallery, photos: Path, newer: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "COMMIT_EVERY", -1.0)
-    monkeypatch.setattr(filling, "ADDED_AT_ONCE", 1)
-    monkeypatch.setattr(filling, "images_per_batch", lambda *_: 4)
+    monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
+    monkeypatch.setattr(ingestion, "ADDED_AT_ONCE", 1)
+    monkeypatch.setattr(ingestion, "images_per_batch", lambda *_: 4)
     plan, embed, calls = Backfill(gallery, photos, newer, 20), newer.embed, []
 
     def dies_after(batch: dict[str, Tensor]) -> Tensor:

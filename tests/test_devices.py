@@ -25,9 +25,9 @@ from xcompat.data import load_pairs
 from xcompat.embedding import decoding, embed_images, embed_texts
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, filling
+from xcompat.retrieval import Gallery, ingestion
 from xcompat.retrieval.commands import query_embeddings
-from xcompat.retrieval.filling import add_pictures, load_pictures
+from xcompat.retrieval.ingestion import add_pictures, load_pictures
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.stage_recipe import StageRecipe
@@ -152,8 +152,8 @@ def test_caches_of_a_gpu_hold_what_a_cpu_s_hold(elsewhere: Elsewhere, pairs_fold
 def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
     batches: int, elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "images_per_batch", lambda *_: 3)
-    monkeypatch.setattr(filling, "ADDED_BY_A_GPU", 3 * batches)
+    monkeypatch.setattr(ingestion, "images_per_batch", lambda *_: 3)
+    monkeypatch.setattr(ingestion, "ADDED_BY_A_GPU", 3 * batches)
     pictures = load_pictures(pairs_folder)
     made = []
     for number, embedder in enumerate((elsewhere, plain(elsewhere))):

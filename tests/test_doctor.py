@@ -18,8 +18,8 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands, doctor
 from xcompat.retrieval.doctor import Finding, examine, wilson
-from xcompat.retrieval.filling import load_pictures
-from xcompat.retrieval.variants import FACTORS, Preparation, own_preparation
+from xcompat.retrieval.ingestion import load_pictures
+from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
 
 COUNT = 100
 

@@ -26,8 +26,8 @@ from xcompat.data import iterate_images
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.doctor import Finding, examine
-from xcompat.retrieval.filling import load_pictures
-from xcompat.retrieval.variants import own_preparation
+from xcompat.retrieval.ingestion import load_pictures
+from xcompat.retrieval.preprocessing import own_preparation
 
 SHARED = Path("../shared")
 OWN, OTHER = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))

@@ -14,9 +14,9 @@ from xcompat.models.base import CompatModel
 from xcompat.ownership import owned_path, require_replaceable
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
+from xcompat.retrieval.integrity import require_whole
 from xcompat.retrieval.manifest import SEGMENTS, read_manifest
 from xcompat.retrieval.probing import require_readable
-from xcompat.retrieval.wholeness import require_whole
 
 MADE_BY = "export faiss"
 

@@ -15,7 +15,7 @@ from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, write_array
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.adopted import look_at, stamp_of
+from xcompat.retrieval.adopted_index import look_at, stamp_of
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
 from xcompat.retrieval.items import Items, as_json, check_ids

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError, nearest
-from xcompat.retrieval.adopted import open_adopted
+from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 

@@ -15,8 +15,8 @@ from xcompat.distributed import from_main_process
 from xcompat.embedding import embed_rows, images_per_batch
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
-from xcompat.retrieval.filling import Added, add_rows, load_pictures
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.ingestion import Added, add_rows, load_pictures
 from xcompat.retrieval.segment import id_hashes
 
 IMAGES_TRIED = 64

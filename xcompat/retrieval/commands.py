@@ -23,8 +23,8 @@ from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.doctor import Finding, examine
 from xcompat.retrieval.faiss_index import EXACT
 from xcompat.retrieval.fallback import Fallback, OldQueries
-from xcompat.retrieval.filling import add_pictures, load_pictures
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.ingestion import add_pictures, load_pictures
 from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views

@@ -21,10 +21,10 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
-from xcompat.retrieval.filling import load_pictures
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.ingestion import load_pictures
+from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, own_preparation
 from xcompat.retrieval.segment import Segment, id_hashes
-from xcompat.retrieval.variants import Preparation, nearest_preparation, own_preparation
 
 SAMPLE = 400
 """Pictures of each version that are embedded anew: 1 % of another origin among them is missed once in 55 times."""

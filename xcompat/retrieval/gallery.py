@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from numpy.typing import ArrayLike
 
 from xcompat.errors import XcompatError
-from xcompat.retrieval.adopted import read_state
+from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.adoption import adopt_faiss, resync_faiss
 from xcompat.retrieval.backend import check_place
 from xcompat.retrieval.compaction import compact_gallery, folder_size

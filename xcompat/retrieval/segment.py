@@ -16,9 +16,9 @@ from xcompat.checksums import difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
+from xcompat.retrieval.integrity import MENDING, require_whole
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
-from xcompat.retrieval.wholeness import MENDING, require_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
-from xcompat.retrieval.adopted import read_state
+from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer

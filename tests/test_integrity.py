@@ -12,9 +12,9 @@ import pytest
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.checksums import FileRecord
-from xcompat.retrieval import Gallery, faiss_index, wholeness
+from xcompat.retrieval import Gallery, faiss_index, integrity
+from xcompat.retrieval.integrity import CHECKED
 from xcompat.retrieval.manifest import read_manifest
-from xcompat.retrieval.wholeness import CHECKED
 
 CLIP = Fingerprint.from_string("clip")
 
@@ -114,32 +114,32 @@ def test_a_manifest_that_is_none_is_one_line(text: str, gallery: Path) -> None:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files as they are read in full, where every file is a large one."""
     names: list[str] = []
-    plain: Callable[[Path, FileRecord], list[str]] = wholeness.difference
+    plain: Callable[[Path, FileRecord], list[str]] = integrity.difference
 
     def difference(path: Path, record: FileRecord) -> list[str]:
         names.append(path.name)
         return plain(path, record)
 
-    monkeypatch.setattr(wholeness, "difference", difference)
-    monkeypatch.setattr(wholeness, "LARGE", 0)
+    monkeypatch.setattr(integrity, "difference", difference)
+    monkeypatch.setattr(integrity, "LARGE", 0)
     return names
 
 
 def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compared: list[str]) -> None:
-    wholeness._compared.clear()
+    integrity._compared.clear()
     use(gallery)
     assert sorted(compared) == sorted({*compared}) and "index.faiss" in compared
     compared.clear()
-    wholeness._compared.clear()  # as another process finds it
+    integrity._compared.clear()  # as another process finds it
     use(gallery)
     assert not compared
     (index,) = gallery.glob("segments/*/index.faiss")
     flip(index)
-    wholeness._compared.clear()
+    integrity._compared.clear()
     with pytest.raises(XcompatError, match="index.faiss has changed"):
         use(gallery)
     flip(index)
-    wholeness._compared.clear()
+    integrity._compared.clear()
     use(gallery)
     assert compared == ["index.faiss", "index.faiss"]
 
@@ -148,7 +148,7 @@ def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compa
 def test_what_is_remembered_may_be_lost_or_damaged(found: bytes, gallery: Path, compared: list[str]) -> None:
     use(gallery)
     (gallery / CHECKED).write_bytes(found)
-    wholeness._compared.clear()
+    integrity._compared.clear()
     compared.clear()
     use(gallery)
     assert "index.faiss" in compared
