@@ -1,8 +1,10 @@
-"""A folder to the Hub in one commit, refused where it would replace another model."""
+"""A model to the Hub in one commit, with its card, refused where it would replace another model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
@@ -11,13 +13,73 @@ from huggingface_hub.errors import RevisionNotFoundError
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
 from xcompat.files import files_below, read_json, write_json
-from xcompat.hub.endpoint import PUSHED, HubModel, Repository, hub_errors, public_name, published, read_repository
+from xcompat.hub.card import ModelFacts, RunFacts, model_card
+from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, published, read_repository
 
 CONFIG = "config.json"
 _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 
 
-def lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
+def push_model(
+    repo: str,
+    model: ModelFacts,
+    config: dict[str, Any],
+    write: Callable[[Path], object],
+    run: RunFacts | None = None,
+    *,
+    private: bool | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    license: str | None = None,  # noqa: A002 - the Hub's word
+    tags: Sequence[str] = (),
+    token: str | bool | None = None,
+    **commit: Any,  # noqa: ANN401 - huggingface_hub's own
+) -> CommitInfo:
+    """Push a model with its preprocessing and its card, without this machine's folders; another model is not replaced.
+
+    Args:
+        repo: ``user/name``, or a name of one's own.
+        model: what its card says of it.
+        config: of a compatible model, or of a plain encoder.
+        write: writes all files of the model but the card to a folder.
+        run: what the card says of how it was made.
+        private: whether a new repository is private; unless given, it is where the base is gated or private.
+        overwrite: whether another model that is there may be replaced, and files beside it go.
+        revision: the branch, made if missing; None for the default one.
+        license: what the card states.
+        tags: of the card, beside its own.
+        token: to be known by; None for the one of `hf auth login`.
+        commit: ``commit_message``, ``commit_description`` and ``create_pr``, as huggingface_hub takes them.
+
+    Returns:
+        The commit: its address, as text.
+
+    Raises:
+        XcompatError: another model is there, naming what differs; or the Hub refuses or cannot be reached.
+    """
+    base = model.look_up_base(token)
+    private = True if private is None and base is not None and base.restricted else private
+    lineage = _lineage_of(config, model.fingerprint.digest if model.fingerprint is not None else None)
+    repo = _open_repository(repo, lineage, private, revision, overwrite, token)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        write(folder)
+        _hide_paths(folder)
+        model_card(repo, model, base, run, license, tags).save(folder / "README.md")
+        return _upload(folder, repo, revision, overwrite, token, **commit)
+
+
+def record_push(folder: str | Path, commit: CommitInfo) -> None:
+    """Note beside a model where it was pushed to, so that newer models name that place in the place of the folder.
+
+    Args:
+        folder: of the model.
+        commit: what :func:`push_model` returned.
+    """
+    write_json(Path(folder) / PUSHED, {"name": commit.repo_url.repo_id, "revision": commit.oid})
+
+
+def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
     """Return what stays the same when a run is trained on, merged or pushed in another form.
 
     Args:
@@ -34,30 +96,10 @@ def lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any
     return {"method": method, "dimension": config.get("embedding_dim"), **described}
 
 
-def open_repository(
-    repo: str,
-    lineage: dict[str, Any],
-    private: bool | None,
-    revision: str | None,
-    overwrite: bool,
-    token: str | bool | None = None,
+def _open_repository(
+    repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool, token: str | bool | None
 ) -> str:
-    """Make a repository if it is missing, and refuse one that holds another model.
-
-    Args:
-        repo: ``user/name``, or a name of one's own.
-        lineage: of the model to push.
-        private: whether a new repository is private; None for the Hub's default.
-        revision: the branch; None for the default one.
-        overwrite: whether another model may be replaced.
-        token: to be known by; None for the one of `hf auth login`.
-
-    Returns:
-        Its name with the user's.
-
-    Raises:
-        XcompatError: it holds another model, naming what differs; or the Hub refuses or cannot be reached.
-    """
+    """Make a repository if it is missing, and refuse one that holds another model; return its name with the user's."""
     with hub_errors(repo):
         api = HfApi(library_name="xcompat", token=token)
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
@@ -69,7 +111,7 @@ def open_repository(
         if strange := sorted(content.files - _BESIDE_A_MODEL):
             raise XcompatError(f"{repo} holds something else, such as {strange[0]}; {mend}")
         return repo
-    held = lineage_of(content.config, content.fingerprint)
+    held = _lineage_of(content.config, content.fingerprint)
     for key in {**held, **lineage}:
         there, own = held.get(key), lineage.get(key)
         if there != own:
@@ -90,23 +132,9 @@ def _short(value: object) -> str:
     return text[:12] if len(text) == 64 else text
 
 
-def visibility(base: HubModel | None, private: bool | None) -> bool | None:
-    """Return whether a new repository is private: as asked, else as its base is; None leaves it to the Hub.
-
-    Args:
-        base: what the Hub says of the model it was made from; None where it knows none.
-        private: what the user asked for; None for nothing.
-    """
-    return True if private is None and base is not None and base.restricted else private
-
-
-def hide_paths(folder: str | Path) -> None:
-    """Rewrite ``config.json`` so that no model is called by a folder of this machine, but by its name on the Hub if it has one.
-
-    Args:
-        folder: of a checkpoint.
-    """
-    file = Path(folder) / CONFIG
+def _hide_paths(folder: Path) -> None:
+    """Rewrite ``config.json``: no model is called by a folder of this machine, but by its name on the Hub if it has one."""
+    file = folder / CONFIG
     if file.exists():
         write_json(file, _hidden(read_json(file)))
         record_model(folder)
@@ -121,34 +149,19 @@ def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
     return public_name(value) if key in ("name", "_name_or_path") and isinstance(value, str) and value else value
 
 
-def record_push(folder: str | Path, repo: str, commit: CommitInfo) -> None:
-    """Note beside a model where it was pushed to, so that newer models name that place in the place of the folder.
-
-    Args:
-        folder: of the model.
-        repo: where it went.
-        commit: what :func:`upload` returned.
-    """
-    write_json(Path(folder) / PUSHED, {"name": repo, "revision": commit.oid})
-
-
-def upload(folder: str | Path, repo: str, revision: str | None = None, replace: bool = False, **commit: Any) -> CommitInfo:  # noqa: ANN401
+def _upload(
+    folder: Path,
+    repo: str,
+    revision: str | None,
+    replace: bool,
+    token: str | bool | None,
+    **commit: Any,  # noqa: ANN401 - huggingface_hub's own
+) -> CommitInfo:
     """Push every file of a folder in one commit; what a broken push has sent already is not sent again.
 
-    Args:
-        folder: a checkpoint with its card.
-        repo: ``user/name``.
-        revision: the branch, made if missing; None for the default one.
-        replace: whether files of the repository that are not in the folder go; without it only weights do.
-        commit: ``commit_message``, ``commit_description``, ``create_pr`` and ``token``, as huggingface_hub takes them.
-
-    Returns:
-        The commit: its address, as text.
-
-    Raises:
-        XcompatError: the Hub refuses or cannot be reached.
+    Files of the repository that are not in the folder go with ``replace``; without it only weights do.
     """
-    folder, api = Path(folder), HfApi(library_name="xcompat", token=commit.pop("token", None))
+    api = HfApi(library_name="xcompat", token=token)
     commit["commit_message"] = commit.get("commit_message") or "Upload model"
     with hub_errors(repo):
         if revision is not None and not revision.startswith("refs/pr"):

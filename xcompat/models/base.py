@@ -21,12 +21,12 @@ from xcompat.errors import XcompatError
 from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import described
-from xcompat.models.learning import LearningModel
+from xcompat.models.pushable import PushableModel
 from xcompat.models.query_memory import QueryMemory
 from xcompat.outputs import Batch, CompatOutput
 
 
-class CompatModel(LearningModel, EmbedsBatches):
+class CompatModel(PushableModel, EmbedsBatches):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what it learns from, builds its own parts in ``__init__`` after ``super().__init__`` and writes

@@ -1,4 +1,4 @@
-"""How a compatible model is read, written and shared: a transformers checkpoint, whole or without the weights of its base."""
+"""How a compatible model is read and written: a transformers checkpoint, whole or without the weights of its base."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 from abc import abstractmethod
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
-from huggingface_hub import CommitInfo, ModelCard
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file, resolve_revision
@@ -23,36 +22,18 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.folder_checksums import CHECKSUMS
-from xcompat.hub.card import ModelFacts, model_card
-from xcompat.hub.endpoint import hub_errors, is_hub_name, look_up, published
-from xcompat.hub.push import hide_paths, lineage_of, open_repository, upload, visibility
+from xcompat.hub.endpoint import is_hub_name, look_up
 from xcompat.models.query_memory import QueryMemory
-
-_OF_A_PUSH = (
-    "repo_id",
-    "commit_message",
-    "commit_description",
-    "create_pr",
-    "private",
-    "revision",
-    "overwrite",
-    "license",
-    "tags",
-)
-"""Arguments of ``save_pretrained(push_to_hub=True)`` that are for the push."""
 
 
 class CheckpointModel(PreTrainedModel):
-    """The part of :class:`~xcompat.models.base.CompatModel` that knows files and the Hub."""
+    """The part of :class:`~xcompat.models.base.CompatModel` that knows files."""
 
     encoder: Encoder | None
     _processor: Processor | None
     memory: QueryMemory | None
     revision: str | None = None
     """The commit that a model from the Hub was loaded at; None for a folder's."""
-    maps_galleries: bool
-    citation: ClassVar[str]
-    _pushing: tuple[ModelCard, bool] | None = None
     _left_out: Set[str] = frozenset()
     _read_from: tuple[Any, dict[str, Any]] | None = None
     """Where the weights came from, if they were read in another precision than they may have been saved in."""
@@ -161,7 +142,6 @@ class CheckpointModel(PreTrainedModel):
         Raises:
             XcompatError: the preprocessing is no longer where the model came from; its weights are written.
         """
-        hub = {key: kwargs.pop(key) for key in _OF_A_PUSH if key in kwargs} if kwargs.pop("push_to_hub", False) else None
         if self.config.weights == "adapters":
             kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -172,97 +152,10 @@ class CheckpointModel(PreTrainedModel):
             self.processor.save_pretrained(Path(save_directory))
         if is_main_process():
             record_model(Path(save_directory))
-        if hub is not None and is_main_process():  # after the preprocessing, and with the card
-            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **hub)
-
-    # ------------------------------------------------------------------------------------------------- sharing
-
-    def facts(self) -> ModelFacts:
-        """Return what a model card says of this model."""
-        config = self.config
-        described, old = config.encoder, config.old
-        versions = [] if old is None else [old, *old.get("compatible_with", [])]
-        return ModelFacts(
-            method=config.model_type.removeprefix("xcompat-"),
-            citation=self.citation,
-            fingerprint=self.written_fingerprint() if described is not None else None,
-            dim=config.embedding_dim,
-            compatible_with=[published(version) for version in versions],
-            base=published(described) if described is not None else None,
-            holds="map" if self.encoder is None else config.weights,
-            embeds_texts=self.embeds_texts,
-            maps_galleries=self.maps_galleries,
-            side_info=getattr(config, "side_info", None),
-            remembers=config.memory["entries"] if config.memory is not None else None,
-        )
-
-    def push_to_hub(  # type: ignore[override]  # transformers' own takes anything
-        self,
-        repo_id: str,
-        *,
-        overwrite: bool = False,
-        private: bool | None = None,
-        license: str | None = None,  # noqa: A002 - the Hub's word
-        **kwargs: Any,  # noqa: ANN401 - transformers' own
-    ) -> str:
-        """Push the model with its preprocessing and a card, as transformers does; another model is not replaced.
-
-        Args:
-            repo_id: ``user/name``.
-            overwrite: whether another model that is there may be replaced.
-            private: whether a new repository is private; unless given, it is where the base is gated or private.
-            license: what the card states.
-            kwargs: as transformers takes them, such as ``revision`` and ``commit_message``.
-
-        Returns:
-            The address of the commit.
-
-        Raises:
-            XcompatError: another model is there, or the Hub refuses or cannot be reached.
-        """
-        facts, token = self.facts(), kwargs.get("token")
-        base = facts.look_up_base(token)
-        lineage = lineage_of(self.config.to_dict(), facts.fingerprint.digest if facts.fingerprint is not None else None)
-        private = visibility(base, private)
-        repo_id = open_repository(repo_id, lineage, private, kwargs.get("revision"), overwrite, token)
-        tags = kwargs.get("tags") or []
-        card = model_card(repo_id, facts, base, license=license, tags=[tags] if isinstance(tags, str) else tags)
-        self._pushing = card, overwrite
-        with hub_errors(repo_id):
-            return super().push_to_hub(repo_id, private=private, **kwargs)  # type: ignore[arg-type]  # wrapped unbound
-
-    def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike[Any],
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        commit_message: str | None = None,
-        token: bool | str | None = None,
-        create_pr: bool = False,
-        revision: str | None = None,
-        commit_description: str | None = None,
-    ) -> CommitInfo:
-        """Upload in the place of transformers: with the card, without this machine's folders, and old weights taken away."""
-        assert self._pushing is not None
-        card, replace = self._pushing
-        folder = Path(working_dir)
-        hide_paths(folder)
-        card.save(folder / "README.md")
-        said: dict[str, Any] = {"commit_message": commit_message, "commit_description": commit_description}
-        return upload(folder, repo_id, revision, replace, create_pr=create_pr, token=token, **said)
-
-    @property
-    @abstractmethod
-    def embeds_texts(self) -> bool:
-        """Return whether the model embeds texts beside images."""
 
     @abstractmethod
     def for_inference(self) -> Self:
         """Return the model without what only training needs, in evaluation mode."""
-
-    @abstractmethod
-    def written_fingerprint(self) -> Fingerprint:
-        """Return the identity of what is saved."""
 
     # -------------------------------------------------------------------------------------- adapters without their base
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -16,9 +16,9 @@ from xcompat.encoders import load_encoder, reading_model
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.hub.card import ModelFacts, RunFacts, model_card
+from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
-from xcompat.hub.push import hide_paths, lineage_of, open_repository, record_push, upload, visibility
+from xcompat.hub.push import push_model, record_push
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
@@ -29,6 +29,15 @@ from xcompat.training.yaml_files import read_yaml
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
 _PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "zero_shot")
+
+
+class _Pushed(NamedTuple):
+    """What is pushed of a model, as :func:`~xcompat.hub.push.push_model` takes it."""
+
+    facts: ModelFacts
+    config: dict[str, Any]
+    write: Callable[[Path], object]
+    run: RunFacts
 
 
 def push(
@@ -60,17 +69,10 @@ def push(
         XcompatError: there is no model, it has not the form, another one is there, or the Hub refuses or cannot be reached.
     """
     folder = find_model(Path(target))
-    with TemporaryDirectory() as temporary:
-        prepared = Path(temporary) / "model"
-        model, run = _prepare(folder, prepared, form, memory)
-        base = model.look_up_base()
-        digest = model.fingerprint.digest if model.fingerprint is not None else None
-        config = next(read_json(prepared / name) for name in CONFIGS if (prepared / name).exists())
-        repo = open_repository(repo, lineage_of(config, digest), visibility(base, private), revision, overwrite)
-        model_card(repo, model, base, run, license).save(prepared / "README.md")
-        commit = upload(prepared, repo, revision, replace=overwrite)
+    pushed = _checkpoint(folder, form, memory) if is_checkpoint(str(folder)) else _encoder(folder, form, memory)
+    commit = push_model(repo, *pushed, private=private, overwrite=overwrite, revision=revision, license=license)
     if form != "merged" and memory == "all":  # else it is another model than the one whose galleries exist
-        record_push(folder, repo, commit)
+        record_push(folder, commit)
     return str(commit)
 
 
@@ -114,34 +116,37 @@ def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatM
     return model.remember(model.memory.metric_alone() if memory == "metric" else None)
 
 
-def _prepare(folder: Path, prepared: Path, form: Form, memory: Remembered) -> tuple[ModelFacts, RunFacts]:
-    """Write what is to be pushed, and gather what its card says."""
-    if not is_checkpoint(str(folder)):
-        if form != "as it is" or memory != "all":
-            raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
-        shutil.copytree(folder, prepared, ignore=shutil.ignore_patterns("README.md", PUSHED))
-        hide_paths(prepared)
-        encoder, processor = load_encoder(str(folder))
-        known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
-        about: dict[str, Any] = {"embeds_texts": encoder.has_text, "library": encoder.library}
-        facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, **about)
-        return facts, run_facts(folder, known)
+def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
+    """Gather what is pushed of a plain encoder."""
+    if form != "as it is" or memory != "all":
+        raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
+    encoder, processor = load_encoder(str(folder))
+    known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
+    about: dict[str, Any] = {"embeds_texts": encoder.has_text, "library": encoder.library}
+    facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, **about)
+    config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
+    write = partial(shutil.copytree, folder, ignore=shutil.ignore_patterns("README.md", PUSHED))
+    return _Pushed(facts, config, write, run_facts(folder, known))
+
+
+def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
+    """Bring a compatible model into its form, and gather what is pushed of it."""
     from transformers import AutoModel
 
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
-    facts = model.facts()
-    run = run_facts(folder, facts.fingerprint)
+    run = run_facts(folder, model.facts().fingerprint)
     if memory != "all":
-        facts = _forgetting(model, folder, memory).facts()
+        model = _forgetting(model, folder, memory)
         run = _measured(run, "before what queries remember was left out")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
             raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
-        facts = model.merge_adapters().facts()
+        model.merge_adapters()
         run = _measured(run, "before LoRA was merged into the weights")
     elif form == "adapters":
-        facts = model.leave_out_base().facts()
+        model.leave_out_base()
+    facts = model.facts()
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
@@ -149,9 +154,7 @@ def _prepare(folder: Path, prepared: Path, form: Form, memory: Remembered) -> tu
         console.print(
             f"[yellow]its base {literal(base)} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
         )
-    model.save_pretrained(prepared)
-    hide_paths(prepared)
-    return facts, run
+    return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run)
 
 
 def _measured(run: RunFacts, when: str) -> RunFacts:

@@ -1,0 +1,116 @@
+"""How a compatible model is shared: transformers' own ways to push, with a card and in no other model's place."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xcompat.distributed import is_main_process
+from xcompat.hub.card import ModelFacts
+from xcompat.hub.endpoint import published
+from xcompat.hub.push import push_model
+from xcompat.models.learning import LearningModel
+
+_OF_A_PUSH = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "private",
+    "revision",
+    "overwrite",
+    "license",
+    "tags",
+)
+"""Arguments of ``save_pretrained(push_to_hub=True)`` that are for the push."""
+
+
+class PushableModel(LearningModel):
+    """The part of :class:`~xcompat.models.base.CompatModel` that knows the Hub."""
+
+    @property
+    @abstractmethod
+    def embeds_texts(self) -> bool:
+        """Return whether the model embeds texts beside images."""
+
+    def facts(self) -> ModelFacts:
+        """Return what a model card says of this model."""
+        config = self.config
+        described, old = config.encoder, config.old
+        versions = [] if old is None else [old, *old.get("compatible_with", [])]
+        return ModelFacts(
+            method=config.model_type.removeprefix("xcompat-"),
+            citation=self.citation,
+            fingerprint=self.written_fingerprint() if described is not None else None,
+            dim=config.embedding_dim,
+            compatible_with=[published(version) for version in versions],
+            base=published(described) if described is not None else None,
+            holds="map" if self.encoder is None else config.weights,
+            embeds_texts=self.embeds_texts,
+            maps_galleries=self.maps_galleries,
+            side_info=getattr(config, "side_info", None),
+            remembers=config.memory["entries"] if config.memory is not None else None,
+        )
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,  # noqa: ANN401 - transformers' own
+        push_to_hub: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Write the model (see :meth:`CheckpointModel.save_pretrained`), and push it where transformers is asked to.
+
+        Args:
+            save_directory: made if missing; ``from_pretrained`` reads it.
+            args: as transformers takes them.
+            push_to_hub: whether it is pushed too, under the folder's name unless ``repo_id`` is another.
+            kwargs: as transformers and :meth:`push_to_hub` take them.
+        """
+        of_push = {key: kwargs.pop(key) for key in _OF_A_PUSH if push_to_hub and key in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if push_to_hub and is_main_process():
+            self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)
+
+    def push_to_hub(  # type: ignore[override]  # transformers' own takes anything
+        self,
+        repo_id: str,
+        *,
+        overwrite: bool = False,
+        private: bool | None = None,
+        license: str | None = None,  # noqa: A002 - the Hub's word
+        tags: str | list[str] | None = None,
+        max_shard_size: int | str = "50GB",
+        **kwargs: Any,  # noqa: ANN401 - the Hub's own
+    ) -> str:
+        """Push the model with its preprocessing and a card, as transformers does; another model is not replaced.
+
+        Args:
+            repo_id: ``user/name``.
+            overwrite: whether another model that is there may be replaced.
+            private: whether a new repository is private; unless given, it is where the base is gated or private.
+            license: what the card states.
+            tags: of the card, beside its own.
+            max_shard_size: of one file of weights.
+            kwargs: as transformers takes them, such as ``revision``, ``token`` and ``commit_message``.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            XcompatError: another model is there, or the Hub refuses or cannot be reached.
+        """
+        return push_model(
+            repo_id,
+            self.facts(),
+            self.config.to_dict(),
+            partial(self.save_pretrained, max_shard_size=max_shard_size),
+            overwrite=overwrite,
+            private=private,
+            license=license,
+            tags=[tags] if isinstance(tags, str) else tags or [],
+            **kwargs,
+        )
