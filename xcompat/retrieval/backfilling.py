@@ -13,10 +13,9 @@ from xcompat.data import BadSamples
 from xcompat.data.schema import ID
 from xcompat.distributed import from_main_process
 from xcompat.embedding import embed_rows, images_per_batch
-from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import Added, add_rows, load_pictures
+from xcompat.retrieval.ingestion import Added, add_rows, load_pictures, origins_of
 from xcompat.retrieval.segment import id_hashes
 
 IMAGES_TRIED = 64
@@ -82,11 +81,5 @@ def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) ->
         XcompatError: none of the pictures is there.
     """
     ids = dataset[ID][:]
-    versions = gallery.find(ids)
-    if all(version is None for version in versions):
-        raise XcompatError(
-            f"none of the {len(versions)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
-            f"built from, and the first one here is {dataset[0][ID]!r}"
-        )
-    rows = np.flatnonzero([version not in (None, embedder.fingerprint) for version in versions])
+    rows = np.flatnonzero([origin not in (None, embedder.fingerprint) for origin in origins_of(gallery, ids)])
     return rows[np.argsort(id_hashes([ids[row] for row in rows.tolist()]), kind="stable")]

@@ -17,12 +17,11 @@ from torch import Tensor
 from xcompat.data import BadSamples, iterate_images
 from xcompat.data.schema import ID, PIXEL_VALUES
 from xcompat.embedding import decoding, images_per_batch
-from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import load_pictures
+from xcompat.retrieval.ingestion import load_pictures, origins_of
 from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, own_preparation
 from xcompat.retrieval.segment import Segment, id_hashes
 
@@ -116,12 +115,7 @@ def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embed
     """
     dataset = pictures if isinstance(pictures, hf.Dataset) else load_pictures(pictures)
     ids = dataset[ID][:]
-    origins = gallery.find(ids)
-    if all(origin is None for origin in origins):
-        raise XcompatError(
-            f"none of the {len(ids)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
-            f"built from, and the first one here is {ids[0]!r}"
-        )
+    origins = origins_of(gallery, ids)
     findings = []
     for version, items in gallery.counts().items():
         plain = Finding(version, items, claimed=version == embedder.fingerprint)

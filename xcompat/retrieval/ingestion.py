@@ -17,6 +17,7 @@ from xcompat.data.schema import CAPTION, ID, captions_of
 from xcompat.distributed import barrier, from_main_process, gather_objects, is_main_process, process_state, rank, world_size
 from xcompat.embedding import embed_rows, images_per_batch
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
@@ -143,3 +144,14 @@ def load_pictures(path: str | Path) -> hf.Dataset:
         dataset = load_pairs(PairSource(path=str(path), captions=False))
     assert isinstance(dataset, hf.Dataset)
     return dataset
+
+
+def origins_of(gallery: Gallery, ids: Sequence[str]) -> list[Fingerprint | None]:
+    """Return which model embedded each of the pictures of a folder; refuse a folder of which none is in the gallery."""
+    origins = gallery.find(ids)
+    if all(origin is None for origin in origins):
+        raise XcompatError(
+            f"none of the {len(ids)} pictures is in {gallery.path}: ids are the paths below the folder that the gallery was "
+            f"built from, and the first one here is {ids[0]!r}"
+        )
+    return origins

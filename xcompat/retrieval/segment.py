@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.checksums import difference, file_record
+from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
@@ -227,24 +227,22 @@ class Segment:
 
     def missing(self) -> list[str]:
         """Return one line for each file that is not there, or not as long as it was, and for vectors that a Milvus has lost."""
-        files = [(self.folder / name, record) for name, record in self.record.files.items()]
-        if self.record.removed is not None and self.record.removed_file is not None:
-            files.append((self.gallery / REMOVED / self.record.removed, self.record.removed_file))
-        if self.record.adopted is not None and self.record.adopted_file is not None:
-            files.append((Path(self.record.adopted), self.record.adopted_file))
-        gone = [path for path, record in files if not path.is_file() or path.stat().st_size != record.size]
+        gone = [path for path, record in self._written() if not path.is_file() or path.stat().st_size != record.size]
         return self._backend.damaged(self.record) + [f"{path} is missing or cut short" for path in gone]
 
     def damaged(self) -> list[str]:
         """Compare every file with what it was when it was written; return one line for each that differs."""
-        wrong = self._backend.damaged(self.record)
+        wrong = [line for path, record in self._written() for line in difference(path, record)]
+        return self._backend.damaged(self.record) + wrong
+
+    def _written(self) -> Iterator[tuple[Path, FileRecord]]:
+        """Yield every file that the manifest names, and what it was when it was written."""
         for name, record in self.record.files.items():
-            wrong += difference(self.folder / name, record)
+            yield self.folder / name, record
         if self.record.removed is not None and self.record.removed_file is not None:
-            wrong += difference(self.gallery / REMOVED / self.record.removed, self.record.removed_file)
+            yield self.gallery / REMOVED / self.record.removed, self.record.removed_file
         if self.record.adopted is not None and self.record.adopted_file is not None:
-            wrong += difference(Path(self.record.adopted), self.record.adopted_file)
-        return wrong
+            yield Path(self.record.adopted), self.record.adopted_file
 
 
 def removed_rows(folder: Path, segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
