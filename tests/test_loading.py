@@ -98,7 +98,7 @@ def test_the_cache_is_reused_until_the_shard_changes(tmp_path: Path, monkeypatch
     path = write_shard(tmp_path / "a.tar", {"a": sample(1)})
     first = load_pairs(str(path))
     with monkeypatch.context() as patch:
-        patch.setattr("xcompat.data.loading.read_rows", lambda *_: pytest.fail("read again"))
+        patch.setattr("xcompat.data.shards.read_shard", lambda *_: pytest.fail("read again"))
         second = load_pairs(str(path))
     assert second._fingerprint == first._fingerprint
     for file in (tmp_path / "hf_cache").rglob("*.arrow"):

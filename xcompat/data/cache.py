@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _FILE = "arrow_file"  # what a record says of the file beside it
 FORMAT = 1  # raise it when what the builders write changes, so that caches of older versions are not reused
+ROWS = 256  # in a batch: images of some megabytes must stay under Arrow's 2 GB a column
 
 
 def file_stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
@@ -64,6 +66,7 @@ def cached_dataset(
     import pyarrow as pa
     from filelock import FileLock
 
+    # Dataset.from_generator locks, writes atomically and takes a key too, but opens a damaged file and keeps no record beside it
     schema = features.arrow_schema
     digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
@@ -128,39 +131,18 @@ def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
     return record
 
 
-def rows_to_batches(rows: Iterable[Mapping[str, Any]], schema: pa.Schema, batch_size: int = 256) -> Iterator[pa.RecordBatch]:
+def rows_to_batches(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Pack rows into Arrow record batches.
 
     Args:
         rows: mappings from column to value.
         schema: the columns and their types.
-        batch_size: rows in a batch; images of some megabytes must stay under Arrow's 2 GB a column.
 
     Yields:
-        Record batches, the last one possibly shorter.
+        Record batches of `ROWS` rows, the last one possibly shorter.
     """
     import pyarrow as pa
 
-    pending: list[Mapping[str, Any]] = []
-    for row in rows:
-        pending.append(row)
-        if len(pending) == batch_size:
-            yield pa.RecordBatch.from_pylist(pending, schema=schema)
-            pending = []
-    if pending:
-        yield pa.RecordBatch.from_pylist(pending, schema=schema)
-
-
-def strings_digest(values: Sequence[str]) -> str:
-    """Hash a list of strings, independent of their order.
-
-    Args:
-        values: any strings.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for value in sorted(values):
-        digest.update(value.encode() + b"\0")
-    return digest.hexdigest()
+    remaining = iter(rows)
+    while batch := list(islice(remaining, ROWS)):
+        yield pa.RecordBatch.from_pylist(batch, schema=schema)

@@ -1,49 +1,29 @@
-"""An image folder and a captions file (CSV, TSV or JSON lines), several rows for several captions of one image."""
+"""Rows of images in folders, with a captions file (CSV, TSV or JSON lines; one image may have several of its rows) or without."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.data.schema import (
+    CAPTION,
+    CAPTION_COLUMNS,
+    ID,
+    IMAGE,
+    IMAGE_COLUMNS,
+    LABEL,
+    LABEL_COLUMNS,
+    captions_of,
+    pick_column,
+)
 from xcompat.data.sources import PairSource, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, require_table
-from xcompat.errors import XcompatError, nearest
+from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     import pandas as pd
-
-IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "path")
-CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title")
-LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
-
-
-def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], what: str, where: str) -> str:
-    """Choose a column: the one the user named, or the first that is called as such columns are.
-
-    Args:
-        given: what the user named, or None.
-        known: usual names, most usual first.
-        columns: the columns there are.
-        what: the field to set, for the message.
-        where: the data set, for the message.
-
-    Returns:
-        The column's name.
-
-    Raises:
-        XcompatError: it is not there.
-    """
-    if given is not None:
-        if given not in columns:
-            raise XcompatError(f"{where} has no column {given!r}; {nearest(given, columns)}")
-        return given
-    for name in known:
-        if name in columns:
-            return name
-    raise XcompatError(f"{where} has no column named {' or '.join(known[:2])} (it has {', '.join(columns)}); set {what}")
 
 
 def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
@@ -81,6 +61,29 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         if label:
             row[LABEL] = _one_label(grouped[label][name], f"{file}: {name}")
         yield row
+
+
+def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
+    """Read image files, one row for each; a label is the name of a file's folder.
+
+    Args:
+        listed: files and their ids.
+        folders: those that the user named.
+        source: the columns to read.
+
+    Yields:
+        Rows in the order of the files; the image is a path, its bytes are read when they are needed.
+
+    Raises:
+        XcompatError: a label is asked for, and is no folder's name or not there.
+    """
+    if source.label_column not in (None, "folder"):
+        raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
+    for file, name in listed:
+        if source.with_labels and folders == [file.parent]:
+            raise XcompatError(f"{file} has no label; move it into a folder called after its class")
+        label = {LABEL: file.parent.name} if source.with_labels else {}
+        yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
 
 
 def _one_label(values: list[Any], where: str) -> str:

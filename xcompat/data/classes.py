@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.arrays import read_lines
-from xcompat.data.captions import pick_column
+from xcompat.data.schema import pick_column
 from xcompat.data.text_files import require_table
 from xcompat.errors import XcompatError, nearest
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from xcompat.data.cache import cached_dataset, file_stamps, strings_digest
-from xcompat.data.captions import CAPTION_COLUMNS, pick_column
+from xcompat.data.cache import cached_dataset, file_stamps
 from xcompat.data.loading import load_pairs, load_raw
-from xcompat.data.notices import notice
-from xcompat.data.schema import CAPTION, TEXT, captions_of
-from xcompat.data.shards import Problems, read_texts
+from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, TEXT, captions_of, pick_column
+from xcompat.data.shards import ShardColumns, stream_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
     TEXT_SUFFIXES,
+    DataSource,
     PairSource,
     expand_folders,
     has_suffix,
@@ -43,26 +43,16 @@ BATCH = 65_536
 CorpusFormat = Literal["auto", "text", "jsonl", "parquet", "webdataset", "datasets"]
 
 
-class CorpusSource(BaseModel):
-    """Where texts come from.
+class CorpusSource(DataSource):
+    """Where texts come from: the fields of :class:`~xcompat.data.sources.DataSource` and these.
 
     Args:
-        path: a file, a folder (its files), a glob, a brace range, a list of these, or the name of a data set on the Hub.
         format: how to read it; ``auto`` goes by each file's suffix.
         text_column: the column with a text or a list of texts (webdataset: the member, ``txt`` or ``json.title``).
-        split: the split of a Hub data set or of a saved ``DatasetDict``.
-        name: the configuration of a Hub data set.
-        revision: the revision of a Hub data set.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str | list[str]
     format: CorpusFormat = "auto"
     text_column: str | None = None
-    split: str | None = None
-    name: str | None = None
-    revision: str | None = None
 
 
 AnySource = str | CorpusSource | PairSource
@@ -101,13 +91,13 @@ def load_texts(
     import pyarrow as pa
 
     listed = [sources] if isinstance(sources, (str, CorpusSource, PairSource)) else list(sources)
-    opened = [_open(CorpusSource(path=source) if isinstance(source, str) else source) for source in listed]
+    opened = [_texts_of(CorpusSource(path=source) if isinstance(source, str) else source) for source in listed]
     held_out = {key for text in exclude if (key := normalise(text))}
     features = datasets.Features({TEXT: datasets.Value("string")})
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         record |= {"read": 0, "duplicates": 0, "excluded": 0, "kept": 0}
-        texts = (text for source in opened for text in source.texts())
+        texts = (text for source in opened for text in source.read())
         for kept in _distinct(texts, held_out, limit, record):
             yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
         if not record["kept"]:
@@ -116,7 +106,8 @@ def load_texts(
                 f"{', '.join(source.where for source in opened) or 'no sources'}; add texts or check the paths"
             )
 
-    depends = {"sources": [source.key for source in opened], "exclude": strings_digest(sorted(held_out)), "limit": limit}
+    excluded = hashlib.sha256("".join(f"{text}\0" for text in sorted(held_out)).encode()).hexdigest()
+    depends = {"sources": [source.key for source in opened], "exclude": excluded, "limit": limit}
     dataset, record = cached_dataset("texts", depends, features, build)
     left_out = f"{record['duplicates']:,} duplicates and {record['excluded']:,} held-out captions left out"
     console.print(f"  [dim]{record['kept']:,} distinct texts of {record['read']:,} ({left_out})[/]")
@@ -174,50 +165,58 @@ def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, recor
             yield kept
 
 
-class _Opened:
-    """A source whose files are known: what it depends on, and its texts."""
+class _Texts(NamedTuple):
+    """The texts of one source.
 
-    def __init__(self, source: CorpusSource | PairSource, key: Any, files: list[Path], dataset: datasets.Dataset | None) -> None:  # noqa: ANN401
-        self.key, self.files, self.dataset, self.source = key, files, dataset, source
-        self.where = str(source.path)
+    Args:
+        where: its path, for messages.
+        key: all that they depend on.
+        read: yields them stripped, blanks left out.
+    """
 
-    def texts(self) -> Iterator[str]:
-        """Yield stripped texts, blanks left out."""
-        if self.dataset is not None:
-            column = CAPTION
-            if isinstance(self.source, CorpusSource):
-                column = pick_column(self.source.text_column, TEXT_COLUMNS, self.dataset.column_names, "text_column", self.where)
-            for batch in self.dataset.select_columns([column]).iter(4096):
-                yield from (text for value in batch[column] for text in captions_of(value))
-            return
-        assert isinstance(self.source, CorpusSource)
-        shards = [file for file in self.files if _format(file, self.source) == "webdataset"]
-        yield from _shard_texts(shards, self.source.text_column)
-        readers = {"text": _line_texts, "jsonl": _json_texts, "parquet": _parquet_texts}
-        for file in self.files:
-            if (form := _format(file, self.source)) != "webdataset":
-                yield from readers[form](file, self.source.text_column)
+    where: str
+    key: Any
+    read: Callable[[], Iterator[str]]
 
 
-def _open(source: CorpusSource | PairSource) -> _Opened:
+def _texts_of(source: CorpusSource | PairSource) -> _Texts:
+    where = str(source.path)
     if isinstance(source, PairSource):
         pairs = load_pairs(source.model_copy(update={"streaming": False, "captions": True}))
-        return _Opened(source, pairs._fingerprint, [], pairs)
+        return _Texts(where, pairs._fingerprint, partial(_column_texts, pairs, CAPTION))
     paths = local_files(source.path)
     if paths is None or source.format == "datasets" or (len(paths) == 1 and is_saved_dataset(paths[0])):
-        raw = load_raw(PairSource(path=source.path, split=source.split, name=source.name, revision=source.revision), paths)
-        return _Opened(source, [raw._fingerprint, source.text_column], [], raw)
+        raw = load_raw(source, paths or [])
+        column = pick_column(source.text_column, TEXT_COLUMNS, raw.column_names, "text_column", where)
+        return _Texts(where, [raw._fingerprint, source.text_column], partial(_column_texts, raw, column))
     refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
+    files = [file for path in paths for file in ([path] if path.is_file() else _known_files(path))]
+    return _Texts(where, [source.model_dump(), file_stamps(files)], partial(_file_texts, files, source))
+
+
+def _known_files(folder: Path) -> list[Path]:
     known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
-    files = [file for path in paths for file in ([path] if path.is_file() else _known_files(path, known))]
-    return _Opened(source, [source.model_dump(), file_stamps(files)], files, None)
-
-
-def _known_files(folder: Path, known: tuple[str, ...]) -> list[Path]:
     files = [file for file in expand_folders([folder]) if has_suffix(file, known)]
     if not files:
         raise XcompatError(f"{folder} holds no text files ({', '.join(known)}); check the path")
     return files
+
+
+def _column_texts(dataset: datasets.Dataset, column: str) -> Iterator[str]:
+    for batch in dataset.select_columns([column]).iter(4096):
+        yield from (text for value in batch[column] for text in captions_of(value))
+
+
+def _file_texts(files: list[Path], source: CorpusSource) -> Iterator[str]:
+    forms = [(file, _format(file, source)) for file in files]
+    shards = [file for file, form in forms if form == "webdataset"]
+    columns = ShardColumns(caption=source.text_column, with_image=False)
+    for row in stream_rows(shards, columns, len(shards)):
+        yield from row[CAPTION]
+    readers = {"text": _line_texts, "jsonl": _json_texts, "parquet": _parquet_texts}
+    for file, form in forms:
+        if form != "webdataset":
+            yield from readers[form](file, source.text_column)
 
 
 def _format(file: Path, source: CorpusSource) -> str:
@@ -252,10 +251,3 @@ def _parquet_texts(file: Path, column: str | None) -> Iterator[str]:
             yield from (text for value in batch.column(0).to_pylist() for text in captions_of(value))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch or write it again") from error
-
-
-def _shard_texts(shards: list[Path], column: str | None) -> Iterator[str]:
-    problems = Problems(total_shards=len(shards))
-    yield from (row[TEXT] for row in read_texts(shards, column, problems))
-    for line in problems.lines():
-        notice(line)

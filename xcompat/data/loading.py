@@ -1,4 +1,4 @@
-"""Images with their captions, from shards, captions files, Parquet, saved or Hub data sets, with one set of columns."""
+"""Images with their captions from any files: what they are, their rows, one data set with one set of columns."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.captions import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS, pick_column, read_captions
+from xcompat.data.captions import read_captions, read_images
 from xcompat.data.notices import notice
-from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
-from xcompat.data.shards import CLASS_MEMBER, Problems, ShardColumns, read_rows
+from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, ID, IMAGE, IMAGE_COLUMNS, LABEL, LABEL_COLUMNS, pick_column
+from xcompat.data.shards import CLASS_MEMBER, Problems, ShardColumns, read_rows, stream_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
+    DataSource,
     PairSource,
     captions_files,
-    detect_format,
     files_with,
     image_files,
     is_saved_dataset,
-    local_files,
+    locate,
     refuse_hub_fields,
 )
 from xcompat.errors import XcompatError, nearest, what_failed
@@ -52,31 +52,68 @@ def load_pairs(source: PairSource | str) -> AnyDataset:
         XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
     """
     source = PairSource(path=source) if isinstance(source, str) else source
-    paths = local_files(source.path)
-    form = source.format if source.format != "auto" else ("datasets" if paths is None else detect_format(paths))
-    if paths is None and form != "datasets":
-        raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
-    if form != "datasets":
-        refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
-    if form == "webdataset":
-        dataset = _load_shards(source, files_with(paths or [], SHARD_SUFFIXES))
-    elif form in ("captions", "images"):
-        dataset = _load_files(source, paths or [], form)
-    elif form == "parquet":
-        dataset = _standardise(_load_parquet(source, files_with(paths or [], (".parquet",))), source)
-    else:
-        dataset = _standardise(load_raw(source, paths), source)
-    return _limited(dataset, source)
+    form, paths = locate(source)
+    load = {
+        "webdataset": _load_shards,
+        "captions": _load_captions,
+        "images": _load_images,
+        "parquet": _load_parquet,
+        "datasets": _load_datasets,
+    }[form]
+    return _limited(load(source, paths), source)
 
 
-def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:
+def _load_shards(source: PairSource, paths: list[Path]) -> AnyDataset:
     import datasets
 
-    if isinstance(dataset, datasets.IterableDataset):
-        return dataset.take(source.limit) if source.limit else dataset
-    if not len(dataset):
-        raise XcompatError(f"{source.path} holds no samples; check the path and the split")
-    return dataset.select(range(min(source.limit, len(dataset)))) if source.limit else dataset
+    shards = files_with(paths, SHARD_SUFFIXES)
+    label = source.label_column or (CLASS_MEMBER if source.labels else None)
+    columns = ShardColumns(source.image_column, source.caption_column, source.id_column, label, with_caption=source.captions)
+    columns = replace(columns, index_label=_labels_are_indices(shards, columns))
+    features = _features(source, "int64" if columns.index_label else "string")
+    if source.streaming:
+        arguments = {"shards": shards, "columns": columns, "total": len(shards), "max_bad_share": source.max_bad_share}
+        return datasets.IterableDataset.from_generator(stream_rows, features, gen_kwargs=arguments)
+    problems = Problems(source.max_bad_share, len(shards))
+    rows = islice(read_rows(shards, columns, problems), source.limit)
+    key = {
+        "shards": file_stamps(shards),
+        "columns": asdict(columns),
+        "max_bad_share": source.max_bad_share,
+        "limit": source.limit,
+    }
+    return _cached("shards", key, rows, source, features, problems)
+
+
+def _labels_are_indices(shards: list[Path], columns: ShardColumns) -> bool:
+    """Say whether ``.cls`` holds indices, as it should, or names: the first label decides for all."""
+    if columns.label != CLASS_MEMBER:
+        return False
+    only_label = replace(columns, with_image=False, with_caption=False)
+    first = next(read_rows(shards, only_label, Problems(max_bad_share=1, total_shards=len(shards))), None)
+    return first is None or first[LABEL].removeprefix("-").isdecimal()
+
+
+def _load_captions(source: PairSource, paths: list[Path]) -> AnyDataset:
+    files = captions_files(paths)
+    if not files:
+        name = "captions" if source.captions else "labels"
+        raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")
+    return _load_files("captions", files, [], (row for file in files for row in read_captions(file, source)), source)
+
+
+def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
+    if source.captions:
+        raise XcompatError(f"{paths[0]}: images without captions; add captions.csv (image, caption) or set captions: false")
+    listed = image_files(paths)
+    return _load_files("images", paths, [name for _, name in listed], read_images(listed, paths, source), source)
+
+
+def _load_files(kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource) -> AnyDataset:
+    # a change of the images themselves needs no rebuild: only their paths are kept
+    key = {"files": file_stamps(files), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
+    dataset = _cached(kind, key, rows, source, _features(source, "string"), Problems())
+    return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
 def _features(source: PairSource, label_type: str) -> datasets.Features:
@@ -90,74 +127,24 @@ def _features(source: PairSource, label_type: str) -> datasets.Features:
     return datasets.Features(columns)
 
 
-def _load_shards(source: PairSource, shards: list[Path]) -> AnyDataset:
-    import datasets
-
-    label = source.label_column or (CLASS_MEMBER if source.labels else None)
-    columns = ShardColumns(source.image_column, source.caption_column, source.id_column, label, with_caption=source.captions)
-    columns = replace(columns, index_label=_labels_are_indices(shards, columns))
-    features = _features(source, "int64" if columns.index_label else "string")
-    if source.streaming:
-        arguments = {"shards": [str(shard) for shard in shards], "columns": columns, "total": len(shards)}
-        return datasets.IterableDataset.from_generator(
-            _stream_rows, features, gen_kwargs={**arguments, "max_bad_share": source.max_bad_share}
-        )
+def _cached(
+    kind: str,
+    key: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    source: PairSource,
+    features: datasets.Features,
+    problems: Problems,
+) -> datasets.Dataset:
+    """Read rows into the cache, unless they are there, and say what could not be used of them."""
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
-        problems = Problems(source.max_bad_share, len(shards))
-        rows = _distinct_ids(islice(read_rows(shards, columns, problems), source.limit), source)
-        yield from rows_to_batches(rows, features.arrow_schema)
+        yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema)
         record["skipped"] = problems.lines()
 
-    key = {
-        "shards": file_stamps(shards),
-        "columns": asdict(columns),
-        "max_bad_share": source.max_bad_share,
-        "limit": source.limit,
-    }
-    dataset, record = cached_dataset("shards", key, features, build)
-    for line in record["skipped"]:
+    dataset, record = cached_dataset(kind, key, features, build)
+    for line in record.get("skipped", []):
         notice(line)
     return dataset
-
-
-def _labels_are_indices(shards: list[Path], columns: ShardColumns) -> bool:
-    """Say whether ``.cls`` holds indices, as it should, or names: the first label decides for all."""
-    if columns.label != CLASS_MEMBER:
-        return False
-    only_label = replace(columns, with_image=False, with_caption=False)
-    first = next(read_rows(shards, only_label, Problems(max_bad_share=1, total_shards=len(shards))), None)
-    return first is None or first[LABEL].removeprefix("-").isdecimal()
-
-
-def _stream_rows(shards: list[str], columns: ShardColumns, total: int, max_bad_share: float) -> Iterator[dict[str, Any]]:
-    """Read the shards of one worker; ``datasets`` splits the list, so ``total`` carries how many there are in all."""
-    problems = Problems(max_bad_share, total)
-    yield from read_rows(shards, columns, problems)
-    for line in problems.lines():
-        notice(line)
-
-
-def _load_files(source: PairSource, paths: list[Path], form: str) -> AnyDataset:
-    files = captions_files(paths) if form == "captions" else []
-    if form == "captions" and not files:
-        name = "captions" if source.captions else "labels"
-        raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")
-    if form == "images" and source.captions:
-        raise XcompatError(f"{paths[0]}: images without captions; add captions.csv (image, caption) or set captions: false")
-    listed = image_files(paths) if form == "images" else []
-    features = _features(source, "string")
-
-    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
-        captioned = (row for file in files for row in read_captions(file, source))
-        rows = captioned if form == "captions" else _image_rows(listed, source, paths)
-        yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema, batch_size=4096)
-
-    # a change of the images themselves needs no rebuild: only their paths are kept
-    names = [name for _, name in listed]
-    key = {"files": file_stamps(files or paths), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
-    dataset, _ = cached_dataset(form, key, features, build)
-    return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
 def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterator[dict[str, Any]]:
@@ -174,19 +161,10 @@ def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterato
         yield row
 
 
-def _image_rows(listed: list[tuple[Path, str]], source: PairSource, paths: list[Path]) -> Iterator[dict[str, Any]]:
-    if source.label_column not in (None, "folder"):
-        raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
-    for file, name in listed:
-        if source.with_labels and paths == [file.parent]:
-            raise XcompatError(f"{file} has no label; move it into a folder called after its class")
-        label = {LABEL: file.parent.name} if source.with_labels else {}
-        yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
-
-
-def _load_parquet(source: PairSource, files: list[Path]) -> AnyDataset:
+def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
     import datasets
 
+    files = files_with(paths, (".parquet",))
     try:
         names = [str(file) for file in files]
         dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=source.streaming)
@@ -198,19 +176,24 @@ def _load_parquet(source: PairSource, files: list[Path]) -> AnyDataset:
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         folder = str(files[0].parent.resolve())  # paths in a table are relative to the table
         dataset = dataset.map(_absolute, features=dataset.features, batched=True, fn_kwargs={"column": column, "folder": folder})
-    return dataset
+    return _standardise(dataset, source)
 
 
 def _absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
     return {column: [None if path is None else str(Path(folder, path)) for path in batch[column]]}
 
 
-def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
+def _load_datasets(source: PairSource, paths: list[Path]) -> AnyDataset:
+    return _standardise(load_raw(source, paths, source.streaming), source)
+
+
+def load_raw(source: DataSource, paths: list[Path], streaming: bool = False) -> AnyDataset:
     """Load a saved or Hub data set with the columns it has.
 
     Args:
-        source: its path, configuration, split, revision and whether to stream.
-        paths: the local folder as `local_files` found it, or None for the Hub.
+        source: its path, configuration, split and revision.
+        paths: the local folder; none for the Hub.
+        streaming: whether to read on the fly.
 
     Returns:
         One split.
@@ -218,29 +201,38 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
     Raises:
         XcompatError: it is not there, or has several splits and none is named.
     """
+    if not paths:
+        return _from_hub(source, streaming)
+    dataset = _saved(source, paths[0])
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _saved(source: DataSource, folder: Path) -> datasets.Dataset:
     import datasets
 
-    if paths is not None:
-        refuse_hub_fields(source.path, name=source.name, revision=source.revision)
-        if not is_saved_dataset(paths[0]):
-            raise XcompatError(f"{paths[0]} is no folder written by datasets.save_to_disk; check the path or the format")
-        try:
-            saved = datasets.load_from_disk(str(paths[0]))
-            for part in saved.values() if isinstance(saved, datasets.DatasetDict) else (saved,):
-                part.data.table.validate(full=True)  # offsets that lead elsewhere end a process, texts that are none an epoch
-        except Exception as error:  # its JSON, its types and its Arrow files each fail in their own ways
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise XcompatError(f"{paths[0]} cannot be read ({what_failed(error)}); write it again") from error
-        if isinstance(saved, datasets.DatasetDict):
-            dataset = _one_split(dict(saved), source)
-        else:
-            refuse_hub_fields(source.path, split=source.split)
-            dataset = saved
-        return dataset.to_iterable_dataset() if source.streaming else dataset
+    refuse_hub_fields(source.path, name=source.name, revision=source.revision)
+    if not is_saved_dataset(folder):
+        raise XcompatError(f"{folder} is no folder written by datasets.save_to_disk; check the path or the format")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+        for part in saved.values() if isinstance(saved, datasets.DatasetDict) else (saved,):
+            part.data.table.validate(full=True)  # offsets that lead elsewhere end a process, texts that are none an epoch
+    except Exception as error:  # its JSON, its types and its Arrow files each fail in their own ways
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise XcompatError(f"{folder} cannot be read ({what_failed(error)}); write it again") from error
+    if isinstance(saved, datasets.DatasetDict):
+        return _one_split(dict(saved), source)
+    refuse_hub_fields(source.path, split=source.split)
+    return saved
+
+
+def _from_hub(source: DataSource, streaming: bool) -> AnyDataset:
+    import datasets
+
     try:
         loaded = datasets.load_dataset(
-            str(source.path), source.name, split=source.split, revision=source.revision, streaming=source.streaming
+            str(source.path), source.name, split=source.split, revision=source.revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown name, split, configuration or revision
         reason = str(error).splitlines()[0]
@@ -248,7 +240,7 @@ def load_raw(source: PairSource, paths: list[Path] | None) -> AnyDataset:
     return loaded if source.split else _one_split(dict(loaded), source)
 
 
-def _one_split(splits: dict[str, AnyDataset], source: PairSource) -> AnyDataset:
+def _one_split(splits: dict[str, AnyDataset], source: DataSource) -> AnyDataset:
     if source.split is None and len(splits) == 1:
         return next(iter(splits.values()))
     if source.split not in splits:
@@ -287,3 +279,13 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
         whose = "/".join([where, *filter(None, (source.name, source.split)), ""]) if source.labels else ""
         return dataset.add_column(ID, [f"{whose}{row}" for row in range(len(dataset))])
     return dataset
+
+
+def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.take(source.limit) if source.limit else dataset
+    if not len(dataset):
+        raise XcompatError(f"{source.path} holds no samples; check the path and the split")
+    return dataset.select(range(min(source.limit, len(dataset)))) if source.limit else dataset

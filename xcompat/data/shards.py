@@ -11,7 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
+from xcompat.data.notices import notice
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
 
@@ -194,11 +195,21 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
     problems.check_samples(final=True)
 
 
-def read_texts(shards: Sequence[str | Path], column: str | None, problems: Problems) -> Iterator[dict[str, str]]:
-    """Read only the captions of shards, each as one row of the column ``text``."""
-    for row in read_rows(shards, ShardColumns(caption=column, with_image=False), problems):
-        for caption in row[CAPTION]:
-            yield {TEXT: caption}
+def stream_rows(
+    shards: Sequence[str | Path], columns: ShardColumns, total: int, max_bad_share: float = 0.01
+) -> Iterator[dict[str, Any]]:
+    """Read shards as :func:`read_rows` does, and say at the end what was skipped.
+
+    Args:
+        shards: those of one worker; ``datasets`` splits the list.
+        columns: which member goes where.
+        total: how many shards all workers read.
+        max_bad_share: the share of shards, or of samples, that may be unusable.
+    """
+    problems = Problems(max_bad_share, total)
+    yield from read_rows(shards, columns, problems)
+    for line in problems.lines():
+        notice(line)
 
 
 def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -30,33 +30,41 @@ EMBEDDED = "glyphs:"
 PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images"]
 
 
-class ImageSource(BaseModel):
-    """Where images come from.
+class DataSource(BaseModel):
+    """Where data lie.
 
     Args:
-        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, the
-            name of a data set on the Hub, or ``glyphs:train`` and the like for the embedded classes.
-        format: how to read it; ``auto`` looks at the files.
-        image_column: the column (webdataset: the member) with the image; found by name or type when not given.
-        id_column: the column with the sample's id; the file name, ``__key__`` or row number when not given.
-        label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
+        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or the
+            name of a data set on the Hub.
         split: the split of a Hub data set or of a saved ``DatasetDict``.
         name: the configuration of a Hub data set.
         revision: the revision of a Hub data set.
-        limit: use the first so many samples.
-        max_bad_share: stop when more than this share of shards, or of samples, cannot be used.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | list[str]
+    split: str | None = None
+    name: str | None = None
+    revision: str | None = None
+
+
+class ImageSource(DataSource):
+    """Where images come from: the fields of :class:`DataSource`, its ``path`` also ``glyphs:train`` and the like, and these.
+
+    Args:
+        format: how to read it; ``auto`` looks at the files.
+        image_column: the column (webdataset: the member) with the image; found by name or type when not given.
+        id_column: the column with the sample's id; the file name, ``__key__`` or row number when not given.
+        label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
+        limit: use the first so many samples.
+        max_bad_share: stop when more than this share of shards, or of samples, cannot be used.
+    """
+
     format: PairFormat = "auto"
     image_column: str | None = None
     id_column: str | None = None
     label_column: str | None = None
-    split: str | None = None
-    name: str | None = None
-    revision: str | None = None
     limit: int | None = Field(default=None, ge=1)
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
 
@@ -185,18 +193,28 @@ def _looks_like_hub(path: str) -> bool:
     )
 
 
-def detect_format(paths: list[Path]) -> PairFormat:
-    """Say how local files are to be read.
+def locate(source: ImageSource) -> tuple[PairFormat, list[Path]]:
+    """Find the files of a source, and say how they are to be read.
 
     Args:
-        paths: existing files or folders.
+        source: what the user points at.
 
     Returns:
-        The format, never ``auto``.
+        The format, never ``auto``, and existing files and folders; none of these for a data set on the Hub.
 
     Raises:
-        XcompatError: nothing known is there.
+        XcompatError: nothing known is there, or what is asked of a data set on the Hub is asked of local files.
     """
+    paths = local_files(source.path)
+    form = source.format if source.format != "auto" else "datasets" if paths is None else _detect_format(paths)
+    if form != "datasets":
+        if paths is None:
+            raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
+        refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
+    return form, paths or []
+
+
+def _detect_format(paths: list[Path]) -> PairFormat:
     files = expand_folders(paths)
     if len(paths) == 1 and is_saved_dataset(paths[0]):
         return "datasets"
