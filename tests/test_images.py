@@ -15,8 +15,8 @@ from PIL import Image
 
 from xcompat.data import load_pairs, open_image, to_rgb
 from xcompat.data.images import MAX_ASPECT, MAX_PIXELS, UnusableSampleError
-from xcompat.data.notices import notice_once
 from xcompat.models.embedder import load_embedder
+from xcompat.progress import notice_once
 
 GREY_HW = (np.add.outer(np.arange(48), np.arange(40)) * 3 % 256).astype(np.uint8)
 WIDE_HW = GREY_HW.astype(np.uint16) * 257

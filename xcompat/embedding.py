@@ -17,7 +17,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
-from xcompat.data.notices import notice
 from xcompat.data.schema import ID, PIXEL_VALUES
 from xcompat.distributed import barrier, gather_objects, is_main_process, rank, world_size
 from xcompat.embedding_cache import (
@@ -37,7 +36,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import clear_leftovers, listed, read_json, write_json
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.progress import Waiting, console, progress_bar, rate_of
+from xcompat.progress import Waiting, console, notice, progress_bar, rate_of
 from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
 if TYPE_CHECKING:

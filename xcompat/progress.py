@@ -1,7 +1,8 @@
-"""Progress on the main process only: one line per stage with its time, one bar with its rate."""
+"""Progress on the main process only: one line per stage with its time, one bar with its rate, one line for what was left out."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.progress import (
 )
 
 from xcompat.distributed import is_main_process
-from xcompat.errors import visible
+from xcompat.errors import visible, visible_line
 
 T = TypeVar("T")
 console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
@@ -41,6 +42,25 @@ def literal(text: object) -> str:
     before = shown.rstrip("\\")
     # what stands before a tag is read as an escape, and elsewhere as it is: an empty tag makes it the former, whatever follows
     return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
+
+
+def notice(line: str) -> None:
+    """Print a line about samples, shards or texts that were left out.
+
+    Args:
+        line: plain text; names in it may hold brackets, which are no markup.
+    """
+    console.print(f"! {visible_line(line)}", style="yellow", markup=False, soft_wrap=True)
+
+
+@functools.cache
+def notice_once(line: str) -> None:
+    """Print a line that holds for many samples, the first time only; workers of a data loader each print their own.
+
+    Args:
+        line: plain text.
+    """
+    notice(line)
 
 
 def progress_bar() -> Progress:

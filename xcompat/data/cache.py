@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from xcompat.checksums import FileRecord, difference, file_record
-from xcompat.data.notices import notice
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json, write_json
+from xcompat.progress import notice
 
 if TYPE_CHECKING:
     import datasets

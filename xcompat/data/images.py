@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
-from xcompat.data.notices import notice_once
 from xcompat.errors import XcompatError
+from xcompat.progress import notice_once
 
 MAX_PIXELS = 2**27
 """A picture of more (134 million; cameras make 108) is refused before it is decoded: some kB can hold gigabytes of one colour."""

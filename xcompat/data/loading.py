@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images
-from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, ID, IMAGE, IMAGE_COLUMNS, LABEL, LABEL_COLUMNS, pick_column
 from xcompat.data.shards import CLASS_MEMBER, Problems, ShardColumns, read_rows, stream_rows
 from xcompat.data.sources import (
@@ -25,6 +24,7 @@ from xcompat.data.sources import (
     refuse_hub_fields,
 )
 from xcompat.errors import XcompatError, nearest, what_failed
+from xcompat.progress import notice
 
 if TYPE_CHECKING:
     import datasets

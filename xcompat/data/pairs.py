@@ -13,10 +13,10 @@ from PIL.Image import Image
 from torch.utils.data import Dataset
 
 from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
+from xcompat.progress import notice
 from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
 if TYPE_CHECKING:

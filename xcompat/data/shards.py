@@ -11,10 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
+from xcompat.progress import notice
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")

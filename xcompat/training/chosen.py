@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from xcompat.data.notices import notice
 from xcompat.distributed import is_main_process
 from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
@@ -17,6 +16,7 @@ from xcompat.methods import QueryMapModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.progress import notice
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.remembering import captioned_pairs, labelled_pairs, record, show
 from xcompat.training.stage import Stage

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from xcompat.data import flatten_captions
 from xcompat.data.corpora import normalise
-from xcompat.data.notices import notice
 from xcompat.data.overlap import shared_images
 from xcompat.distributed import is_main_process
+from xcompat.progress import notice
 from xcompat.training.evaluation_sets import judged_images
 from xcompat.training.stage import StageData
 

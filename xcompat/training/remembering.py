@@ -8,7 +8,6 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 
 from xcompat.data import flatten_captions, load_pairs
-from xcompat.data.notices import notice
 from xcompat.data.schema import ID, SIDE_INFO
 from xcompat.distributed import is_main_process
 from xcompat.embedding import EmbeddingCache
@@ -22,7 +21,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
-from xcompat.progress import console, literal
+from xcompat.progress import console, literal, notice
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.overlap import warn_of_shared_captions
 from xcompat.training.record import CHOICE, OLD_MEMORY

@@ -25,7 +25,6 @@ from xcompat.data import (
     collate_embeddings,
     stream_pairs,
 )
-from xcompat.data.notices import notice
 from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.distributed import process_state, rank
 from xcompat.embedding import EmbeddingCache
@@ -34,7 +33,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.hub.endpoint import hub_errors
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.progress import console, literal
+from xcompat.progress import console, literal, notice
 from xcompat.threads import keep_freed_memory
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
