@@ -256,7 +256,9 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
         dataset = dataset._resolve_features()  # reads one batch; columns cannot be cast without their types
     wanted = (source.image_column, source.caption_column, source.id_column, source.label_column)
-    if any(name and "." in name and name not in dataset.column_names for name in wanted):
+    if nested := [name for name in wanted if name and "." in name and name not in dataset.column_names]:
+        if isinstance(dataset, datasets.IterableDataset):
+            raise XcompatError(f"{source.path}: a stream has no nested columns, such as {nested[0]}; set streaming to false")
         dataset = dataset.flatten()  # nested columns become ``outer.inner``
     columns, where = list(dataset.column_names), str(source.path)
     typed = tuple(name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image))
