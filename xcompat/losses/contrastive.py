@@ -1,4 +1,4 @@
-"""Contrastive losses between two batches of which equal rows belong together."""
+"""Contrastive losses: between two batches of which equal rows belong together, and against stored embeddings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.distributed import gather_with_grad, is_distributed, mean_over_ranks, rank
+from xcompat.errors import XcompatError
+from xcompat.losses.classification import mean_of_known
 
 
 def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> Tensor:
@@ -64,6 +66,187 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
     with torch.autocast(a_BD.device.type, enabled=False):
         logits_BG = scale * a_BD @ all_b_GD.T + bias
     return _global_value(-F.logsigmoid(sign_BG * logits_BG).sum(dim=1).mean())
+
+
+def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float) -> Tensor:
+    """Find each view's other view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
+
+    Each rank computes the rows it owns; with gradients gathered and averaged by data-parallel training this is the loss and the
+    gradient of one process with the whole batch.
+
+    Args:
+        first_BD: one view of this rank's images, L2-normalised, the same B on every rank.
+        second_BD: another view of the same images.
+        temperature: τ.
+
+    Returns:
+        Scalar, in nats: the mean over both views.
+
+    Raises:
+        ValueError: when the shapes differ.
+
+    Example:
+        >>> views = torch.eye(4)
+        >>> bool(nt_xent_loss(views, views, 0.01) < 1e-6)
+        True
+    """
+    if first_BD.shape != second_BD.shape:
+        raise ValueError(f"two views must have one shape, got {tuple(first_BD.shape)} and {tuple(second_BD.shape)}")
+    all_first_GD, all_second_GD = gather_with_grad(first_BD), gather_with_grad(second_BD)
+    count, own_B = len(all_first_GD), _owners(first_BD)
+    views_VD = torch.cat([all_first_GD, all_second_GD])
+    losses = []
+    for mine_BD, itself_B, other_B in ((first_BD, own_B, own_B + count), (second_BD, own_B + count, own_B)):
+        with torch.autocast(mine_BD.device.type, enabled=False):
+            logits_BV = mine_BD @ views_VD.T / temperature
+            logits_BV = logits_BV.scatter(1, itself_B[:, None], -torch.inf)
+            losses.append(F.cross_entropy(logits_BV, other_B))
+    return _global_value((losses[0] + losses[1]) / 2)
+
+
+def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: float, topk_negatives: int | None = None) -> Tensor:
+    """Regression-alleviating compatible training (Zhang et al. 2022; "Contrast" in bt2.txt §4.3).
+
+    L = mean_i −log(p_i / (p_i + Σ_k exp(cos(new_i, old_k)/τ) + Σ_k exp(cos(new_i, new_k)/τ))) with p_i = exp(cos(new_i, old_i)/τ)
+    and k over the samples of other classes: the own old embedding beats the old and the new embeddings of other classes, so that
+    a gallery that is refreshed little by little brings no new errors. Other samples of the own class are neither positives nor
+    negatives. As printed in bt2.txt the second sum has slipped out of the logarithm and the anchor out of both; this is the
+    loss of the authors' public code.
+
+    Negatives are those of the global batch, with gradients, where that code has none through the new negatives of other ranks.
+
+    Args:
+        new_BD: new embeddings of this rank, of any length, the same B on every rank.
+        old_BD: old embeddings of the same samples, of any length.
+        labels_B: (B,) int64.
+        temperature: τ; the public code takes .05 (and .01).
+        topk_negatives: keep only the hardest this many old and this many new negatives of each anchor; None for all.
+
+    Returns:
+        Scalar, in nats; 0 when all samples are of one class. Its mean over the ranks is that of the global batch.
+
+    Raises:
+        XcompatError: the shapes differ.
+
+    Example:
+        >>> ract_loss(torch.eye(2), torch.eye(2), torch.tensor([7, 7]), 0.05).item()
+        0.0
+    """
+    if new_BD.shape != old_BD.shape:
+        raise XcompatError(
+            f"new and old embeddings must have one shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; of expanded "
+            "features give the old dimensions only"
+        )
+    dtype = torch.promote_types(torch.promote_types(new_BD.dtype, old_BD.dtype), torch.float32)
+    new_BD, old_BD = F.normalize(new_BD.to(dtype), dim=-1), F.normalize(old_BD.to(dtype), dim=-1)
+    all_new_GD, all_old_GD, all_labels_G = gather_with_grad(new_BD), gather_with_grad(old_BD), gather_with_grad(labels_B)
+    same_BG = labels_B[:, None] == all_labels_G
+    logits = [(new_BD * old_BD).sum(dim=-1, keepdim=True)]
+    for others_GD in (all_old_GD, all_new_GD):
+        with torch.autocast(new_BD.device.type, enabled=False):  # bf16 cosines would be rounded to 1/256, times 1/τ
+            negatives_BG = (new_BD @ others_GD.T).masked_fill(same_BG, -torch.inf)
+        hardest = len(others_GD) if topk_negatives is None else min(topk_negatives, len(others_GD))
+        logits.append(negatives_BG if hardest == len(others_GD) else negatives_BG.topk(hardest, dim=1).values)
+    return F.cross_entropy(torch.cat(logits, dim=1) / temperature, torch.zeros_like(labels_B))
+
+
+def bank_contrast_loss(
+    mapped_Bd: Tensor,
+    own_Bd: Tensor,
+    bank_Kd: Tensor,
+    scale: float,
+    labels_B: Tensor | None = None,
+    bank_labels_K: Tensor | None = None,
+    index_B: Tensor | None = None,
+    rows_K: Tensor | None = None,
+) -> Tensor:
+    """Supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with keys that are data).
+
+    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without its
+    own; where there are none, and without labels, it is the own old embedding, which then joins the softmax.
+
+    Args:
+        mapped_Bd: queries in the space of the bank, L2-normalised.
+        own_Bd: the stored embeddings of the same samples, L2-normalised.
+        bank_Kd: stored embeddings, L2-normalised; rows of NaN are left out.
+        scale: s, factor on cosines.
+        labels_B: (B,) int64; None without labels.
+        bank_labels_K: (K,) int64.
+        index_B: (B,) int64, which row of the whole bank a sample's own is.
+        rows_K: (K,) int64, which row of the whole bank each row is.
+
+    Returns:
+        Scalar, in nats: the mean over the batch.
+
+    Example:
+        >>> bank = torch.eye(2)
+        >>> near = bank_contrast_loss(bank, bank, bank, 20.0)
+        >>> bool(near < bank_contrast_loss(bank.flip(0), bank, bank, 20.0))
+        True
+    """
+    readable_K = bank_Kd[:, 0].isfinite()
+    with torch.autocast(mapped_Bd.device.type, enabled=False):
+        mapped_Bd, own_Bd = mapped_Bd.float(), own_Bd.float()
+        scores_BK = (scale * mapped_Bd @ bank_Kd.nan_to_num().float().T).masked_fill(~readable_K, -torch.inf)
+        own_B1 = scale * (mapped_Bd * own_Bd).sum(dim=-1, keepdim=True)
+    if index_B is not None and rows_K is not None:
+        scores_BK = scores_BK.masked_fill(index_B[:, None] == rows_K, -torch.inf)
+    positive_BK = torch.zeros_like(scores_BK, dtype=torch.bool)
+    if labels_B is not None and bank_labels_K is not None:
+        positive_BK = (labels_B[:, None] == bank_labels_K) & scores_BK.isfinite()
+    alone_B1 = ~positive_BK.any(dim=1, keepdim=True)
+    logits = torch.cat([own_B1.masked_fill(~alone_B1, -torch.inf), scores_BK], dim=1)
+    positive = torch.cat([alone_B1, positive_BK], dim=1)
+    likelihoods = F.log_softmax(logits, dim=1).masked_fill(~positive, 0.0)
+    return -(likelihoods.sum(dim=1) / positive.sum(dim=1)).mean()
+
+
+def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_labels_Q: Tensor) -> Tensor:
+    """Say how much each stored old embedding teaches each sample: (1 + cos)/2 of the old embeddings within a class, else 0.
+
+    Args:
+        old_Bd: old embeddings of the samples, of any length.
+        bank_Qd: stored old embeddings of earlier samples (and these), of any length; no empty places.
+        labels_B: (B,) int64 classes of the samples.
+        bank_labels_Q: (Q,) int64 classes of the stored ones.
+
+    Returns:
+        (B, Q) in [0, 1], without gradient.
+
+    Example:
+        >>> old, bank = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> neighbour_weights(old, bank, torch.tensor([0]), torch.tensor([0, 0, 1])).tolist()
+        [[1.0, 0.5, 0.0]]
+    """
+    cosines_BQ = (F.normalize(old_Bd, dim=-1) @ F.normalize(bank_Qd, dim=-1).T).detach()
+    return ((1 + cosines_BQ) / 2).where(labels_B[:, None] == bank_labels_Q, torch.zeros_like(cosines_BQ))
+
+
+def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, temperature: float) -> Tensor:
+    """Neighbourhood consensus contrast, L = −mean_i 1/|P_i| Σ_{q ∈ P_i} w_iq·log softmax_q(a_i·b_q/τ) (Wu et al. 2022).
+
+    At the level of features, anchors are normalised new embeddings and the bank holds normalised old ones; at the level of
+    logits, both are what the classifiers say. P_i are the stored samples with a weight. This is the loss as the public code
+    of MixBCT's authors has it, but for their queue, which counts its empty places as negatives.
+
+    Args:
+        anchors_BE: of the new model.
+        bank_QE: of the old model.
+        weights_BQ: from :func:`neighbour_weights`, the same at both levels.
+        temperature: τ.
+
+    Returns:
+        Scalar, in nats: the mean over the anchors that have a neighbour, 0 when none has.
+
+    Example:
+        >>> neighbourhood_loss(torch.eye(2), torch.eye(2), torch.zeros(2, 2), 1.0).item()
+        0.0
+    """
+    with torch.autocast(anchors_BE.device.type, enabled=False):
+        log_shares_BQ = F.log_softmax(anchors_BE @ bank_QE.T / temperature, dim=1)
+    positives_B = (weights_BQ > 0).sum(dim=1)
+    losses_B = -(weights_BQ * log_shares_BQ).sum(dim=1) / positives_B.clamp(min=1)
+    return mean_of_known(losses_B, positives_B > 0)
 
 
 def _owners(batch_BD: Tensor) -> Tensor:
