@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
-from xcompat.report.html import render_html
-from xcompat.report.markdown import render_markdown
+from xcompat.report.pages import render_html, render_markdown
 from xcompat.report.report import render_report, require_report_place, write_report
 from xcompat.report.storage import load_report, report_file
 from xcompat.report.terminal import print_report

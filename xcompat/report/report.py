@@ -12,7 +12,7 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
 from xcompat.files import atomic_path, listed, read_json
 from xcompat.report.content import ModelInfo, Report, ReportContent
-from xcompat.report.html import render_html
+from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png
 from xcompat.report.storage import DATA_NAME, FOLDER_NAME, JSON_NAME, load_report, report_file, save_report
 from xcompat.report.tsne import project

@@ -15,7 +15,7 @@ from xcompat.ownership import owned_path, require_replaceable
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.comparison.tables import summary, tables
-from xcompat.report.html import page_template, png_uri
+from xcompat.report.pages import page_template, png_uri
 from xcompat.report.plots import figure_png
 from xcompat.report.wording import metric_meanings
 

@@ -1,11 +1,16 @@
-"""A comparison as tables of text, the same for the page, Markdown and the terminal."""
+"""A comparison as tables of text, the same for the page, Markdown and the terminal, where they are printed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as TerminalTable
+
 from xcompat.evaluation import PairedDifference
+from xcompat.progress import literal
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.wording import gain_with_interval, metric_name, spread
 
@@ -99,6 +104,30 @@ def summary(comparison: Comparison) -> str:
         f"{good} of {len(comparison.methods)} methods {'is' if good == 1 else 'are'} backward compatible {with_seeds}. "
         f"Best on the old gallery by {headline(comparison.first_metric)}: {comparison.best}."
     )
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print every table, the best method in bold.
+
+    Args:
+        comparison: the comparison.
+        console: where to.
+    """
+    seeds = ", ".join(map(str, comparison.seeds))
+    console.print(f"[bold]{literal(comparison.name)}[/]: seeds {seeds}")
+    for each in tables(comparison):
+        table = TerminalTable(title=literal(each.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("model", overflow="fold", min_width=11)
+        for column in each.columns:
+            table.add_column(literal(column), justify="right")
+        for row in each.rows:
+            cells = [cell.replace(" ± ", "\n± ").replace(" (", "\n(").replace(" per ", "\nper ") for cell in row.cells]
+            table.add_row(literal(row.name), *cells, style="bold" if row.is_best else "")
+        console.print(table)
+        console.print(f"[dim]{literal(each.explanation)}[/]\n")
+    for note in comparison.notes:
+        console.print(f"[dim]{literal(note)}[/]")
+    console.print(literal(summary(comparison)))
 
 
 def _values(comparison: Comparison, direction: str, title: str) -> Table:

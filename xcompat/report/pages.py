@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else."""
+"""The report as pages: one HTML file that needs nothing else, and Markdown for where no page of its own can stand."""
 
 from __future__ import annotations
 
@@ -32,10 +32,28 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
         for prefix in ("cases", "recall", "cmc", "confidence", "tsne")
     }
-    meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
     return page_template("template.html.j2").render(
-        report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report), meanings=meanings
+        report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report), meanings=_meanings(report)
     )
+
+
+def render_markdown(report: Report) -> str:
+    """Write verdict, cases with intervals, and what they mean.
+
+    Args:
+        report: the report.
+
+    Returns:
+        Markdown without a heading.
+    """
+    labels = dict.fromkeys(case.label for case in report.cases)
+    return page_template("results.md.j2").render(
+        report=report, verdicts=verdicts(report), meanings=_meanings(report), labels=labels
+    )
+
+
+def _meanings(report: Report) -> list[tuple[str, str]]:
+    return metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
 
 
 @cache  # compiling a template takes longer than filling it in
