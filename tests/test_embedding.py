@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -38,6 +39,16 @@ def test_packed_linears_compute_the_same_and_leave_no_trace(embedder: Embedder) 
         torch.testing.assert_close(embedder.embed(batch), plain, atol=1e-5, rtol=0)
     assert not any("forward" in vars(module) for module in embedder.model.modules())
     assert torch.equal(embedder.embed(batch), plain)
+
+
+@pytest.mark.parametrize("missing", ["_reorder_linear_weight", "_linear_pointwise"])
+def test_without_the_operators_the_plain_path_embeds(embedder: Embedder, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = embedder.processor.texts(TEXTS)
+    plain = embedder.embed(batch)
+    names = {"_reorder_linear_weight", "_linear_pointwise"} - {missing}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**{name: getattr(torch.ops.mkldnn, name) for name in names}))
+    with packed_linears(embedder.model):
+        assert torch.equal(embedder.embed(batch), plain)
 
 
 def test_half_precision_embeds_nearly_the_same(embedder: Embedder, tmp_path: Path) -> None:

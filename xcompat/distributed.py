@@ -161,7 +161,7 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
         return [mine]
     import torch.distributed as dist
 
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()  # accelerate's gather_object refuses TPUs
     dist.all_gather_object(gathered, mine)
     return gathered
 

@@ -53,7 +53,9 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
         >>> list(map_in_threads(abs, [-3, 2, -1], threads=2))
         [3, 2, 1]
     """
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(
+        threads
+    ) as pool:  # whose map reads all items at once before Python 3.14; joblib reads them in its threads
         started = (pool.submit(function, item) for item in items)
         ahead = deque(islice(started, threads + 1))
         try:

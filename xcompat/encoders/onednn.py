@@ -19,7 +19,8 @@ def packed_linears(module: nn.Module) -> Iterator[None]:
 
     PyTorch hands float32 products to MKL, which lays the weights out anew in every call and is slow on processors of other
     makers: 170-205 GFLOP/s on two cores of an AMD EPYC where oneDNN reaches 226. While the block lasts the weights are held
-    twice. Results differ from ``nn.Linear`` by rounding only. Elsewhere than on a CPU nothing happens.
+    twice. Results differ from ``nn.Linear`` by rounding only. Elsewhere than on a CPU, and with a PyTorch without the operators,
+    which it may drop, nothing happens.
 
     Args:
         module: frozen; a change of its weights inside the block would not be seen.
@@ -43,7 +44,8 @@ def packed_linears(module: nn.Module) -> Iterator[None]:
 
 
 def _packs(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return on_cpu and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
 def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,6 +50,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     Raises:
         XcompatError: it has another form or leads nowhere.
     """
+    # OmegaConf would do this too, resolve ${oc.env:...} of a stranger's recipe, and read YAML without the limits of LimitedLoader
     key, separator, value = override.partition("=")
     if not separator:
         raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
