@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
-from torch import Tensor
 
 from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
@@ -124,11 +121,6 @@ class EmbeddingCache:
     def readable(self) -> NDArray[np.bool_]:
         """Return which rows are embeddings and not the NaN of an image that could not be read: (rows,)."""
         return np.concatenate([np.isfinite(self._shard(shard)[:, 0]) for shard in range(self.info.shards)])
-
-    def iterate(self, batch_size: int = 8192) -> Iterator[Tensor]:
-        """Yield all rows in order, as float32 tensors."""
-        for start in range(0, len(self), batch_size):
-            yield torch.from_numpy(self[start : start + batch_size])
 
 
 def read_info(folder: Path) -> CacheInfo:

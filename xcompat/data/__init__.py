@@ -6,7 +6,8 @@ from xcompat.data.corpora import CorpusSource, load_texts
 from xcompat.data.images import UnusableSampleError, open_image, to_rgb
 from xcompat.data.labelled import ClassBalancedSampler, LabelledImages, LabelledSource, load_labelled
 from xcompat.data.loading import load_pairs
-from xcompat.data.pairs import BadSamples, PairDataset, flatten_captions, iterate_images, stream_pairs
+from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, stream_pairs
+from xcompat.data.problems import BadSamples
 from xcompat.data.scenarios import Subset, old_and_new_rows, select
 from xcompat.data.sources import PairSource
 from xcompat.data.transforms import Augmentation, build_transform

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images
+from xcompat.data.problems import Problems
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, ID, IMAGE, IMAGE_COLUMNS, LABEL, LABEL_COLUMNS, pick_column
-from xcompat.data.shards import CLASS_MEMBER, Problems, ShardColumns, read_rows, stream_rows
+from xcompat.data.shards import CLASS_MEMBER, ShardColumns, read_rows, stream_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
     DataSource,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,18 +12,15 @@ from PIL.Image import Image
 from torch.utils.data import Dataset
 
 from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
-from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
-from xcompat.progress import notice
 from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
 if TYPE_CHECKING:
     import datasets
 
 T = TypeVar("T")
-SHOWN = 3  # bad samples named in the error, the rest counted
-MIN_SEEN = 100  # a share of fewer samples of a stream says little
 
 
 class RowArray(Protocol):
@@ -35,53 +31,6 @@ class RowArray(Protocol):
 
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[Any]:
         """Return rows by number, in the order asked for."""
-
-
-@dataclass
-class BadSamples:
-    """Samples whose image cannot be read or that have no caption, each counted once.
-
-    Every worker of a data loader counts what it met itself.
-
-    Args:
-        max_share: more than this share stops the run.
-        total: how many samples there are; None for a stream, whose share is of what was seen.
-        reasons: why, by id.
-        seen: samples of a stream so far.
-    """
-
-    max_share: float = 0.01
-    total: int | None = None
-    reasons: dict[str, str] = field(default_factory=dict)
-    seen: int = 0
-
-    def add(self, sample_id: str, reason: str) -> None:
-        """Record a sample and name it in one line.
-
-        Raises:
-            XcompatError: there are more than allowed.
-        """
-        if sample_id in self.reasons:
-            return
-        self.reasons[sample_id] = reason
-        total = self.total if self.total is not None else self.seen
-        if len(self.reasons) > self.max_share * total and (self.total is not None or total >= MIN_SEEN):
-            named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:SHOWN])
-            raise XcompatError(
-                f"{len(self.reasons)} of {total} samples cannot be used, more than the share {self.max_share:g}: {named}; "
-                "mend or remove them, or raise max_bad_share"
-            )
-        notice(f"skipped {sample_id}: {reason}")
-
-    def share(self) -> None:
-        """Count what any process has met; every process calls it.
-
-        Raises:
-            XcompatError: together there are more than allowed.
-        """
-        for reasons in gather_objects(self.reasons, shared=True):
-            for sample_id, reason in reasons.items():
-                self.add(sample_id, reason)
 
 
 class PairDataset(Dataset[dict[str, Any]]):

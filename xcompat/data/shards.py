@@ -6,11 +6,12 @@ import gzip
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from xcompat.data.problems import Problems
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
@@ -23,8 +24,6 @@ LARGEST_SAMPLE = 2**29
 """Bytes of the files of one sample, which are held in memory."""
 LARGEST_HEADER = 2**16
 MOST_PADDING = 64  # blocks of 1 MiB of zeros behind a shard's end; tar writes 10 kB
-SHOWN = 3  # problems named in full, the rest counted
-MIN_SAMPLES = 100  # a share of fewer samples says little while a shard is still being read
 
 
 class ShardError(XcompatError):
@@ -87,82 +86,6 @@ class ShardColumns:
         if not captions:
             raise _SampleError(f"empty {name}")
         return captions
-
-
-@dataclass
-class Problems:
-    """What could not be used while loading, and when that is too much.
-
-    Args:
-        max_bad_share: the share of shards, or of samples, that may be unusable.
-        total_shards: how many shards there are.
-        shards: ``name: reason`` of each shard that could not be read to its end.
-        samples: ``id: reason`` of the first samples that could not be used.
-        n_bad: how many samples could not be used.
-        n_good: how many could.
-        members: members seen in unusable samples.
-    """
-
-    max_bad_share: float = 0.01
-    total_shards: int = 0
-    shards: list[str] = field(default_factory=list)
-    samples: list[str] = field(default_factory=list)
-    n_bad: int = 0
-    n_good: int = 0
-    members: set[str] = field(default_factory=set)
-
-    def bad_shard(self, reason: str) -> None:
-        """Record a shard that could not be read to its end.
-
-        Raises:
-            XcompatError: there are more such shards than allowed.
-        """
-        self.shards.append(reason)
-        if len(self.shards) > self.max_bad_share * self.total_shards:
-            raise XcompatError(
-                f"{len(self.shards)} of {self.total_shards} shards cannot be read, more than "
-                f"max_bad_share={self.max_bad_share:g}: {_some(self.shards)}; fetch them again, leave them out, "
-                "or raise max_bad_share"
-            )
-
-    def bad_sample(self, sample: dict[str, Any], reason: str) -> None:
-        """Record a sample that could not be used."""
-        self.n_bad += 1
-        self.members.update(key for key in sample if not key.startswith("__"))
-        if len(self.samples) < SHOWN:
-            self.samples.append(f"{sample['__key__']}: {reason}")
-
-    def check_samples(self, *, final: bool) -> None:
-        """Stop when more samples than allowed could not be used.
-
-        Args:
-            final: whether everything has been read, so that few samples are no excuse.
-
-        Raises:
-            XcompatError: naming the first of them.
-        """
-        total = self.n_good + self.n_bad
-        if self.n_bad > self.max_bad_share * total and (final or total >= MIN_SAMPLES):
-            named = self.samples if self.n_good else self.samples[:1]  # all fail for one reason when none is good
-            raise XcompatError(
-                f"{self.n_bad} of {total} samples cannot be used, more than max_bad_share={self.max_bad_share:g}: "
-                f"{_some(named, self.n_bad)}; their members are {', '.join(sorted(self.members))}; set image_column, "
-                "caption_column or label_column, or raise max_bad_share"
-            )
-
-    def lines(self) -> list[str]:
-        """Say what was skipped, one line for shards and one for samples."""
-        lines = []
-        if self.shards:
-            lines.append(f"skipped {len(self.shards)} of {self.total_shards} shards: {_some(self.shards)}")
-        if self.n_bad:
-            lines.append(f"skipped {self.n_bad} of {self.n_bad + self.n_good} samples: {_some(self.samples, self.n_bad)}")
-        return lines
-
-
-def _some(reasons: Sequence[str], total: int | None = None) -> str:
-    more = (len(reasons) if total is None else total) - len(reasons[:SHOWN])
-    return "; ".join(reasons[:SHOWN]) + (f"; and {more} more" if more else "")
 
 
 def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Problems) -> Iterator[dict[str, Any]]:
