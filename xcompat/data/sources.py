@@ -224,7 +224,7 @@ def _detect_format(paths: list[Path]) -> PairFormat:
         return "captions"
     if any(has_suffix(file, (".parquet",)) for file in files):
         return "parquet"
-    if any(has_suffix(file, IMAGE_SUFFIXES) for file in files) or any(next(_images(path), None) for path in paths):
+    if any(next(_images(path), None) for path in paths):
         return "images"
     where = ", ".join(map(str, paths[:3]))
     raise XcompatError(
@@ -277,16 +277,15 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
     Raises:
         XcompatError: there is none.
     """
-    found: list[tuple[Path, str]] = []
-    for path in paths:
-        if path.is_dir():
-            found.extend((file, file.relative_to(path).as_posix()) for file in sorted(_images(path)))
-        elif has_suffix(path, IMAGE_SUFFIXES):
-            found.append((path, path.name))
+    found = [
+        (file, file.relative_to(path if path.is_dir() else path.parent).as_posix())
+        for path in paths
+        for file in sorted(_images(path))
+    ]
     if not found:
         raise XcompatError(f"{paths[0]}: no images there; check the path")
     return found
 
 
 def _images(path: Path) -> Iterator[Path]:
-    return (file for file in files_below(path) if has_suffix(file, IMAGE_SUFFIXES)) if path.is_dir() else iter(())
+    return (file for file in (files_below(path) if path.is_dir() else [path]) if has_suffix(file, IMAGE_SUFFIXES))

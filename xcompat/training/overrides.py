@@ -1,25 +1,13 @@
-"""``key=value`` on the command line, and numbers as everyone writes them in YAML."""
+"""``key=value`` on the command line, over the values of a recipe."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import yaml
 
 from xcompat.errors import XcompatError
-from xcompat.training.yaml_files import LimitedLoader, parse_yaml
-
-
-class RecipeLoader(LimitedLoader):
-    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
-
-
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
-    list("-+0123456789."),
-)
+from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
 def refuse_shadowed(raw: dict[str, Any], key: str) -> None:

@@ -12,10 +12,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.report.storage import FOLDER_NAME as REPORT
-from xcompat.training.overrides import RecipeLoader, apply_override, refuse_shadowed
+from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
-from xcompat.training.yaml_files import read_yaml
+from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
 
 class Recipe(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_yaml_int)
+
+
+class RecipeLoader(LimitedLoader):
+    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
+
+
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.inf|\.nan)$", re.IGNORECASE),
+    list("-+0123456789."),
+)
 
 
 class _TooMuch(yaml.YAMLError):
