@@ -13,8 +13,7 @@ from transformers import initialization as init
 
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
-from xcompat.encoders.base import Encoder
-from xcompat.encoders.batches import EmbedsBatches
+from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError

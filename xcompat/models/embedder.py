@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from xcompat.encoders import EncoderSource, load_encoder, reading_model
-from xcompat.encoders.base import Encoder
-from xcompat.encoders.batches import Space
+from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
