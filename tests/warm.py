@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -106,6 +107,7 @@ def _python(arguments: list[str], folder: str, environment: dict[str, str], file
     os.chdir(folder)
     os.environ.update(environment)
     how, *rest = arguments
+    gc.freeze()  # accelerate collects garbage after every training, and would look at each of the libraries' objects
     try:
         if how == "-m":
             sys.argv = rest
