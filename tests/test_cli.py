@@ -703,7 +703,7 @@ def test_every_verb_is_listed_and_every_listed_verb_is_tested() -> None:
 
 @pytest.mark.parametrize("arguments", [("train", "nowhere.yaml"), ("evaluate", "nowhere"), ("report", "nowhere")])
 def test_the_real_command_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    if arguments[0] == "report":  # without warnings of what is imported; a test of dry runs sees those of all that trains
+    if arguments[0] == "report":  # without warnings of what is imported; the quickstart's test sees those of all that trains
         done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=False)
     else:
         done = warm.run("-m", "xcompat", *arguments, folder=tmp_path)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import os
+import importlib.metadata
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
 import yaml
 
 import xcompat
-from xcompat import Fingerprint, XbtModel
+from xcompat import Fingerprint, XbtModel, cli
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.training.recipe import load_recipe
@@ -202,11 +202,16 @@ def workplace(tmp_path: Path, folder_of: dict[str, str], old_folder: str, monkey
 
 
 def run_shell(code: str) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    for line in code.replace("\\\n", " ").splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "xcompat"
+        done = warm.run("-m", program, *arguments, folder=Path.cwd())
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
+    (installed,) = importlib.metadata.entry_points(group="console_scripts", name="xcompat")
+    assert installed.load() is cli.main
 
 
 def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

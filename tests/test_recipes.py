@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -66,8 +67,8 @@ def test_every_recipe_runs_on_stand_ins(file: Path, at_the_root: None, undrawn: 
 
 
 def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "xcompat", "train", str(ROOT / "recipes" / "baselines" / "lora_only.yaml"), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    recipe = ROOT / "recipes" / "baselines" / "lora_only.yaml"
+    done = warm.run("-m", "xcompat", "train", recipe, "--dry-run", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "baseline_lora_only runs from end to end on stand-ins" in done.stdout
     assert "pixparse/cc3m-wds" in done.stdout
