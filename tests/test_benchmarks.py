@@ -22,7 +22,7 @@ TOYS = {
     "gallery_upgrade": {"items": 400, "rounds": 1},
     "gallery_speed": {"items": 300, "dim": 8, "queries": 4, "added": 200, "rounds": 1},
     "channels_last": {"images": 2, "rounds": 1},
-    "compiled": {"images": 1, "edge": 32, "layers": 2, "rounds": 1},
+    "compiled": {"images": 1, "edge": 32, "layers": 1, "rounds": 1},
     "draft_decoding": {"images": 2, "rounds": 1},
     "freed_memory": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},

@@ -181,6 +181,8 @@ IMPORTS = (
     "from transformers import pipeline; import xcompat",
     "import xcompat; from transformers import CLIPModel",
     "import xcompat.retrieval.pipeline",
+    "import xcompat.models.embedder",
+    "import xcompat.methods.bct",
 )
 IMPORTED_FIRST = """
 import os, sys
@@ -193,7 +195,8 @@ for imports in sys.argv[1:]:
         from transformers import AutoConfig
         from transformers.pipelines import PIPELINE_REGISTRY as known
 
-        print("compatible-retrieval" in known.get_supported_tasks(), AutoConfig.for_model("xcompat-xbt").model_type, imports)
+        config = AutoConfig.for_model("xcompat-xbt")
+        print("compatible-retrieval" in known.get_supported_tasks(), type(config).__module__, imports)
         sys.stdout.flush()
         os._exit(0)
     os.waitpid(fork, 0)
@@ -202,4 +205,4 @@ for imports in sys.argv[1:]:
 
 def test_models_and_task_are_known_whatever_is_imported_first() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTED_FIRST, *IMPORTS], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [f"True xcompat-xbt {imports}" for imports in IMPORTS], done.stderr
+    assert done.stdout.splitlines() == [f"True xcompat.methods.xbt {imports}" for imports in IMPORTS], done.stderr
