@@ -31,7 +31,13 @@ settings.load_profile("repeatable")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
+LONGEST = ("test_benchmarks.py", "test_distributed.py", "test_faults.py", "test_quickstart.py", "test_recipes.py")
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker is alone with it at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture
