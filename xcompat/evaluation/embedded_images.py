@@ -48,26 +48,26 @@ class EmbeddedImages:
         return int(self.gallery_embeds_GD.shape[1])
 
     def require_same_items(self, other: EmbeddedImages, name: str) -> None:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.require_same_items`."""
+        """Refuse embeddings of other items, or in another order, naming the first that differs."""
         for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels"):
             expected, found = getattr(self, what), getattr(other, what)
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
                 raise XcompatError(f"{what} of {name} are not those of old; embed the same images in the same order with both")
 
     def matrices(self) -> dict[str, Embeddings]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.matrices`."""
+        """Return every matrix of embeddings by what it holds."""
         return {"queries": self.query_embeds_QD, "images": self.gallery_embeds_GD}
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedImages:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.with_matrices`."""
+        """Return the same items with other embeddings."""
         return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"])
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.readable`."""
+        """Return which queries, and which items of the gallery, could be read."""
         return tuple(np.isfinite(np.asarray(embeds)[:, 0]) for embeds in (self.query_embeds_QD, self.gallery_embeds_GD))
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedImages:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.keep`."""
+        """Return the queries and items of the gallery that masks leave."""
         kept_Q, kept_G = masks
         if kept_Q.all() and kept_G.all():
             return self
@@ -84,12 +84,12 @@ class EmbeddedImages:
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.directions`."""
+        """Search images with images."""
         without_match = "queries have no image of their class in the gallery"
         return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
 
     def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.find`."""
+        """Rank the images of a query's class."""
         queries = Items(self.query_embeds_QD, self.query_labels, self.query_ids)
         items = Items(gallery.gallery_embeds_GD, gallery.gallery_labels, gallery.gallery_ids)
         ranked = rank_queries(LabelledPairs(queries, items, options.chunk_size), options.shared)

@@ -62,7 +62,7 @@ class EmbeddedPairs:
         return int(self.image_embeds_ND.shape[1])
 
     def require_same_items(self, other: EmbeddedPairs, name: str) -> None:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.require_same_items`."""
+        """Refuse embeddings of other items, or in another order, naming the first that differs."""
         sides: list[tuple[str, Ids, Ids]] = [
             ("image", self.image_ids, other.image_ids),
             ("text", self.text_ids, other.text_ids),
@@ -80,20 +80,20 @@ class EmbeddedPairs:
                     )
 
     def matrices(self) -> dict[str, Embeddings]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.matrices`."""
+        """Return every matrix of embeddings by what it holds."""
         own = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
         zero = self.zero_shot
         return own | ({"zero-shot images": zero.image_embeds_ND, "classes": zero.class_embeds_CD} if zero is not None else {})
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedPairs:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.with_matrices`."""
+        """Return the same items with other embeddings."""
         zero_shot = self.zero_shot and replace(
             self.zero_shot, image_embeds_ND=matrices["zero-shot images"], class_embeds_CD=matrices["classes"]
         )
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.readable`; texts can always be read."""
+        """Return which images could be read; texts always can."""
         return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
@@ -109,7 +109,7 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.directions`."""
+        """Search texts with images, images with texts, and classes with images where there are such."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
         if self.zero_shot is not None:
             found.append(Direction(IMAGE_TO_TEXT, ZERO_SHOT, (1,), len(self.zero_shot.class_embeds_CD)))
@@ -132,7 +132,7 @@ class EmbeddedPairs:
         return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
 
     def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:
-        """See :meth:`xcompat.evaluation.contestants.Contestant.find`."""
+        """Rank the captions of an image, the images of a caption, or the classes of an image."""
         if direction.metric == ZERO_SHOT:
             if self.zero_shot is None or gallery.zero_shot is None:
                 return None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE
@@ -183,12 +184,12 @@ class HeldOutClasses(HeldOut):
         self.learned_rows = [fold.fit_F for fold in self.folds]
         super().__init__(lines, seed)
 
+    @override
     def learned(self) -> Iterable[Paired]:
-        """See :meth:`HeldOut.learned`."""
         return [self.pairs.take(fit_F) for fit_F in self.learned_rows]
 
+    @override
     def measured(self, queries: Queries) -> list[Measured]:
-        """See :meth:`HeldOut.measured`."""
         return self.found(queries, _stay)
 
     def found(self, asked: Queries, searched: Queries) -> list[Measured]:
@@ -210,8 +211,8 @@ class HeldOutClasses(HeldOut):
                 parts.append(Measured(number, protocol, found, precision_Q, rows_Q))
         return parts
 
+    @override
     def with_old_queries(self) -> HeldOut:
-        """See :meth:`HeldOut.with_old_queries`."""
         return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
 
 
@@ -226,20 +227,20 @@ class HeldOutGalleries(HeldOutClasses):
     of_galleries = True
     pairs: TurnedEmbeddings
 
+    @override
     def measured(self, queries: Queries) -> list[Measured]:
-        """See :meth:`HeldOut.measured`."""
         return self.found(_stay, queries)
 
+    @override
     def found_by_old(self) -> list[Measured]:
-        """See :meth:`HeldOut.found_by_old`."""
 
         def old(_: int, __: str, rows_Q: NDArray[np.int64], turned: PairedEmbeddings) -> NDArray[np.float32]:
             return turned.new_ND[rows_Q]
 
         return self.found(old, old)
 
+    @override
     def with_old_queries(self) -> HeldOut:
-        """See :meth:`HeldOut.with_old_queries`."""
         of_old = TurnedEmbeddings(self.pairs.new_ND, self.pairs.new_ND, self.labels_N)
         return HeldOutGalleries(of_old, self.searched, LINES, self.seed)
 
@@ -260,12 +261,12 @@ class HeldOutCaptions(HeldOut):
         ]
         super().__init__(lines, seed)
 
+    @override
     def learned(self) -> Iterable[Paired]:
-        """See :meth:`HeldOut.learned`."""
         return [self.pairs.take(learned_K) for learned_K in self.learned_rows]
 
+    @override
     def measured(self, queries: Queries) -> list[Measured]:
-        """See :meth:`HeldOut.measured`."""
         parts = []
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
@@ -277,8 +278,8 @@ class HeldOutCaptions(HeldOut):
                 parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups[asking][rows_Q]))
         return parts
 
+    @override
     def with_old_queries(self) -> HeldOut:
-        """See :meth:`HeldOut.with_old_queries`."""
         return HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -78,8 +79,9 @@ class AdvBctModel(ClassifiedModel):
             self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
             self.growth_C = nn.Parameter(torch.empty(len(self.config.classes)).uniform_(-1, 1))
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep centres and radii of the old classes (see :meth:`CompatModel.prepare`)."""
+        """Keep centres and radii of the old classes."""
         embeds_Nd = old.embeddings("advbct")
         centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
         radii_C = class_radii(embeds_Nd, centres_Cd, samples_of_classes(old.labels_N, old.n_classes))
@@ -87,8 +89,9 @@ class AdvBctModel(ClassifiedModel):
             raise XcompatError("advbct needs old embeddings of at least two images of some class; is it the right old model?")
         self.centres_Cd, self.radii_C = (torch.from_numpy(array).to(self.device) for array in (centres_Cd, radii_C))
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE, the boundary loss and the adversarial one (see :meth:`CompatModel.loss`)."""
+        """Return CE, the boundary loss and the adversarial one."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):

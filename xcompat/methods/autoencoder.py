@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.models.backbone import BackboneConfig
@@ -43,8 +44,9 @@ class AutoencoderModel(UnlabelledModel):
             self.decoder = _decoder(config.embedding_dim)
         self.post_init()
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return how far what is drawn is from the images (see :meth:`CompatModel.loss`)."""
+        """Return how far what is drawn is from the images."""
         return F.mse_loss(self.decoder(output["features"]), F.adaptive_avg_pool2d(batch["pixel_values"], SIDE))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
 from xcompat.outputs import Batch, CompatOutput
@@ -23,8 +24,9 @@ class BctModel(PrototypedModel):
     config_class = BctConfig
     citation = "Shen et al., Towards backward-compatible representation learning, CVPR 2020"
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE of both classifiers (see :meth:`CompatModel.loss`)."""
+        """Return CE of both classifiers."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = self.old_classification_loss(features_BD, labels_B)
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -98,8 +99,9 @@ class Bt2Model(PrototypedModel):
         if config.classes:
             self.classifier = self._head(config.embedding_dim - (config.extra_dim if config.classified == "new_part" else 0))
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the frozen rows, and compare the new part with the independent model (see :meth:`CompatModel.prepare`)."""
+        """Keep the frozen rows, and compare the new part with the independent model."""
         new_dim = self.config.embedding_dim - self.config.extra_dim
         if new_ND is not None and new_ND.shape[1] != new_dim:
             raise XcompatError(
@@ -126,21 +128,24 @@ class Bt2Model(PrototypedModel):
         return None
 
     @property
+    @override
     def embed_layers(self) -> None:
-        """Return None: parts of the features are turned and put side by side (see :attr:`CompatModel.embed_layers`)."""
+        """Return None: parts of the features are turned and put side by side."""
 
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
         return self._parts(pixel_values)[0]
 
+    @override
     def embed_batch(self, batch: Batch) -> Bt2Output:
-        """Embed images, and keep φ3 (see :meth:`CompatModel.embed_batch`)."""
+        """Embed images, and keep φ3."""
         self.require_columns(batch, ("pixel_values",))
         features, own = self._parts(batch["pixel_values"])
         return Bt2Output(image_embeds=F.normalize(features, dim=-1), features=features, new_part=own)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of both parts (see :meth:`CompatModel.loss`)."""
+        """Return the loss of both parts."""
         config, labels_B, features, own = self.config, batch["labels"], output["features"], output["new_part"]
         loss = self.classification_loss(own if config.classified == "new_part" else features, labels_B)
         loss = loss + config.independent_weight * angular_alignment_loss(own, batch["new_embeds"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.losses import ract_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -35,8 +36,9 @@ class ContrastModel(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
     citation = "Zhang et al., Hot-refresh model upgrades with regression-alleviating compatible training, ICLR 2022"
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and RACT (see :meth:`CompatModel.loss`)."""
+        """Return CE and RACT."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         near_Bd = self.old_features(features_BD)
         compatible = ract_loss(near_Bd, batch["old_embeds"], labels_B, config.temperature, config.topk_negatives)

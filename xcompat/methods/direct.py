@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.projected import ProjectedConfig, ProjectedModel
@@ -27,8 +28,9 @@ class DirectModel(ProjectedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids", "old_embeds", "old_text_embeds")
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 6"
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c of each new modality against the other old one (see :meth:`CompatModel.loss`)."""
+        """Return L_c of each new modality against the other old one."""
         scale = self.config.logit_scale
         of_images = clip_contrastive_loss(output["image_embeds"], batch["old_text_embeds"], scale)
         return of_images + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -80,8 +81,9 @@ class FctModel(CompatModel):
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
         self.post_init()
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Fetch the frozen new classifier, where the loss needs it (see :meth:`CompatModel.prepare`)."""
+        """Fetch the frozen new classifier, where the loss needs it."""
         if self.config.loss == "mse":
             return
         weight = getattr(getattr(self._get_encoder(), "classifier", None), "weight", None)
@@ -93,8 +95,9 @@ class FctModel(CompatModel):
         self.classifier_CD = weight.detach().clone()
         self._outside_encoder = []  # the backbone shall not be in memory while h is trained
 
+    @override
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space: h (see :meth:`CompatModel.own_upgrade`)."""
+        """Map stored old embeddings into the new space: h."""
         side, name = self.config.side_info, type(self).__name__
         if side is not None and side_info is None:
             which = side["name"]
@@ -119,16 +122,18 @@ class FctModel(CompatModel):
             return super().upgrade_side(old_embeds, side_info)
         return self.side_transform(old_embeds, side_info)
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return h of old embeddings (see :meth:`CompatModel.embed_batch`)."""
+        """Return h of old embeddings."""
         self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
         if self.training and self.progress >= FREEZE_AT:
             for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
                 norm.eval()  # the Trainer calls train() before every step
         return CompatOutput(image_embeds=self.transform(batch["old_embeds"], batch.get("side_info")))
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of h, and of g where there is one (see :meth:`CompatModel.loss`)."""
+        """Return the loss of h, and of g where there is one."""
         loss = self._loss(output["image_embeds"], batch["new_embeds"])
         if self.side_transform is not None:
             mapped = self.side_transform(batch["old_embeds"], batch["side_info"])

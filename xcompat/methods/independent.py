@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import record_model
@@ -77,8 +78,9 @@ class IndependentModel(ClassifiedModel):
         for name, parameter in self.encoder.named_parameters():
             parameter.requires_grad_("logit" in name or not any(word in name for word in self.encoder.unused))
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts, or images alone, in training perhaps mixed ones (see :meth:`CompatModel.embed_batch`)."""
+        """Embed images and texts, or images alone, in training perhaps mixed ones."""
         if self.config.classes is None:
             return CompatModel.embed_batch(self, batch)
         if not (self.training and self.config.mixup > 0):
@@ -90,8 +92,9 @@ class IndependentModel(ClassifiedModel):
         mixed = super().embed_batch({"pixel_values": float(share) * images + (1 - float(share)) * images[order_B]})
         return MixedOutput(**mixed, share=share, order_B=order_B)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss, or that between images and their texts (see :meth:`CompatModel.loss`)."""
+        """Return the classification loss, or that between images and their texts."""
         if self.config.classes is None:
             return self._contrast(output["image_embeds"], output["text_embeds"])
         if not isinstance(output, MixedOutput):

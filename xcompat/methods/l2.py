@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.losses import l2_alignment_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -34,8 +35,9 @@ class L2Model(ClassifiedModel):
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and the distance to old embeddings (see :meth:`CompatModel.loss`)."""
+        """Return CE and the distance to old embeddings."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), batch["old_embeds"])
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

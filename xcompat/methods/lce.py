@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -69,8 +70,9 @@ class LceModel(LearnedMapModel):
             self.register_buffer(name, None, persistent=False)
         self.post_init()
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Measure centres and boundaries (see :meth:`CompatModel.prepare`)."""
+        """Measure centres and boundaries."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("lce"))
         source_CS, target_CT = (
@@ -82,17 +84,18 @@ class LceModel(LearnedMapModel):
         self.target_centres_CT = target_CT.masked_fill(~known_C[:, None], torch.nan).to(self.device)
         self.boundary_C = torch.from_numpy(_boundaries(target_NT, old.labels_N, target_CT.numpy())).to(self.device)
 
+    @override
     def map(self, embeds: Tensor) -> Tensor:
-        """See :meth:`MappedModel.map`."""
         return self.transform(embeds)
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.own_view_layers`."""
         return self.transform
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return both losses (see :meth:`CompatModel.loss`)."""
+        """Return both losses."""
         if self.target_centres_CT is None:
             raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, labels_B = output["image_embeds"], batch["labels"]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import HeadKind
@@ -59,13 +60,15 @@ class MixBctModel(ClassifiedModel):
                 f"the new dimension {config.embedding_dim} must be the old one, {config.old['dim']}; leave out dim and extra_dim"
             )
 
+    @override
     def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
-        """Return whose old embedding may be mixed in: ``credible``, (N,) bool (see :meth:`CompatModel.extra_columns`)."""
+        """Return whose old embedding may be mixed in: ``credible``, (N,) bool."""
         rows: Any = old.embeddings("mixbct")  # read in blocks, like an array on disk
         return {"credible": credible_mask(rows, old.labels_N, self.config.keep)}
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss of the mixture (see :meth:`CompatModel.loss`)."""
+        """Return the classification loss of the mixture."""
         labels_B, credible_B = batch["labels"], batch["credible"]
         # the credible samples with the highest of random numbers: as many as asked for, or all of them
         draw_B = torch.rand(len(labels_B), device=labels_B.device).masked_fill(~credible_B, -1)

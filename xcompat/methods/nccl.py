@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -74,8 +75,9 @@ class NcclModel(ClassifiedModel):
         self.register_buffer("bank_Qd", None, persistent=False)
         self.register_buffer("bank_labels_Q", None, persistent=False)
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep credible old embeddings (see :meth:`CompatModel.prepare`)."""
+        """Keep credible old embeddings."""
         entropies_N, classes = class_entropies(old)
         # rounding may lift the entropy of a flat distribution over the largest possible one
         credible_Q = np.flatnonzero(entropies_N <= self.config.max_entropy * np.log(classes) + 1e-6)
@@ -87,8 +89,9 @@ class NcclModel(ClassifiedModel):
         self.bank_Qd = F.normalize(torch.from_numpy(old.embeddings("nccl")[credible_Q]).to(self.device), dim=-1)
         self.bank_labels_Q = torch.from_numpy(old.labels_N[credible_Q]).to(self.device)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and both neighbourhood losses (see :meth:`CompatModel.loss`)."""
+        """Return CE and both neighbourhood losses."""
         if self.bank_Qd is None or self.bank_labels_Q is None:
             raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
         config, features_BD, labels_B, old_Bd = self.config, output["features"], batch["labels"], batch["old_embeds"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import ace_loss
@@ -45,8 +46,9 @@ class OcaModel(PrototypedModel):
             self.transform = OrthogonalTransform(self.config.embedding_dim)
             self.classifier = self._head(self.config.embedding_dim)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE through Q and the old space's own (see :meth:`CompatModel.loss`)."""
+        """Return CE through Q and the old space's own."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         old_features_Bd = self.old_features(features_BD)
         compatible = ace_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.models.closed_form import ClosedFormModel, Moments, solve_procrustes
 from xcompat.models.mapped import MappedConfig
@@ -28,6 +29,6 @@ class ProcrustesModel(ClosedFormModel):
     config_class = ProcrustesConfig
     citation = "Schönemann, A generalized solution of the orthogonal Procrustes problem, Psychometrika 1966"
 
+    @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """See :meth:`ClosedFormModel.solve`."""
         return solve_procrustes(moments, self.config.centre, self.config.scale)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
@@ -61,23 +62,26 @@ class ProjectionModel(CompatModel):
         self.projection = Projection(config.embedding_dim, config.old["dim"])
         self.post_init()
 
+    @override
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ (see :meth:`CompatModel.own_view`)."""
+        """Map new embeddings into the old space: φ."""
         return self.projection(embeds)
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.own_view_layers`."""
         return self.projection
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return φ of the new embeddings, in training of noisy ones, as ``text_embeds`` (see :meth:`CompatModel.embed_batch`)."""
+        """Return φ of the new embeddings, in training of noisy ones, as ``text_embeds``."""
         self.require_columns(batch, self.embedded)
         new_BD = batch["new_embeds"]
         if self.training and self.config.noise_std > 0:
             new_BD = F.normalize(new_BD + self.config.noise_std * torch.randn_like(new_BD), dim=-1)
         return CompatOutput(text_embeds=self.projection(new_BD))
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c (see :meth:`CompatModel.loss`)."""
+        """Return L_c."""
         return clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], self.config.logit_scale)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
@@ -114,8 +115,9 @@ class QueryMapModel(CompatModel):
         return super().embedding_dim_for(encoder, old, options)
 
     @classmethod
+    @override
     def maps_features(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether penultimate features are mapped (see :meth:`CompatModel.maps_features`)."""
+        """Return whether penultimate features are mapped."""
         return options.get("input") == "penultimate"
 
     def set_trainable(self) -> None:
@@ -133,8 +135,9 @@ class QueryMapModel(CompatModel):
         """Return whether texts are mapped too: penultimate features are of images alone."""
         return self.head is None and super().embeds_texts
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the bank and the last layer, and start at the closed form (see :meth:`CompatModel.prepare`)."""
+        """Keep the bank and the last layer, and start at the closed form."""
         old_Nd = old.embeddings("query_map")
         if self.config.loss == "prototypes" and not len(old.labels_N):
             raise XcompatError(NO_CLASSES)
@@ -165,8 +168,9 @@ class QueryMapModel(CompatModel):
         """Return x: embeddings are of length 1 already, penultimate features are not."""
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
+    @override
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space (see :meth:`CompatModel.own_view`)."""
+        """Map new embeddings into the old space."""
         inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
             assert self.network is not None
@@ -177,23 +181,26 @@ class QueryMapModel(CompatModel):
         return F.normalize(mapped, dim=-1)
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.own_view_layers`."""
         if self.linear is None:
             return self.network
         return (self.linear,) if self.network is None else None
 
+    @override
     def self_view(self, embeds: Tensor) -> Tensor:
-        """Return the new model's own embeddings (see :meth:`CompatModel.self_view`)."""
+        """Return the new model's own embeddings."""
         return embeds if self.head is None else F.normalize(self.head(embeds.to(self.dtype)).float(), dim=-1)
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map new embeddings, or penultimate features as they are (see :meth:`CompatModel.embed_batch`)."""
+        """Map new embeddings, or penultimate features as they are."""
         self.require_columns(batch, self.embedded)
         return CompatOutput(image_embeds=self.own_view(batch["new_embeds"]))
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return what was chosen, and the pull to the start (see :meth:`CompatModel.loss`)."""
+        """Return what was chosen, and the pull to the start."""
         mapped = output["image_embeds"]
         loss = self._loss(mapped, batch["old_embeds"], batch.get("labels"), batch.get("index"))
         if self.config.pull:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -76,8 +77,9 @@ class RbtModel(LearnedMapModel):
         """Train the blocks alone: what stands before them is solved."""
         self.entry.requires_grad_(False)
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the rotation and average the target's classes (see :meth:`CompatModel.prepare`)."""
+        """Solve the rotation and average the target's classes."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("rbt"))
         if self.config.start == "procrustes":
@@ -86,12 +88,13 @@ class RbtModel(LearnedMapModel):
                 self.entry.weight.copy_(weight_ST.T)
         self.prototypes_CT = torch.from_numpy(class_means(target_NT, old.labels_N, old.n_classes)).to(self.device)
 
+    @override
     def map(self, embeds: Tensor) -> Tensor:
-        """See :meth:`MappedModel.map`."""
         return F.normalize(self.blocks(self.entry(embeds)).float(), dim=-1)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the three losses (see :meth:`CompatModel.loss`)."""
+        """Return the three losses."""
         if self.prototypes_CT is None:
             raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, target_BT, labels_B = output["image_embeds"], self.target(batch), batch["labels"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.losses import angular_alignment_loss
@@ -64,8 +65,9 @@ class ResidualMlpModel(LearnedMapModel):
         """Train the network alone: the linear part is solved."""
         self.skip.requires_grad_(False)
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the linear part (see :meth:`CompatModel.prepare`)."""
+        """Solve the linear part."""
         assert new_ND is not None
         pairs = readable_pairs(*self.ordered(new_ND, old.embeddings("residual_mlp")))
         weight_ST, bias_T = solve_ridge(Moments.of(pairs), self.config.regularisation)
@@ -73,10 +75,11 @@ class ResidualMlpModel(LearnedMapModel):
             self.skip.weight.copy_(weight_ST.T)
             self.skip.bias.copy_(bias_T)
 
+    @override
     def map(self, embeds: Tensor) -> Tensor:
-        """See :meth:`MappedModel.map`."""
         return F.normalize((self.skip(embeds) + self.residual(embeds)).float(), dim=-1)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return 1 − cos (see :meth:`CompatModel.loss`)."""
+        """Return 1 − cos."""
         return angular_alignment_loss(output["image_embeds"], self.target(batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -43,6 +44,6 @@ class RidgeModel(ClosedFormModel):
             raise XcompatError(f"options.rank is {config.rank}; a map has a rank of at least 1: give one, or leave it out")
         super().__init__(config, encoder)
 
+    @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """See :meth:`ClosedFormModel.solve`."""
         return solve_ridge(moments, self.config.regularisation, self.config.rank)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.losses import nt_xent_loss
@@ -55,20 +56,23 @@ class SimClrModel(UnlabelledModel):
         return None
 
     @property
+    @override
     def embed_layers(self) -> None:
-        """Return None: a batch norm follows the last linear layer (see :attr:`CompatModel.embed_layers`)."""
+        """Return None: a batch norm follows the last linear layer."""
 
+    @override
     def features(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`BackboneModel.features`."""
         return self.norm(super().features(pixel_values))
 
+    @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """Embed images; with ``binarise`` as bits, which are not of length 1 (see :meth:`CompatModel.embed_images`)."""
+        """Embed images; with ``binarise`` as bits, which are not of length 1."""
         if self.config.binarise:
             return (self.features(pixel_values) > 0).float()
         return super().embed_images(pixel_values)
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return NT-Xent between both views (see :meth:`CompatModel.loss`)."""
+        """Return NT-Xent between both views."""
         second_BD = F.normalize(self.features(batch["second_pixel_values"]).float(), dim=-1)
         return nt_xent_loss(output["image_embeds"], second_BD, self.config.temperature)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -74,14 +75,16 @@ class UniBctModel(ClassifiedModel):
             # a class without old samples has a row of 0, which no mean embedding is: NaN would differ from itself
             self.register_buffer("prototypes_Cd", torch.zeros(len(self.config.classes), self.config.old["dim"]))
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Begin with class means, and keep the old embeddings (see :meth:`CompatModel.prepare`)."""
+        """Begin with class means, and keep the old embeddings."""
         old.embeddings("unibct")
         self._old = old
         self._set(torch.from_numpy(np.array(old.prototypes())))
 
+    @override
     def refresh(self, new_ND: NDArray[np.float32]) -> None:
-        """Refine the prototypes by what the new model now says (see :meth:`CompatModel.refresh`)."""
+        """Refine the prototypes by what the new model now says."""
         assert self._old is not None
         old_Nd, config = self._old.embeddings("unibct"), self.config
         prototypes_Cd = torch.full(self.prototypes_Cd.shape, torch.nan)
@@ -98,8 +101,9 @@ class UniBctModel(ClassifiedModel):
             raise XcompatError("no class of the training set is known to the old model; is it the right one?")
         self.prototypes_Cd.copy_(prototypes_Cd.nan_to_num(nan=0.0))
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE of the classifier and of the refined prototypes (see :meth:`CompatModel.loss`)."""
+        """Return CE of the classifier and of the refined prototypes."""
         if self._old is None:
             raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
         features_BD, labels_B = output["features"], batch["labels"]

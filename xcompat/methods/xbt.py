@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.projected import ProjectedConfig, ProjectedModel, TrainedPart
@@ -35,6 +36,7 @@ class XbtModel(ProjectedModel):
     starts_from_projection: ClassVar[bool] = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 5"
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c between synthetic old embeddings of images and of their texts (see :meth:`CompatModel.loss`)."""
+        """Return L_c between synthetic old embeddings of images and of their texts."""
         return clip_contrastive_loss(output["image_embeds"], output["text_embeds"], self.config.logit_scale)

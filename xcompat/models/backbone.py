@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -72,19 +73,21 @@ class BackboneModel(CompatModel):
         assert self.encoder is not None
         return self.neck(self.encoder.image_features(pixel_values))
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images, and keep their features (see :meth:`CompatModel.embed_batch`)."""
+        """Embed images, and keep their features."""
         self.require_columns(batch, ("pixel_values",))
         features = self.features(batch["pixel_values"]).float()
         return CompatOutput(image_embeds=F.normalize(features, dim=-1), features=features)
 
+    @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """See :meth:`CompatModel.embed_images`."""
         return F.normalize(self.features(pixel_values).float(), dim=-1)
 
     @property
+    @override
     def embed_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.embed_layers`: the projection, which texts do not go through."""
+        """The projection, which texts do not go through."""
         if not isinstance(self.neck, nn.Linear):
             return ()
         return None if self.embeds_texts else (self.neck,)

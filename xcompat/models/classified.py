@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
@@ -71,13 +72,14 @@ class ClassifiedModel(BackboneModel):
             )
 
     @classmethod
+    @override
     def from_encoder(
         cls,
         encoder: str | EncoderSource | tuple[Encoder, Processor],
         old: dict[str, Any] | str | EncoderSource | None = None,
-        **options: Any,  # noqa: ANN401 - the method's own configuration
+        **options: Any,
     ) -> Self:
-        """Start a method from a backbone (see :meth:`CompatModel.from_encoder`).
+        """Start a method from a backbone.
 
         Args:
             encoder: name, folder, source, or an encoder and its processor already loaded.
@@ -101,14 +103,16 @@ class ClassifiedModel(BackboneModel):
         return dim
 
     @classmethod
+    @override
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
-        """Return D: what the options say, else the usual dimension, and the extra ones (see :meth:`CompatModel.planned_dim`)."""
+        """Return D: what the options say, else the usual dimension, and the extra ones."""
         base = options["dim"] if options.get("dim") is not None else usual
         return int(base + options.get("extra_dim", cls.config_class.extra_dim)) if base is not None else None
 
     @classmethod
+    @override
     def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
-        """Refuse dimensions that leave no room for the old space (see :meth:`CompatModel.check_plan`)."""
+        """Refuse dimensions that leave no room for the old space."""
         if cls.compares_with_old:
             old = describe_old(Fingerprint.from_string("planned"), old_dim)
             dim = cls.planned_dim(old_dim, options)
@@ -116,8 +120,9 @@ class ClassifiedModel(BackboneModel):
             cls._check_dims(cls.config_class(old=old, embedding_dim=dim, **options))
 
     @classmethod
+    @override
     def balances_batches(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether there are triplets to be made (see :meth:`CompatModel.balances_batches`)."""
+        """Return whether there are triplets to be made."""
         return options.get("head") == "triplet"
 
     def build_for_training(self) -> None:
@@ -136,8 +141,9 @@ class ClassifiedModel(BackboneModel):
         """Return the part of features that old embeddings are compared with: the first d dimensions."""
         return features_BD[:, : self.config.old["dim"]]
 
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss alone (see :meth:`CompatModel.loss`)."""
+        """Return the classification loss alone."""
         return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -168,19 +169,20 @@ class ClosedFormModel(MappedModel):
         """Freeze everything: the map is solved."""
         self.requires_grad_(False)
 
+    @override
     def map(self, embeds: Tensor) -> Tensor:
-        """See :meth:`MappedModel.map`."""
         return F.normalize((embeds @ self.weight + self.bias).float(), dim=-1)
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[torch.nn.Module] | None:
-        """See :attr:`CompatModel.own_view_layers`."""
         layer = torch.nn.Linear(self.source_dim, self.target_dim)
         layer.load_state_dict({"weight": self.weight.T, "bias": self.bias})
         return (layer,)
 
+    @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Solve for the map in one pass; there must be pairs (see :meth:`CompatModel.fit`)."""
+        """Solve for the map in one pass; there must be pairs."""
         weight_ST, bias_T = self.solve(Moments.of(self.ordered(new, old) for new, old in batches))
         with torch.no_grad():
             self.weight.copy_(weight_ST)

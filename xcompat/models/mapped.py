@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
@@ -48,8 +49,9 @@ class MappedModel(CompatModel):
         self.embedded = self.ordered("new_embeds", "old_embeds")[:1]
 
     @classmethod
+    @override
     def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether the direction is old_to_new (see :meth:`CompatModel.maps_galleries_with`)."""
+        """Return whether the direction is old_to_new."""
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
@@ -60,17 +62,20 @@ class MappedModel(CompatModel):
     def map(self, embeds: Tensor) -> Tensor:
         """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
 
+    @override
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space (see :meth:`CompatModel.own_view`)."""
+        """Map new embeddings into the old space."""
         return self.map(embeds.to(self.dtype))
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return None, unless the map says which (see :attr:`CompatModel.own_view_layers`)."""
+        """Return None, unless the map says which."""
         return None
 
+    @override
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space, if that is the direction (see :meth:`CompatModel.own_upgrade`)."""
+        """Map stored old embeddings into the new space, if that is the direction."""
         return self.map(old_embeds.to(self.dtype)) if self.maps_galleries else old_embeds
 
 
@@ -79,8 +84,9 @@ class LearnedMapModel(MappedModel):
 
     loss_of_embeddings: ClassVar[bool] = True
 
+    @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map the source (see :meth:`CompatModel.embed_batch`)."""
+        """Map the source."""
         self.require_columns(batch, self.embedded)
         (source,) = self.embedded
         return CompatOutput(image_embeds=self.map(batch[source].to(self.dtype)))

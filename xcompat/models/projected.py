@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.fingerprint import Fingerprint
@@ -58,17 +59,19 @@ class ProjectedModel(CompatModel):
                 used = part is self.projection or not any(word in name for word in self.encoder.unused)
                 parameter.requires_grad_((named and used) or id(parameter) in adapters)
 
+    @override
     def start_from(self, projection: nn.Module) -> None:
-        """Take the weights of φ (see :meth:`CompatModel.start_from`)."""
+        """Take the weights of φ."""
         self.projection.load_state_dict(projection.get_submodule("projection").state_dict())
 
+    @override
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ (see :meth:`CompatModel.own_view`)."""
+        """Map new embeddings into the old space: φ."""
         return self.projection(embeds)
 
     @property
+    @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """See :attr:`CompatModel.own_view_layers`."""
         return self.projection
 
     def self_view(self, embeds: Tensor) -> Tensor:

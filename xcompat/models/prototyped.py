@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
@@ -45,8 +46,9 @@ class PrototypedModel(ClassifiedModel):
         # Not saved: it is made anew from the old model, whose knowledge does not leave with the new one.
         self.register_buffer("old_weights_Cd", None, persistent=False)
 
+    @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the frozen rows (see :meth:`CompatModel.prepare`)."""
+        """Keep the frozen rows."""
         weights_Cd = old.weights(self.config.old_weights)
         if not weights_Cd.isfinite().any():
             raise XcompatError("no class of the training set is known to the old model; is it the right one?")

@@ -68,7 +68,7 @@ class StoredModel:
             raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
 
     def require_model(self, otherwise: str) -> NoReturn:
-        """Say that there is no model (see :meth:`FrozenModel.require_model`)."""
+        """Say that there is no model to embed anything."""
         raise XcompatError(f"{self.name} {otherwise}")
 
     def lookup(self, ids: Sequence[str]) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
@@ -52,18 +53,19 @@ class AdoptedIndex(FaissIndex):
         """Number of vectors that the segment knows."""
         return self._known
 
+    @override
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """See :meth:`FaissIndex.search`; rows that were added behind the known ones are not found."""
+        """Rows that were added behind the known ones are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
             kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
         with self._watched():
             return super().search(queries_Qd, k, kept_N)
 
+    @override
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See :meth:`FaissIndex.vectors`."""
         with self._watched():
             return super().vectors(rows_n)
 

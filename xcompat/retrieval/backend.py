@@ -8,6 +8,7 @@ from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
@@ -65,7 +66,7 @@ class Backend(Protocol):
         """Return one line for what is missing of vectors that are in no file of the segment."""
 
 
-class FaissBackend:
+class FaissBackend(Backend):
     """Index files inside the gallery's folder.
 
     Args:
@@ -76,27 +77,29 @@ class FaissBackend:
     def __init__(self, metric: Metric, factory: str) -> None:
         self.metric, self.factory = metric, factory
 
+    @override
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """See :meth:`Backend.build`."""
         index, used = build_faiss(self.factory, dim, self.metric, blocks, rows)
         index.write(folder / INDEX_FILE)
         return used
 
+    @override
     def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
-        """See :meth:`Backend.open`."""
         if record.adopted is not None:
             return open_adopted(record, self.metric, folder.parent.parent)
         return open_faiss(folder / INDEX_FILE, self.metric)
 
+    @override
     def keeps(self, index: str) -> bool:
-        """See :meth:`Backend.keeps`."""
         return is_lossless(index)
 
+    @override
     def drop(self, name: str) -> None:
-        """See :meth:`Backend.drop`: its file goes with its folder."""
+        """Its file goes with its folder."""
 
+    @override
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """See :meth:`Backend.damaged`: its file is one of the segment's."""
+        """Its file is one of the segment's."""
         return []
 
 

@@ -52,7 +52,7 @@ class MilvusBackend:
 
     @_answered
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """See :meth:`xcompat.retrieval.backend.Backend.build`."""
+        """Store the vectors of a segment in a collection of their own; return the index they are searched by."""
         from pymilvus import DataType, MilvusClient
 
         client = connect(self.uri)
@@ -72,22 +72,22 @@ class MilvusBackend:
 
     @_answered
     def open(self, record: SegmentRecord, folder: Path) -> MilvusIndex:
-        """See :meth:`xcompat.retrieval.backend.Backend.open`."""
+        """Open the collection of a segment."""
         return MilvusIndex(connect(self.uri), record, self.metric)
 
     def keeps(self, index: str) -> bool:
-        """See :meth:`xcompat.retrieval.backend.Backend.keeps`: a collection holds vectors as they were."""
+        """Return yes: a collection holds vectors as they were."""
         return True
 
     @_answered
     def drop(self, name: str) -> None:
-        """See :meth:`xcompat.retrieval.backend.Backend.drop`."""
+        """Drop the collection of a segment that no generation names any more."""
         client, collection = connect(self.uri), _collection(name)
         if client.has_collection(collection):
             client.drop_collection(collection)
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """See :meth:`xcompat.retrieval.backend.Backend.damaged`: vectors are counted, not compared."""
+        """Return one line where a collection is gone or holds fewer vectors; they are counted, not compared."""
         try:
             rows = MilvusIndex(connect(self.uri), record, self.metric).rows
         except XcompatError as error:
@@ -139,7 +139,7 @@ class MilvusIndex:
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """See :meth:`xcompat.retrieval.backend.VectorIndex.search`."""
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more, of rows that are kept."""
         if k > FOUND_AT_MOST:
             raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")
         chosen: dict[str, Any] = {}
@@ -158,7 +158,7 @@ class MilvusIndex:
 
     @_answered
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See :meth:`xcompat.retrieval.backend.VectorIndex.vectors`."""
+        """Return stored vectors (n, d)."""
         found_nd = np.empty((len(rows_n), self.dim), np.float32)
         for start in range(0, len(rows_n), ROWS_PER_CALL):
             rows = rows_n[start : start + ROWS_PER_CALL].tolist()

@@ -83,7 +83,7 @@ class Search:
         parameters: str | None,
         old_queries: OldQueries | None,
     ) -> list[list[Hit]]:
-        """See :meth:`xcompat.retrieval.snapshot.Snapshot.search`."""
+        """Rank all versions together; arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         if parameters is not None:

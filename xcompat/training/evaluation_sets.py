@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.data import (
     LabelledImages,
@@ -95,7 +96,7 @@ def _judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
 
 
 @dataclass
-class PairTestSet:
+class PairTestSet(EvaluationSet):
     """A paired test set, and perhaps one for zero-shot classification.
 
     Args:
@@ -112,8 +113,8 @@ class PairTestSet:
     zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
     max_bad_share: float = 0.01
 
+    @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedPairs:
-        """See :meth:`EvaluationSet.embed`."""
         model = embedder.require_model(NO_CAPTIONS)
         images = cached_images(model, self.pairs, cache_dir, self.max_bad_share)
         texts = cached_captions(model, self.texts, cache_dir)
@@ -133,10 +134,11 @@ class PairTestSet:
         labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
         return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
+    @override
     def examples(
         self, old: EmbeddedPairs, new_view: EmbeddedPairs, searched: EmbeddedPairs, count: int, seed: int
     ) -> list[Example]:
-        """See :meth:`EvaluationSet.examples`; queries are captions."""
+        """Queries are captions."""
         chosen = np.random.default_rng(seed).choice(len(self.texts), size=min(count, len(self.texts)), replace=False)
         image_ids = self.pairs[ID]
         examples = []
@@ -154,7 +156,7 @@ class PairTestSet:
 
 
 @dataclass
-class LabelledTestSet:
+class LabelledTestSet(EvaluationSet):
     """Labelled queries and a labelled gallery, which may be the same images.
 
     Args:
@@ -165,8 +167,8 @@ class LabelledTestSet:
     queries: LabelledImages
     gallery: LabelledImages
 
+    @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedImages:
-        """See :meth:`EvaluationSet.embed`."""
         queries_QD, gallery_GD = (
             cached_images(embedder, side.dataset, cache_dir, side.max_bad_share)[:] for side in (self.queries, self.gallery)
         )
@@ -179,10 +181,11 @@ class LabelledTestSet:
             *(side.class_names() for side in (self.queries, self.gallery)),
         )
 
+    @override
     def examples(
         self, old: EmbeddedImages, new_view: EmbeddedImages, searched: EmbeddedImages, count: int, seed: int
     ) -> list[Example]:
-        """See :meth:`EvaluationSet.examples`; queries are images, called by their class."""
+        """Queries are images, called by their class."""
         readable_N = np.flatnonzero(np.isfinite(np.asarray(old.query_embeds_QD)[:, 0]))
         chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import IMAGE, OLD_EMBEDS, PIXEL_VALUES
@@ -31,8 +32,8 @@ class OnlineOldCollator(PairCollator):
         super().__init__(processor, augmentation, two_views)
         self.old = old
 
+    @override
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """See :meth:`PairCollator.__call__`."""
         batch = super().__call__(items)
         if self.transform is None:
             pixels = self.old.processor.images([item[IMAGE] for item in items])
