@@ -6,6 +6,7 @@ from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
 from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
 from xcompat.evaluation.embedded_images import EmbeddedImages
 from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
+from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
 from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.metrics import (
     class_embeddings,
@@ -30,6 +31,7 @@ __all__ = [
     "EmbeddedPairs",
     "Evaluation",
     "EvaluationOptions",
+    "GradedQueries",
     "PairedDifference",
     "RankedQueries",
     "ZeroShot",
@@ -38,6 +40,8 @@ __all__ = [
     "cmc",
     "evaluate",
     "first_hit_ranks",
+    "graded_metrics",
+    "graded_per_query",
     "linear_cka",
     "mean_average_precision",
     "negative_flip_rate",

@@ -246,13 +246,24 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
     rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
     owners_N = torch.repeat_interleave(positives_B)
     at_least_N = count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
-    return _place(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
+    return placed(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
 
 
-def _place(
+def placed(
     rows_B: np.ndarray, positives_B: np.ndarray, owners_N: np.ndarray, scores_N: np.ndarray, at_least_N: np.ndarray
 ) -> Hits:
-    """Turn counts of all items at or above each positive into ranks after the negatives only."""
+    """Turn counts of all items at or above each positive into ranks after the negatives only.
+
+    Args:
+        rows_B: which queries.
+        positives_B: how many positives each has, at least 1.
+        owners_N: whose each positive is: a position in ``rows_B``, ascending.
+        scores_N: exact scores of the positives, ascending for each owner.
+        at_least_N: how many items score at least as high as each positive, itself counted.
+
+    Returns:
+        The positives and their ranks.
+    """
     positions_N, ends_B = np.arange(len(scores_N)), np.cumsum(positives_B)
     ends_N, best_B = ends_B[owners_N], ends_B - 1
     starts_tie_N = np.ones(len(scores_N), dtype=bool)

@@ -1,0 +1,129 @@
+"""Graded judgements: equal to trec_eval, and to a sorted ranking where scores tie."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import pytrec_eval
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation import graded, graded_metrics, graded_per_query
+
+KS = (1, 3, 10)
+
+
+def drawn(seed: int, queries: int = 40, items: int = 60, dim: int = 8) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
+    draw = np.random.default_rng(seed)
+    names = [f"q{row}" for row in range(queries)], [f"d{row}" for row in range(items)]
+    return draw.standard_normal((queries, dim)), draw.standard_normal((items, dim)), *names
+
+
+def judgements(seed: int, query_ids: list[str], gallery_ids: list[str], lowest: int = 0) -> dict[str, dict[str, int]]:
+    draw = np.random.default_rng(seed)
+    return {
+        query: {
+            item: int(draw.integers(lowest, 4)) for item in draw.choice(gallery_ids, size=int(draw.integers(1, 9)), replace=False)
+        }
+        for query in query_ids
+    }
+
+
+@pytest.mark.parametrize("lowest", [0, 1, -1])
+def test_metrics_are_those_of_trec_eval(lowest: int) -> None:
+    queries, gallery, query_ids, gallery_ids = drawn(0)
+    qrels = judgements(1, query_ids, [*gallery_ids, "gone"], lowest)
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (queries, gallery)]
+    scores = unit[0] @ unit[1].T
+    run = {query: dict(zip(gallery_ids, map(float, row), strict=True)) for query, row in zip(query_ids, scores, strict=True)}
+    wanted = {f"{name}.{','.join(map(str, KS))}" for name in ("ndcg_cut", "recall")} | {"map", "recip_rank"}
+    per_query = pytrec_eval.RelevanceEvaluator(qrels, wanted).evaluate(run)
+    found = graded_metrics(queries, gallery, query_ids, gallery_ids, qrels, KS)
+    means = {name: np.mean([values[name] for values in per_query.values()]) for name in per_query["q0"]}
+    for k in KS:
+        cut = [values["recip_rank"] if values["recip_rank"] >= 1 / k else 0.0 for values in per_query.values()]
+        assert found[f"ndcg@{k}"] == pytest.approx(means[f"ndcg_cut_{k}"], abs=1e-9)
+        assert found[f"recall@{k}"] == pytest.approx(means[f"recall_{k}"], abs=1e-9)
+        assert found[f"mrr@{k}"] == pytest.approx(np.mean(cut), abs=1e-9)
+    assert found["map"] == pytest.approx(means["map"], abs=1e-9)
+
+
+def naive(scores_G: np.ndarray, gains: dict[int, int], missing: list[int], k: int) -> dict[str, float]:
+    """Sort the ranking, the lower gain first where scores tie."""
+    order = sorted(range(len(scores_G)), key=lambda item: (-scores_G[item], max(gains.get(item, 0), 0)))
+    relevant = sorted((gain for gain in [*gains.values(), *missing] if gain > 0), reverse=True)
+    if not relevant:
+        return dict.fromkeys((f"ndcg@{k}", f"mrr@{k}", f"recall@{k}", "map"), 0.0)
+    hits = [(rank, gains[item]) for rank, item in enumerate(order, 1) if gains.get(item, 0) > 0]
+    best = sum(gain / math.log2(1 + rank) for rank, gain in enumerate(relevant[:k], 1))
+    first = hits[0][0] if hits else math.inf
+    return {
+        f"ndcg@{k}": sum(gain / math.log2(1 + rank) for rank, gain in hits if rank <= k) / best,
+        f"mrr@{k}": 1 / first if first <= k else 0.0,
+        f"recall@{k}": sum(rank <= k for rank, _ in hits) / len(relevant),
+        "map": sum(place / rank for place, (rank, _) in enumerate(hits, 1)) / len(relevant),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ties_are_against_you_as_in_a_sorted_ranking(data: st.DataObject) -> None:
+    directions = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])  # so that most scores tie
+    places = st.integers(0, 2)
+    gallery = directions[data.draw(st.lists(places, min_size=1, max_size=7))]
+    queries = directions[data.draw(st.lists(places, min_size=1, max_size=4))]
+    gains = st.dictionaries(st.integers(0, len(gallery) - 1), st.integers(-1, 3), max_size=len(gallery))
+    judged = {query: data.draw(gains) for query in range(len(queries))}
+    missing = {query: data.draw(st.lists(st.integers(1, 3), max_size=2)) for query in judged}
+    qrels = {query: gains | {100 + place: gain for place, gain in enumerate(missing[query])} for query, gains in judged.items()}
+    k = data.draw(st.integers(1, 8))
+    asked = queries, gallery, range(len(queries)), range(len(gallery)), qrels, (k,)
+    if not any(qrels.values()):
+        with pytest.raises(XcompatError, match="no query has a judgement"):
+            graded_metrics(*asked)
+        return
+    found = graded_per_query(*asked)
+    expected = [naive(gallery @ queries[row], judged[row], missing[row], k) for row in found.rows_J.tolist()]
+    assert found.rows_J.tolist() == [query for query, gains in qrels.items() if gains]
+    for metric, values in found.values.items():
+        assert values.tolist() == pytest.approx([each[metric] for each in expected], abs=1e-12)
+
+
+def test_blocks_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, gallery, query_ids, gallery_ids = drawn(2)
+    asked = queries, gallery, query_ids, gallery_ids, judgements(3, query_ids, gallery_ids), KS
+    whole = graded_per_query(*asked)
+    monkeypatch.setattr(graded, "_BLOCK_JUDGED", 5)
+    for chunk_size in (1, 7, 1024):
+        parts = graded_per_query(*asked, chunk_size=chunk_size)
+        assert all(np.array_equal(parts.values[metric], whole.values[metric]) for metric in whole.values)
+
+
+def test_what_cannot_be_used_is_named() -> None:
+    queries, gallery, query_ids, gallery_ids = drawn(4, queries=4, items=5)
+    qrels = {"q0": {"d1": 1, "gone": 2}, "q1": {"d2": 0}, "q2": {}, "stranger": {"d1": 1}}
+    found = graded_per_query(queries, gallery, query_ids, gallery_ids, qrels)
+    assert found.rows_J.tolist() == [0, 1]
+    assert (found.unjudged, found.without_relevant) == (["q2", "q3"], ["q1"])
+    assert (found.unknown_queries, found.unknown_items) == (["stranger"], ["gone"])
+    assert found.values["recall@10"].tolist() == [0.5, 0.0], "what is not in the gallery cannot be found, and counts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_ids": ["q0", "q0", "q2"]}, "two rows have the id 'q0'"),
+        ({"gallery_ids": ["d0", "d1", "d2", "d2"]}, "two rows have the id 'd2'"),
+        ({"query_ids": ["q0"]}, "3 rows but 1 ids"),
+        ({"qrels": {"stranger": {"d0": 1}}}, "no query has a judgement"),
+        ({"ks": (0,)}, "cut-offs of at least 1"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
+    queries, gallery, query_ids, gallery_ids = drawn(5, queries=3, items=4)
+    given = {"query_ids": query_ids, "gallery_ids": gallery_ids, "qrels": {"q0": {"d0": 1}}, "ks": (10,)} | change
+    with pytest.raises(XcompatError, match=message):
+        graded_metrics(queries, gallery, **given)

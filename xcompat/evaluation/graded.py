@@ -1,0 +1,225 @@
+"""Retrieval with graded judgements, as BEIR and TREC measure it: nDCG@k, MRR@k, Recall@k and MAP, exact, ties against you."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from xcompat.distributed import gather_objects, my_share
+from xcompat.errors import XcompatError
+from xcompat.evaluation.counting import count_at_least
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import Hits, placed
+from xcompat.evaluation.scores import Embeddings, Ids, as_ids, pair_scores
+
+Qrels = Mapping[Any, Mapping[Any, float]]
+"""Query id -> item id -> gain. An item without a gain above 0 is not relevant, judged or not."""
+
+_BLOCK_JUDGED = 2**14  # relevant items of a block of queries, whose embeddings are brought together
+
+
+@dataclass(frozen=True)
+class GradedQueries:
+    """What judged queries find, and what of the judgements could not be used.
+
+    Args:
+        rows_J: int64 ``(J,)`` rows of the queries that are judged.
+        values: metric -> float64 ``(J,)``.
+        unjudged: queries without any judgement, which are left out.
+        without_relevant: queries of whose items none is judged relevant; they count 0, as in trec_eval.
+        unknown_queries: judged queries that are not among the queries, which are left out.
+        unknown_items: relevant items that are not in the gallery, which no query can find and every metric counts.
+    """
+
+    rows_J: np.ndarray
+    values: Mapping[str, np.ndarray]
+    unjudged: list[Hashable]
+    without_relevant: list[Hashable]
+    unknown_queries: list[Hashable]
+    unknown_items: list[Hashable]
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of every metric over the judged queries."""
+        return {metric: float(values_J.mean()) for metric, values_J in self.values.items()}
+
+
+def graded_metrics(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_ids: Ids,
+    gallery_ids: Ids,
+    qrels: Qrels,
+    ks: Sequence[int] = (10,),
+) -> dict[str, float]:
+    """Return nDCG, MRR and Recall at each k and MAP over the judged queries, equal to trec_eval's where no scores tie.
+
+    nDCG@k is Σ gain/log2(1 + rank) over that of the best ranking (Järvelin and Kekäläinen 2002); the others ask whether a gain is
+    above 0. An item ranks after every other of its score and less gain.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_ids: Q distinct hashables.
+        gallery_ids: G distinct hashables.
+        qrels: query id -> item id -> gain.
+        ks: cut-offs, at least 1.
+
+    Returns:
+        ``ndcg@k``, ``mrr@k`` and ``recall@k`` for each k, and ``map``, each in [0, 1].
+
+    Raises:
+        XcompatError: if shapes, ids or numbers are unusable, or no query is judged.
+
+    Example:
+        >>> gallery = np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+        >>> found = graded_metrics(gallery[:1], gallery, ["q"], ["a", "b", "c"], {"q": {"b": 2, "c": 1}}, ks=(2,))
+        >>> {metric: round(value, 3) for metric, value in found.items()}
+        {'ndcg@2': 0.48, 'mrr@2': 0.5, 'recall@2': 0.5, 'map': 0.583}
+    """
+    return graded_per_query(queries_QD, gallery_GD, query_ids, gallery_ids, qrels, ks).means()
+
+
+def graded_per_query(
+    queries_QD: Embeddings,
+    gallery_GD: Embeddings,
+    query_ids: Ids,
+    gallery_ids: Ids,
+    qrels: Qrels,
+    ks: Sequence[int] = (10,),
+    *,
+    chunk_size: int = 1024,
+    shared: bool = False,
+) -> GradedQueries:
+    """Return the metrics of :func:`graded_metrics` for each judged query, for intervals and flips.
+
+    Args:
+        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        gallery_GD: ``(G, D)`` embeddings.
+        query_ids: Q distinct hashables.
+        gallery_ids: G distinct hashables.
+        qrels: query id -> item id -> gain.
+        ks: cut-offs, at least 1.
+        chunk_size: queries per block; memory grows with it, results do not change.
+        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+
+    Returns:
+        One number of each metric per judged query.
+
+    Raises:
+        XcompatError: if shapes, ids or numbers are unusable, or no query is judged.
+    """
+    if not ks or any(k < 1 for k in ks):
+        raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
+    pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), chunk_size, ("queries", "gallery"))
+    row_of = _rows(query_ids, pairs.n_queries, "queries")
+    judged = _Judged(qrels, row_of, _rows(gallery_ids, pairs.n_gallery, "gallery"))
+    place_of = {row: place for place, row in enumerate(judged.rows_J.tolist())}
+    values = {metric: np.zeros(len(judged.rows_J)) for metric in _metrics(ks)}
+    mine = [(rows_B, _measure(pairs, rows_B, judged, ks)) for rows_B in judged.blocks(pairs.chunk_size, shared)]
+    for rows_B, found in (block for of_one in gather_objects(mine, shared) for block in of_one):
+        places_B = [place_of[row] for row in rows_B.tolist()]
+        for metric, found_B in found.items():
+            values[metric][places_B] = found_B
+    unjudged = [name for name in row_of if not qrels.get(name)]
+    return GradedQueries(
+        judged.rows_J, values, unjudged, judged.without_relevant, judged.unknown_queries, list(judged.unknown_items)
+    )
+
+
+def _rows(ids: Ids, count: int, what: str) -> dict[Hashable, int]:
+    """Return the row of each id."""
+    names = as_ids(ids, count, what)
+    rows = {name: row for row, name in enumerate(names)}
+    if len(rows) != count:
+        twice = next(name for row, name in enumerate(names) if rows[name] != row)
+        raise XcompatError(f"{what}: two rows have the id {twice!r}; judgements need ids that each name one row")
+    return rows
+
+
+class _Judged:
+    """Judgements by row: the relevant items of each query in the gallery, and the gains of the best ranking."""
+
+    def __init__(self, qrels: Qrels, row_of: Mapping[Hashable, int], column_of: Mapping[Hashable, int]) -> None:
+        self.columns: dict[int, np.ndarray] = {}
+        self.gains: dict[int, np.ndarray] = {}
+        self.ideal: dict[int, np.ndarray] = {}
+        self.without_relevant: list[Hashable] = []
+        self.unknown_items: dict[Hashable, None] = {}
+        self.unknown_queries = [name for name in qrels if name not in row_of]
+        rows = []
+        for name, row in row_of.items():
+            if not (of_query := qrels.get(name)):
+                continue
+            rows.append(row)
+            relevant = {item: float(gain) for item, gain in of_query.items() if gain > 0}
+            if not relevant:
+                self.without_relevant.append(name)
+                continue
+            self.unknown_items |= dict.fromkeys(item for item in relevant if item not in column_of)
+            there = {column_of[item]: gain for item, gain in relevant.items() if item in column_of}
+            self.ideal[row] = np.array(sorted(relevant.values(), reverse=True))
+            if there:
+                self.columns[row], self.gains[row] = np.array(list(there), np.int64), np.array(list(there.values()))
+        if not rows:
+            raise XcompatError("no query has a judgement; check that queries and judgements use the same ids")
+        self.rows_J = np.array(rows, dtype=np.int64)
+
+    def blocks(self, chunk_size: int, shared: bool) -> Iterator[np.ndarray]:
+        """Yield the rows of queries that can find something, so many that their relevant items fit into memory."""
+        block, judged = list[int](), 0
+        for row in my_share(np.array(sorted(self.columns), dtype=np.int64), shared).tolist():
+            if block and (len(block) == chunk_size or judged + len(self.columns[row]) > _BLOCK_JUDGED):
+                yield np.array(block)
+                block, judged = [], 0
+            block.append(row)
+            judged += len(self.columns[row])
+        if block:
+            yield np.array(block)
+
+
+def _metrics(ks: Sequence[int]) -> list[str]:
+    return [f"{metric}@{k}" for k in ks for metric in ("ndcg", "mrr", "recall")] + ["map"]
+
+
+def _measure(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]) -> dict[str, np.ndarray]:
+    """Rank the relevant items of a block of queries, and measure each query."""
+    hits, gains_N = _rank(pairs, rows_B, judged)
+    all_B = np.array([len(judged.ideal[row]) for row in rows_B.tolist()])
+    discounted_N = gains_N / np.log2(1 + hits.ranks_N)
+
+    def total(values_N: np.ndarray) -> np.ndarray:
+        return np.bincount(hits.owners_N, weights=values_N, minlength=len(rows_B))
+
+    found: dict[str, np.ndarray] = {}
+    for k in ks:
+        within_N = hits.ranks_N <= k
+        best_B = np.array([_discounted(judged.ideal[row][:k]) for row in rows_B.tolist()])
+        found[f"ndcg@{k}"] = total(discounted_N * within_N) / best_B
+        found[f"mrr@{k}"] = np.where(hits.first_hit_ranks_B < k, 1 / (1 + hits.first_hit_ranks_B), 0.0)
+        found[f"recall@{k}"] = total(within_N.astype(float)) / all_B
+    return found | {"map": total(hits.places_N / hits.ranks_N) / all_B}
+
+
+def _discounted(gains_k: np.ndarray) -> float:
+    """Return the discounted cumulative gain of a ranking that begins with these gains."""
+    return float((gains_k / np.log2(np.arange(2, len(gains_k) + 2))).sum())
+
+
+def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hits, np.ndarray]:
+    """Rank the relevant items of a block of queries; return them and their gains in the order of :class:`Hits`."""
+    of_each = [judged.columns[row] for row in rows_B.tolist()]
+    counts_B = np.array([len(columns) for columns in of_each])
+    owners_N, columns_N = np.repeat(np.arange(len(rows_B)), counts_B), np.concatenate(of_each)
+    gains_N = np.concatenate([judged.gains[row] for row in rows_B.tolist()])
+    known, places_N = np.unique(columns_N, return_inverse=True)
+    positions = (torch.from_numpy(each).to(pairs.device) for each in (owners_N, places_N))
+    scores_N = pair_scores(pairs.queries.block(rows_B), pairs.gallery.block(known), *positions).cpu().numpy()
+    order_N = np.lexsort((-gains_N, scores_N, owners_N))  # of equal scores the lower gain ranks first: ties against you
+    scores_N, gains_N = scores_N[order_N], gains_N[order_N]
+    on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N, owners_N, counts_B))
+    at_least_N = count_at_least(pairs, rows_B, *on_device).cpu().numpy()
+    return placed(rows_B, counts_B, owners_N, scores_N, at_least_N), gains_N
