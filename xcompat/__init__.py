@@ -61,6 +61,28 @@ def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
     importlib.import_module("xcompat.retrieval.pipeline")  # which registers itself, whoever imports it first
 
 
+_AUTO_CLASSES = {
+    "configuration_auto": ("AutoConfig",),
+    "modeling_auto": ("AutoModel", "AutoModelForZeroShotImageClassification"),
+    "image_processing_auto": ("AutoImageProcessor",),
+    "processing_auto": ("AutoProcessor",),
+    "tokenization_auto": ("AutoTokenizer",),
+}
+"""Classes of transformers that look for files under a model's name, by their modules."""
+
+
+def _find_files(module: Any) -> None:  # noqa: ANN401 - a module
+    """Have auto classes find the files of compatible models, as ``xcompat.auto_files`` says; transformers registers no files."""
+
+    def load(wrapped: Any, auto_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as wrapt calls it
+        return importlib.import_module("xcompat.auto_files").load(auto_class.__name__, wrapped, *args, **kwargs)
+
+    for name in _AUTO_CLASSES[module.__name__.rpartition(".")[2]]:
+        wrapt.wrap_function_wrapper(module, f"{name}.from_pretrained", load)
+
+
+for _module in _AUTO_CLASSES:
+    wrapt.register_post_import_hook(_find_files, f"transformers.models.auto.{_module}")
 for _needed in (_MODELING, _CONFIGURATION, _BASE, _CONTRACT):
     wrapt.register_post_import_hook(_register, _needed)
 wrapt.register_post_import_hook(_register_pipeline, "transformers.pipelines")

@@ -27,6 +27,24 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "/" in rest or Path(name).exists() or bool(slash and Path(folder).is_dir())
 
 
+def model_folder(name: str | os.PathLike[str]) -> str:
+    """Return where a model lies: the folder ``model`` of a run that ended with one, and any other name as it is.
+
+    Args:
+        name: of a model, its folder, or the folder of a run.
+
+    Example:
+        >>> import tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> (run / "model").mkdir()
+        >>> (run / "model" / "config.json").touch()
+        >>> model_folder(run) == str(run / "model"), model_folder("me/model")
+        (True, 'me/model')
+    """
+    ended = Path(name) / "model"
+    return str(ended) if (ended / "config.json").exists() and not (Path(name) / "config.json").exists() else os.fspath(name)
+
+
 def nearest_path(path: str | Path) -> str:
     """Say which path is meant by one that leads nowhere, for the end of an error message.
 

@@ -24,6 +24,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.endpoint import is_hub_name, look_up
 from xcompat.models.query_memory import QueryMemory
+from xcompat.paths import model_folder
 
 
 class CheckpointModel(PreTrainedModel):
@@ -48,7 +49,7 @@ class CheckpointModel(PreTrainedModel):
         """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub name.
+            pretrained_model_name_or_path: folder (of the model, or of a run that ended with it) or Hub name.
             model_args: as transformers takes them.
             kwargs: as transformers takes them; with ``dtype`` the whole model computes in that precision, the encoder of a map
                 included, and still gives float32 embeddings. Its fingerprint stays that of the checkpoint; what it saves, in that
@@ -62,6 +63,8 @@ class CheckpointModel(PreTrainedModel):
                 safetensors, or the base that a checkpoint of adapters belongs to is missing or has changed.
         """
         name = pretrained_model_name_or_path
+        if name is not None and not kwargs.get("subfolder"):
+            name = model_folder(name)
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)
         where: dict[str, Any] = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}

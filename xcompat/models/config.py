@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
+from xcompat.paths import model_folder
 
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
@@ -63,6 +65,16 @@ class CompatConfig(PreTrainedConfig):
                     "as describe_old gives it"
                 )
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        **kwargs: Any,  # noqa: ANN401 - transformers' own
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a configuration as transformers does, from the folder of a run too."""
+        name = pretrained_model_name_or_path
+        return super().get_config_dict(name if kwargs.get("subfolder") else model_folder(name), **kwargs)
 
 
 def describe_old(

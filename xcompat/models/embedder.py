@@ -23,6 +23,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.old_knowledge import rows_by_class
+from xcompat.paths import model_folder
 
 
 @dataclass
@@ -195,10 +196,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
 
 def _ended(source: EncoderSource) -> EncoderSource:
     """Return where the model lies that a run ended with, or the source as it is."""
-    ended = Path(source.name) / "model"
-    if (ended / "config.json").exists() and not (Path(source.name) / "config.json").exists():
-        return source.model_copy(update={"name": str(ended)})
-    return source
+    return source.model_copy(update={"name": model_folder(source.name)})
 
 
 def penultimate(embedder: Embedder) -> Embedder:
