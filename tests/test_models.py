@@ -317,37 +317,6 @@ def test_what_is_embedded_alone_is_embedded_without_a_loss(
             model(**alone, **{compared[1]: batch[compared[1]]}, **{name: batch[name] for name in compared[2:]})
 
 
-@pytest.mark.parametrize(
-    ("embeds", "message"),
-    [
-        (torch.zeros(2, 15).numpy(), r"takes embeddings as a torch tensor \(B, 16\), not ndarray; use torch.from_numpy"),
-        ([[0.0] * 16], r"not list; use torch.tensor"),
-        (torch.zeros(2, 15), r"takes its own embeddings \(B, 16\), not \(2, 15\)"),
-        (torch.zeros(16), r"takes its own embeddings \(B, 16\), not \(16,\)"),
-    ],
-)
-def test_what_is_no_embedding_is_refused_in_one_line(embeds: Any, message: str, folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match=message):
-        build("xbt", folder_of).view(embeds)
-
-
-def test_a_processor_is_called_as_those_of_transformers(folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    model = build("xbt", folder_of)
-    processor = model.processor
-    both = processor(images=images, text=TEXTS, return_tensors="pt")
-    torch.testing.assert_close(both["pixel_values"], processor.images(images))
-    for name, column in processor.texts(TEXTS).items():
-        assert torch.equal(both[name], column)
-    whole = model(**both)
-    assert whole.loss is not None and len(whole.image_embeds) == len(whole.text_embeds) == len(TEXTS)
-    one = processor(images=images[0], text=TEXTS[0])
-    torch.testing.assert_close(one["pixel_values"][0], both["pixel_values"][0])
-    assert len(one["input_ids"]) == 1
-    for given, message in (({}, "nothing to preprocess"), ({"text": "a", "return_tensors": "np"}, "return_tensors is 'np'")):
-        with pytest.raises(XcompatError, match=message):
-            processor(**given)
-
-
 def test_columns_that_no_method_reads_are_refused(folder_of: dict[str, str]) -> None:
     with pytest.raises(TypeError, match="XbtModel reads no column lables"):
         build("xbt", folder_of)(lables=LABELS)

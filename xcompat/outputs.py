@@ -18,7 +18,8 @@ class CompatOutput(ModelOutput):
 
     Args:
         loss: scalar; None where none was computed.
-        image_embeds: (B, d) what the loss compared for the images, L2-normalised; None without images.
+        image_embeds: (B, d) what the loss compares for the images, L2-normalised; None without images. Of a map that is given
+            images in place of embeddings, what its encoder makes of them.
         text_embeds: (B, d) the same for the texts; None without texts.
         features: (B, D) embeddings of the images before normalisation, where the loss reads them.
         logits_per_image: (B, T) scaled cosines of every image with every text; None unless asked for, as in zero-shot use.

@@ -32,8 +32,8 @@ class ImageOnlyProcessor(Processor):
 
     image_processor: BaseImageProcessor = field(kw_only=True)
 
-    def images(self, images: Sequence[Image]) -> Tensor:
-        """See :meth:`Processor.images`."""
+    def pixels(self, images: list[Image]) -> Tensor:
+        """See :meth:`Processor.pixels`."""
         return process_images(self, self.image_processor, _rgb(images))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -57,8 +57,8 @@ def _rgb(images: Sequence[Image]) -> list[Image]:
 class TimmProcessor(ImageOnlyProcessor):
     """timm's own image transform, made from the ``pretrained_cfg`` of the encoder's description."""
 
-    def images(self, images: Sequence[Image]) -> Tensor:
-        """See :meth:`Processor.images`."""
+    def pixels(self, images: list[Image]) -> Tensor:
+        """See :meth:`Processor.pixels`."""
         return self.image_processor(_rgb(images), return_tensors="pt")["pixel_values"]
 
     def save_pretrained(self, folder: str | Path) -> None:

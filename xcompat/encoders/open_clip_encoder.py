@@ -38,8 +38,8 @@ class OpenClipProcessor(Processor):
     tokenizer: HFTokenizer | SimpleTokenizer = field(kw_only=True)
     config: dict[str, Any] = field(kw_only=True)
 
-    def images(self, images: Sequence[Image]) -> Tensor:
-        """See :meth:`Processor.images`."""
+    def pixels(self, images: list[Image]) -> Tensor:
+        """See :meth:`Processor.pixels`."""
         return torch.stack([self.transform(image) for image in images])
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:

@@ -67,14 +67,25 @@ class Processor(ABC):
             raise XcompatError(f"return_tensors is {return_tensors!r}; models of this library take pt, torch's")
         batch: dict[str, Tensor] = {}
         if images is not None:
-            batch["pixel_values"] = self.images([images] if isinstance(images, Image) else images)
+            batch["pixel_values"] = self.images(images)
         if text is not None:
-            batch |= self.texts([text] if isinstance(text, str) else text)
+            batch |= self.texts(text)
         return BatchFeature(batch)
 
+    def images(self, images: Image | Sequence[Image]) -> Tensor:
+        """Preprocess for evaluation, as the model's own authors do.
+
+        Args:
+            images: one, or B of them.
+
+        Returns:
+            (B, C, H, W) float32: ``pixel_values``, as ``embed_images`` takes them.
+        """
+        return self.pixels([images] if isinstance(images, Image) else list(images))
+
     @abstractmethod
-    def images(self, images: Sequence[Image]) -> Tensor:
-        """Preprocess for evaluation, as the model's own authors do: ``(B, C, H, W)`` float32."""
+    def pixels(self, images: list[Image]) -> Tensor:
+        """Make what :meth:`images` returns of B images."""
 
     @abstractmethod
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -119,13 +130,13 @@ class Processor(ABC):
         input_ids, attention_mask = torch.from_numpy(ids_BL), torch.from_numpy(holds_BL.astype(np.int64))
         return {"input_ids": input_ids, "attention_mask": attention_mask} if self.masks_padding else {"input_ids": input_ids}
 
-    def texts(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def texts(self, texts: str | Sequence[str]) -> dict[str, Tensor]:
         """Tokenise and pad a batch of texts.
 
         Args:
-            texts: B strings.
+            texts: one string, or B of them.
 
         Returns:
             What :meth:`pad` returns.
         """
-        return self.pad(self.tokenize(texts))
+        return self.pad(self.tokenize([texts] if isinstance(texts, str) else texts))

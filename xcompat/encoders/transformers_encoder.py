@@ -46,9 +46,9 @@ class TransformersProcessor(Processor):
     image_processor: BaseImageProcessor = field(kw_only=True)
     tokenizer: PreTrainedTokenizerBase = field(kw_only=True)
 
-    def images(self, images: Sequence[Image]) -> Tensor:
-        """See :meth:`Processor.images`."""
-        return process_images(self, self.image_processor, list(images))
+    def pixels(self, images: list[Image]) -> Tensor:
+        """See :meth:`Processor.pixels`."""
+        return process_images(self, self.image_processor, images)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """See :meth:`Processor.tokenize`."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
@@ -176,8 +177,35 @@ class CompatModel(PushableModel, EmbedsBatches):
         texts = {"input_ids": input_ids} | ({"attention_mask": attention_mask} if attention_mask is not None else {})
         return self._get_encoder().embed(texts, "stored")
 
+    def get_image_features(self, pixel_values: Tensor) -> BaseModelOutputWithPooling:
+        """Embed images as :meth:`embed_images` does, and return what models of transformers return under this name.
+
+        Args:
+            pixel_values: (B, C, H, W) float32.
+
+        Returns:
+            An output with the embeddings (B, D) as ``pooler_output``.
+        """
+        return BaseModelOutputWithPooling(pooler_output=self.embed_images(pixel_values))
+
+    def get_text_features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutputWithPooling:
+        """Embed texts as :meth:`embed_texts` does, and return what models of transformers return under this name.
+
+        Args:
+            input_ids: (B, L) int64.
+            attention_mask: (B, L) int64, or None.
+
+        Returns:
+            An output with the embeddings (B, D) as ``pooler_output``.
+        """
+        return BaseModelOutputWithPooling(pooler_output=self.embed_texts(input_ids, attention_mask))
+
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Embed images and texts, as far as a batch holds them (see :meth:`LearningModel.embed_batch`)."""
+        return self.embed_inputs(batch)
+
+    def embed_inputs(self, batch: Batch) -> CompatOutput:
+        """Embed images and texts as :meth:`embed_images` and :meth:`embed_texts` do (see :meth:`LearningModel.embed_inputs`)."""
         images, texts = batch.get("pixel_values"), batch.get("input_ids")
         if images is None and texts is None:
             self.require_columns(batch, self.embedded)

@@ -169,7 +169,8 @@ class LearningModel(SpacesModel):
         wanted = self._learns_from(batch) if return_loss is None else return_loss
         if wanted:
             self.require_columns(batch, self.columns)
-        output = self.embed_batch(batch)
+        has_no_source = self.embeds_in_memory and batch.keys().isdisjoint(self.embedded)  # pictures and texts, given to a map
+        output = self.embed_inputs(batch) if has_no_source else self.embed_batch(batch)
         if wanted:
             output.loss = self.loss(output, batch)
         return output
@@ -183,6 +184,20 @@ class LearningModel(SpacesModel):
 
         Returns:
             The embeddings, without a loss.
+
+        Raises:
+            XcompatError: there is nothing to embed.
+        """
+
+    @abstractmethod
+    def embed_inputs(self, batch: Batch) -> CompatOutput:
+        """Embed images and texts as a new gallery stores them.
+
+        Args:
+            batch: ``pixel_values``, ``input_ids`` and ``attention_mask``, as far as there are any.
+
+        Returns:
+            The embeddings.
 
         Raises:
             XcompatError: there is nothing to embed.

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
 from transformers.models.auto import modeling_auto
 from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines.image_feature_extraction import ImageFeatureExtractionPipeline
 from transformers.utils.generic import ModelOutput
 
 from xcompat.data.images import UnusableSampleError, open_image
@@ -209,6 +210,15 @@ def _of_array(array: np.ndarray) -> Image.Image:
         raise XcompatError(f"an array is a picture as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
 
 
+class EmbeddingPipeline(ImageFeatureExtractionPipeline):
+    """``image-feature-extraction``, which gives a compatible model's own embedding of a picture."""
+
+    def _forward(self, model_inputs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401 - as its base has it
+        if isinstance(self.model, CompatModel):
+            return self.model.get_image_features(**model_inputs)
+        return super()._forward(model_inputs)
+
+
 class _ZeroShot(CompatModel):
     """What ``zero-shot-image-classification`` asks of a model: logits of every text for every image, in the model's own space."""
 
@@ -236,8 +246,9 @@ class _ZeroShot(CompatModel):
 
 
 def register() -> None:
-    """Make transformers know the task, and models that embed texts in its zero-shot classification."""
+    """Make transformers know the task, and compatible models in its feature extraction and zero-shot classification."""
     PIPELINE_REGISTRY.register_pipeline(TASK, CompatibleRetrievalPipeline, pt_model=(AutoModel,), type="multimodal")
+    PIPELINE_REGISTRY.supported_tasks["image-feature-extraction"]["impl"] = EmbeddingPipeline
     for name, method in METHODS.items():
         if "input_ids" in method.columns:
             zero_shot = type(f"{method.__name__}ForZeroShot", (_ZeroShot, method), {"config_class": method.config_class})
