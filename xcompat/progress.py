@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from typing_extensions import override
 
 from xcompat.distributed import is_main_process
 from xcompat.errors import visible, visible_line
@@ -44,18 +46,32 @@ def literal(text: object) -> str:
     return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
 
 
+class _Console(logging.Handler):
+    """Shows what the library logs as the command line shows its own lines."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        console.print(f"! {record.getMessage()}", style="yellow", markup=False, soft_wrap=True)
+
+
+logger = logging.getLogger("xcompat")
+"""Where warnings of the library go; like transformers' own, it shows them itself, until it is told otherwise."""
+logger.addHandler(_Console())
+logger.propagate = False
+
+
 def notice(line: str) -> None:
-    """Print a line about samples, shards or texts that were left out.
+    """Warn of samples, shards or texts that were left out.
 
     Args:
         line: plain text; names in it may hold brackets, which are no markup.
     """
-    console.print(f"! {visible_line(line)}", style="yellow", markup=False, soft_wrap=True)
+    logger.warning("%s", visible_line(line))
 
 
 @functools.cache
 def notice_once(line: str) -> None:
-    """Print a line that holds for many samples, the first time only; workers of a data loader each print their own.
+    """Warn of what holds for many samples, the first time only; workers of a data loader each print their own.
 
     Args:
         line: plain text.
