@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import warm
 import yaml
+from PIL import Image
+from transformers import AutoModel
 
 import xcompat
 from xcompat import Fingerprint, XbtModel, cli
@@ -177,13 +179,36 @@ def unit(rows_ND: np.ndarray) -> np.ndarray:
     return (rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)).astype(np.float32)
 
 
+def take_photos(folder: Path) -> None:
+    """Make a folder of pictures with captions, and one with a folder for each class."""
+    pixels = np.random.default_rng(1).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
+    captions = ["file_name,caption"]
+    for row, picture in enumerate(pixels):
+        for place in (folder / "captioned", folder / "train" / ("cat" if row % 2 else "dog")):
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(place / f"{row}.png")
+        captions.append(f"{row}.png,thing number {row}")
+    (folder / "captioned" / "metadata.csv").write_text("\n".join(captions) + "\n", encoding="utf-8")
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, folder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(
+    tmp_path: Path,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    old_folder: str,
+    texts_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """Return a folder that holds, in miniature, every file that the pages' examples read; it is the current one."""
     old = describe_old(Fingerprint.from_string("clip-b32"), dim=8)
     model = XbtModel.from_encoder(folder_of["clip"], old=old, adapters={"lora": {"rank": 2}, "prompts": 2})
     model.export(tmp_path / "runs/clip_b32_to_l14/xbt/model")
     shutil.copytree(old_folder, tmp_path / "openai/clip-vit-base-patch32")
+    shutil.copytree(folder_of["clip"], tmp_path / "openai/clip-vit-large-patch14")
+    shutil.copytree(image_folder_of["resnet"], tmp_path / "microsoft/resnet-50")
+    shutil.copy(texts_file, tmp_path / "texts.txt")
+    take_photos(tmp_path / "photos")
     generator = np.random.default_rng(0)
     to_old, to_new = generator.standard_normal((12, 8)), generator.standard_normal((12, 16))
     corpus = generator.standard_normal((300, 12))
@@ -227,6 +252,8 @@ def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]
     for page in ("README.md", "docs/recipes.md"):
         assert names[page]["queries"].shape == (2, 8)
         np.testing.assert_allclose(names[page]["queries"].norm(dim=-1), 1, rtol=1e-5)
+    for method in ("xbt", "bct"):
+        assert type(AutoModel.from_pretrained(workplace / "runs" / method)) is METHODS[method]
     assert (workplace / "runs/judged/report/report.html").exists()
     printed = capsys.readouterr().out
     assert "clip-b32@" in printed, "the versions whose indexes may be searched"

@@ -82,7 +82,12 @@ class LabelledImages:
         return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.kept())
 
 
-def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = None, captions: bool = False) -> LabelledImages:
+def load_labelled(
+    source: LabelledSource | str,
+    classes: Sequence[str] | None = None,
+    captions: bool = False,
+    dataset: datasets.Dataset | None = None,
+) -> LabelledImages:
     """Load images with classes, from every format of `xcompat.data.load_pairs`.
 
     A label is the class's name, or its index: an integer, the ``.cls`` of a webdataset, or digits that are no class's name.
@@ -95,6 +100,7 @@ def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = 
         source: what to load; a string is its ``path``.
         classes: names of the classes in order, over whatever the source says.
         captions: whether to keep the images' captions, and to require them.
+        dataset: a data set at hand, as `xcompat.data.load_pairs` takes it; no file of classes lies beside it.
 
     Returns:
         The images. A class may be without images unless the order was given by ``classes`` and the source has no ``limit``.
@@ -107,18 +113,19 @@ def load_labelled(source: LabelledSource | str, classes: Sequence[str] | None = 
 
     source = LabelledSource(path=source) if isinstance(source, str) else source
     described = source.model_dump(exclude={"classes", "class_column"})
-    dataset = load_pairs(PairSource(**described, captions=captions, labels=True))
-    assert isinstance(dataset, datasets.Dataset)
-    _require_distinct_ids(dataset, source)
+    loaded = load_pairs(PairSource(**described, captions=captions, labels=True), dataset)
+    assert isinstance(loaded, datasets.Dataset)
+    _require_distinct_ids(loaded, source)
     given = list(classes) if classes is not None else _given_classes(source)
-    values = _require_labels(dataset, source)
-    order = _distinct(given, source) if given is not None else _own_order(dataset, values, source)
-    labels_N = _indices(dataset, values, order, source)
+    values = _require_labels(loaded, source)
+    beside = _classes_beside(source) if given is None and dataset is None else None
+    order = _distinct(given, source) if given is not None else _own_order(loaded, values, source, beside)
+    labels_N = _indices(loaded, values, order, source)
     missing = np.setdiff1d(np.arange(len(order)), labels_N)
     if given is not None and missing.size and not source.limit:
         more = f" and {missing.size - 1} more of {len(order)}" if missing.size > 1 else ""
         raise XcompatError(f"{source.path}: class {order[missing[0]]!r}{more} has no image; take it out of the class list")
-    return LabelledImages(_with_labels(dataset, labels_N), order, source.max_bad_share)
+    return LabelledImages(_with_labels(loaded, labels_N), order, source.max_bad_share)
 
 
 def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> None:
@@ -150,7 +157,9 @@ def _given_classes(source: LabelledSource) -> list[str] | None:
     return load_classes(source.classes, source.class_column) if isinstance(source.classes, str) else source.classes
 
 
-def _own_order(dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource) -> list[str]:
+def _own_order(
+    dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource, beside: list[str] | None
+) -> list[str]:
     """Return the class order that the data themselves state, or else the sorted names."""
     import datasets
 
@@ -158,7 +167,6 @@ def _own_order(dataset: datasets.Dataset, values: list[int] | list[str], source:
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)
     names = {str(value) for value in values}
-    beside = _classes_beside(source)
     if beside is not None and (_are_numbers(names) or names & set(beside)):
         return _distinct(beside, source)
     if isinstance(values[0], int):

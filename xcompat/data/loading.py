@@ -37,11 +37,12 @@ EXTRA_IMAGE_COLUMNS = (*IMAGE_COLUMNS, "img", "jpg", "jpeg", "png", "webp")
 EXTRA_CAPTION_COLUMNS = (*CAPTION_COLUMNS, "txt")
 
 
-def load_pairs(source: PairSource | str) -> AnyDataset:
+def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> AnyDataset:
     """Load images and captions.
 
     Args:
         source: what to load; a string is its ``path``.
+        dataset: a data set at hand, of which the source says the columns; its ``path`` is what messages call it.
 
     Returns:
         A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
@@ -53,6 +54,8 @@ def load_pairs(source: PairSource | str) -> AnyDataset:
         XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
     """
     source = PairSource(path=source) if isinstance(source, str) else source
+    if dataset is not None:
+        return _limited(_standardise(dataset, source), source)
     form, paths = locate(source)
     load = {
         "webdataset": _load_shards,

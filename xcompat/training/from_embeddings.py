@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xcompat.data.schema import INDEX, LABELS, NEW_SIDE_INFO, SIDE_INFO
+from xcompat.data.schema import NEW_SIDE_INFO, SIDE_INFO
 from xcompat.embedding import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.training.columns import map_data
 from xcompat.training.stage import StageData, StageModels, seed_everything
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import embedding_data
 
 if TYPE_CHECKING:
     from xcompat.training.trainer import Data
@@ -50,13 +49,8 @@ def map_and_data(models: StageModels, data: StageData) -> tuple[CompatModel, Dat
     labels_N, classes = np.empty(0, dtype=np.int64), 0
     if settings.data.images is not None:
         labels_N, classes = data.images.labels(), len(data.images.classes)
-    model.prepare(OldKnowledge(classes, labels_N, old), new)
-    known: dict[str, Any] = {INDEX: np.arange(len(new))}
-    if len(labels_N):
-        known[LABELS] = labels_N
-    known |= {role: data.cache(models.frozen(role)) for role in SIDES if _reads(settings, role, model)}
-    wanted = {*model.columns, *model.columns_if_known}
-    return model, embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
+    sides = {role: data.cache(models.frozen(role)) for role in SIDES if _reads(settings, role, models.method)}
+    return model, map_data(model, new, old, labels_N, classes, sides)
 
 
 def fill_map_caches(models: StageModels, data: StageData, role: str) -> None:
@@ -78,6 +72,6 @@ def _map_and_caches(models: StageModels, data: StageData) -> tuple[CompatModel, 
     return method(config), data.cache(new), data.cache(old)
 
 
-def _reads(settings: StageRecipe, role: str, method: type[CompatModel] | CompatModel) -> bool:
+def _reads(settings: StageRecipe, role: str, method: type[CompatModel]) -> bool:
     """Return whether a stage has side-information of a kind, and its method reads it."""
     return role in method.columns_if_known and getattr(settings, role) is not None

@@ -9,7 +9,7 @@ from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.training.columns import labelled_columns, old_knowledge
 from xcompat.training.stage import StageData, StageModels, seed_everything
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import labelled_data
@@ -42,16 +42,11 @@ def labelled_model_and_data(models: StageModels, data: StageData) -> tuple[Compa
     extra: dict[str, Any] = {}
     online: Embedder | None = None
     if old is not None:
-        knowledge = _old_knowledge(old, data)
-        if NEW_EMBEDS in model.columns:
-            extra[NEW_EMBEDS] = data.cache(models.embedder("independent"))
-        model.prepare(knowledge, extra.get(NEW_EMBEDS))
-        if OLD_EMBEDS in model.columns:
-            if settings.data.old_embeddings == "online":
-                online = _online(old, settings)
-            else:
-                extra[OLD_EMBEDS] = knowledge.embeddings(settings.method)
-        extra |= model.extra_columns(knowledge)
+        knowledge = old_knowledge(images, old, data.cache)
+        new_ND = data.cache(models.embedder("independent")) if NEW_EMBEDS in model.columns else None
+        if OLD_EMBEDS in model.columns and settings.data.old_embeddings == "online":
+            online = _online(old, settings)
+        extra = labelled_columns(model, knowledge, new_ND, with_old=online is None)
         if settings.is_judged:
             old.lookup([])  # says that nothing can be judged by prototypes, before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
@@ -61,17 +56,9 @@ def labelled_model_and_data(models: StageModels, data: StageData) -> tuple[Compa
 def fill_labelled_caches(models: StageModels, data: StageData, role: str) -> None:
     """Embed what a method for labelled images reads of the model in a role."""
     if role == "old" and models.method.compares_with_old:
-        _old_knowledge(models.frozen(role), data)
+        old_knowledge(data.images, models.frozen(role), data.cache)
     elif role == "independent" and NEW_EMBEDS in models.method.columns:
         data.cache(models.embedder(role))
-
-
-def _old_knowledge(old: FrozenModel, data: StageData) -> OldKnowledge:
-    """Gather what is known of the old model on the stage's training images."""
-    classes = data.images.classes
-    prototypes_Cd = old.prototypes_of(classes)
-    embeds_Nd = data.cache(old) if prototypes_Cd is None else None
-    return OldKnowledge(len(classes), data.images.labels(), embeds_Nd, old.classifier_of(classes), prototypes_Cd)
 
 
 def _online(old: FrozenModel, settings: StageRecipe) -> Embedder:

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from xcompat.data import (
@@ -46,7 +46,7 @@ from xcompat.training.sharding import shardable, unsharded
 from xcompat.training.stage_recipe import StageRecipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import datasets
 
@@ -58,6 +58,11 @@ DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0,
 }
 """What differs from transformers' defaults; a recipe may set each."""
+NEEDED: dict[str, Any] = {
+    "remove_unused_columns": False,
+    "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
+}
+"""What no training goes without."""
 
 
 class Data(NamedTuple):
@@ -179,18 +184,59 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
 
 
 class StageTrainer(Trainer):
-    """The stock Trainer, drawing from a sampler of ours where there is one, and embedding in mini-batches where asked to.
+    """The stock Trainer, with what every training of a compatible model needs beside it.
+
+    It draws from a sampler of ours where there is one, embeds in mini-batches where asked to, steps with AdamW of several rates,
+    tells model and data how far training is, and looks after losses and checkpoints.
 
     Args:
-        sampler: of samples for all processes; accelerate deals its batches to them in turn.
-        mini_batch_size: samples embedded at a time; None for the whole batch.
-        arguments: the Trainer's own.
+        model: as its method built it.
+        args: transformers' own; what :data:`NEEDED` holds must stand there.
+        data: training set, collator and perhaps a sampler of samples for all processes; accelerate deals its batches in turn.
+        settings: the stage: its mini-batches and rates of learning.
+        callbacks: more of them.
+
+    Raises:
+        XcompatError: the data do not fill a batch, or the model cannot be trained in mini-batches.
     """
 
-    def __init__(self, sampler: Sampler[int] | None, mini_batch_size: int | None, **arguments: Any) -> None:  # noqa: ANN401 - its own
-        self.sampler = sampler
-        self.mini_batch_size = mini_batch_size
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        model: CompatModel,
+        args: TrainingArguments,
+        data: Data,
+        settings: StageRecipe,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        dataset, collator, self.sampler = data
+        self.mini_batch_size = settings.mini_batch_size
+        if args.device.type == "cpu":
+            keep_freed_memory()
+        _check_size(self.sampler if self.sampler is not None else dataset, args)
+        if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            model = shardable(model)
+        nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in
+        looked_after = [
+            EpochCallback(dataset, self.sampler),
+            DivergenceCallback(),
+            RefreshCallback(model, dataset, collator),
+            CheckpointCallback(),
+        ]
+        super().__init__(
+            model=model.train(),
+            args=args,
+            train_dataset=dataset,
+            data_collator=collator,
+            callbacks=[*callbacks, *looked_after],
+            optimizer_cls_and_kwargs=(AdamWFactory, _adamw(args, settings)),  # type: ignore[arg-type]  # a factory is called alike
+        )
+        if self.mini_batch_size is not None:
+            refuse_what_parts_change(model, self.accelerator)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
+        """Train; noise and dropout of two processes must differ, after weights that are alike everywhere."""
+        torch.manual_seed(self.args.seed + rank())
+        return super().train(*arguments, **named)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Compute and backpropagate the loss of one batch, in mini-batches where asked to."""
@@ -224,39 +270,12 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
     Raises:
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
     """
-    dataset, collator, sampler = data
-    arguments = training_arguments(settings, seed, folder)
-    if arguments.use_cpu:
-        keep_freed_memory()
-    _check_size(sampler if sampler is not None else dataset, arguments)
     bar, interrupt = ProgressCallback(settings.name), InterruptCallback()
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        model = shardable(model)
-    torch.nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in
-    trainer = StageTrainer(
-        sampler,
-        settings.mini_batch_size,
-        model=model.train(),
-        args=arguments,
-        train_dataset=dataset,
-        data_collator=collator,
-        callbacks=[
-            bar,
-            EpochCallback(dataset, sampler),
-            DivergenceCallback(),
-            interrupt,
-            RefreshCallback(model, dataset, collator),
-            CheckpointCallback(),
-        ],
-        optimizer_cls_and_kwargs=(AdamWFactory, _adamw(arguments, settings)),
-    )
-    if settings.mini_batch_size is not None:
-        refuse_what_parts_change(model, trainer.accelerator)
+    trainer = StageTrainer(model, training_arguments(settings, seed, folder), data, settings, [bar, interrupt])
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:
         console.print(f"  [dim]continuing from {literal(last)}[/]")
-    torch.manual_seed(seed + rank())  # after the weights, alike everywhere: noise and dropout of two ranks must differ
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
@@ -281,12 +300,10 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
         The arguments.
     """
     on_cpu = process_state().device.type == "cpu"
-    fixed = {
+    fixed = NEEDED | {
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
-        "remove_unused_columns": False,
-        "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
         "disable_tqdm": True,
         # ranks read different shards themselves; dispatching from rank 0 would decode everything there. A batch is copied while
         # the step before it is computed; a copy that is waited for would hold up what is to be launched after it

@@ -1,0 +1,155 @@
+"""Training from Python, on data sets in memory: the same as a recipe, for a direct method, XBT, and maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel, TrainingArguments
+
+from xcompat import FingerprintMismatchError, ProjectionModel, XcompatError
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel
+from xcompat.models.embedder import load_embedder
+from xcompat.training import CompatTrainer
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
+
+CLASSES = ["cat", "dog", "shoe"]
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    pixels = np.random.default_rng(0).integers(0, 255, (COUNT, 40, 40, 3), dtype=np.uint8)
+    return [Image.fromarray(picture) for picture in pixels]
+
+
+@pytest.fixture(scope="module")
+def photos(pictures: list[Image.Image]) -> datasets.Dataset:
+    columns = {"image": pictures, "label": [row % len(CLASSES) for row in range(COUNT)]}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES)})
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture(scope="module")
+def pairs(pictures: list[Image.Image]) -> datasets.Dataset:
+    columns = {"picture": pictures, "caption": [f"thing number {row} of many" for row in range(COUNT)]}
+    features = datasets.Features({"picture": datasets.Image(), "caption": datasets.Value("string")})
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture(scope="module")
+def texts() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [f"sentence {row} about a dog" for row in range(COUNT)]})
+
+
+def settings(folder: Path, **given: Any) -> TrainingArguments:
+    usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 4, "report_to": "none", "save_strategy": "no"}
+    return TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **(usual | given))
+
+
+def built(method: str, folder_of: dict[str, str], old_folder: str, **options: Any) -> CompatModel:
+    torch.manual_seed(0)
+    return METHODS[method].from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old(), **options)
+
+
+def moved(model: CompatModel, trainer: CompatTrainer) -> set[str]:
+    """Train; return the names of the weights that are others now."""
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert np.isfinite(trainer.train().training_loss)
+    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+
+
+def test_a_method_of_classes_learns_from_labelled_pictures(
+    photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model = built("contrast", folder_of, old_folder, classes=CLASSES)
+    trainer = CompatTrainer(model, settings(tmp_path), photos, old=old_folder)
+    assert any(name.startswith("encoder.") for name in moved(model, trainer))
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    assert again.fingerprint() == model.fingerprint() and again.config.classes == CLASSES
+
+
+def test_xbt_learns_from_pairs(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
+    model = built("xbt", folder_of, old_folder, adapters={"lora": {"rank": 2}, "prompts": 2})
+    model.start_from(built("projection", folder_of, old_folder))
+    changed = moved(model, CompatTrainer(model, settings(tmp_path), pairs, mini_batch_size=2))
+    assert changed <= {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("lora_" in name for name in changed) and any("prompts" in name for name in changed)
+    model.save_pretrained(tmp_path / "model")
+    assert AutoModel.from_pretrained(tmp_path / "model").fingerprint() == model.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["photos", "pairs", "texts"])
+@pytest.mark.parametrize("method", ["query_map", "projection"])
+def test_a_map_learns_from_whatever_both_models_embed(
+    method: str, kind: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, old = built(method, folder_of, old_folder), load_embedder(old_folder)
+    assert moved(model, CompatTrainer(model, settings(tmp_path), request.getfixturevalue(kind), old=old))
+    model.save_pretrained(tmp_path / "model")
+    assert AutoModel.from_pretrained(tmp_path / "model").fingerprint() == model.fingerprint()
+    assert len(list((tmp_path / "cache").iterdir())) == 2, "of both models, computed once"
+
+
+def test_direct_learns_from_pairs_and_their_old_embeddings(
+    pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model = built("direct", folder_of, old_folder, train_encoder="all")
+    assert moved(model, CompatTrainer(model, settings(tmp_path), pairs, old=old_folder, cache_dir=tmp_path / "kept"))
+    assert len(list((tmp_path / "kept").iterdir())) == 2, "of images and of captions"
+
+
+def test_it_trains_what_a_recipe_trains(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp_path: Path) -> None:
+    """The same start, rows and settings give the same weights, bit by bit."""
+    training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "save_strategy": "no"}
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "method": "projection",
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"texts": [{"path": texts_file}]},
+        "training": training,
+        "evaluation": None,
+    }
+    run_recipe(parse_recipe(recipe, "run", "run"))
+    config = built("projection", folder_of, old_folder).config
+    torch.manual_seed(0)
+    model = ProjectionModel(config)
+    lines = dict.fromkeys(Path(texts_file).read_text(encoding="utf-8").splitlines())
+    corpus = datasets.Dataset.from_dict({"text": list(lines)})
+    CompatTrainer(model, settings(tmp_path / "here", **training, seed=0, data_seed=0), corpus, old=old_folder).train()
+    made = AutoModel.from_pretrained(tmp_path / "run").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, made[name]), name
+
+
+def test_what_cannot_be_trained_so_is_refused_in_one_line(
+    photos: datasets.Dataset, pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    arguments = settings(tmp_path)
+    contrast = built("contrast", folder_of, old_folder, classes=CLASSES)
+    refused: list[tuple[CompatModel, Any, dict[str, Any], str]] = [
+        (built("ridge", folder_of, old_folder), photos, {}, "RidgeModel is solved and not trained"),
+        (contrast, photos, {}, "ContrastModel reads embeddings of the old model: give it as old"),
+        (contrast, pairs, {"old": old_folder}, "train_dataset.*label"),
+        (contrast, photos, {"old": old_folder, "mini_batch": 2}, "unknown key 'mini_batch'; did you mean 'mini_batch_size'"),
+        (contrast, photos, {"old": old_folder, "mini_batch_size": 2}, "the loss of method contrast"),
+        (contrast, photos.select(range(3)), {"old": old_folder}, "3 training samples do not fill one batch of 4"),
+        (built("xbt", folder_of, old_folder), photos, {}, "train_dataset.*caption"),
+    ]
+    for model, dataset, given, message in refused:
+        with pytest.raises(XcompatError, match=message) as refusal:
+            CompatTrainer(model, arguments, dataset, **given)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        CompatTrainer(contrast, arguments, photos, old=folder_of["clip"])
+    assert arguments.remove_unused_columns, "the user's own arguments stay as they are"

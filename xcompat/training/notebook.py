@@ -1,0 +1,194 @@
+"""Train one method on a data set at hand, without a recipe: the same training, for notebooks and programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from pydantic import ValidationError
+from transformers import TrainerCallback, TrainingArguments
+
+from xcompat.data import flatten_captions, load_labelled, load_pairs
+from xcompat.data.schema import LABEL_COLUMNS, LABELS, NEW_EMBEDS, OLD_EMBEDS, SECOND_PIXEL_VALUES, TEXT
+from xcompat.distributed import device
+from xcompat.embedding import EmbeddingCache
+from xcompat.encoders import EncoderSource
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.frozen import FrozenModel, load_frozen
+from xcompat.training.caches import cached_captions, cached_images, cached_texts
+from xcompat.training.columns import labelled_columns, map_data, old_knowledge
+from xcompat.training.recipe import explain
+from xcompat.training.stage_recipe import StageRecipe, usual_options
+from xcompat.training.trainer import DEFAULTS, NEEDED, Data, StageTrainer, labelled_data, pair_data
+
+AT_HAND = "train_dataset"
+"""What messages call the data."""
+
+
+class CompatTrainer(StageTrainer):
+    """The Trainer of transformers, for a compatible model and a data set in memory.
+
+    What a recipe says of its models and data is given as Python objects; batches, losses and steps are those of a recipe.
+    ``args`` is taken as it is, but that columns and the last batch of an epoch are kept or left out as these methods need it.
+
+    Args:
+        model: from ``from_encoder``; XBT after ``start_from``.
+        args: transformers' own.
+        train_dataset: pictures with captions, or with labels for the methods that learn from classes, in the columns that
+            :func:`~xcompat.data.load_pairs` finds; for a map pictures, or texts in a column ``text``.
+        old: the old model, loaded or by its name or folder, for methods that read its embeddings.
+        independent: the new model trained without an old one, likewise, for methods that read its embeddings (bt2).
+        cache_dir: where embeddings of frozen models are kept; ``cache`` in the output folder unless given.
+        callbacks: the Trainer's own.
+        stage: what a stage of a recipe has beside ``training``: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``,
+            and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class`` and, under ``pairs`` or ``images``,
+            the names of columns are read.
+
+    Raises:
+        XcompatError: the model is solved and not trained, the old model is missing or another one than the model was made for,
+            or data and settings do not fit.
+
+    Example:
+        ``CompatTrainer(model, TrainingArguments("runs/bct"), photos, old="runs/old").train()``
+    """
+
+    def __init__(
+        self,
+        model: CompatModel,
+        args: TrainingArguments,
+        train_dataset: datasets.Dataset | datasets.IterableDataset,
+        *,
+        old: FrozenModel | str | None = None,
+        independent: Embedder | str | None = None,
+        cache_dir: str | Path | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        **stage: Any,  # noqa: ANN401 - checked as a recipe's are
+    ) -> None:
+        name = type(model).__name__
+        if model.is_solved:
+            raise XcompatError(f"{name} is solved and not trained: give fit() pairs of new and old embeddings")
+        args = copy.copy(args)
+        for key, value in {**NEEDED, "dataloader_drop_last": DEFAULTS["dataloader_drop_last"]}.items():
+            setattr(args, key, value)
+        kind = _kind(model, train_dataset)
+        settings = _stage(model, args, kind, isinstance(train_dataset, datasets.IterableDataset), stage)
+        learner = _Learner(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
+        super().__init__(model, args, getattr(learner, kind)(train_dataset, old, independent), settings, callbacks)
+
+
+def _kind(model: CompatModel, dataset: datasets.Dataset | datasets.IterableDataset) -> str:
+    """Return what a method learns from: ``texts``, ``pictures``, ``images`` with labels or ``pairs`` with captions."""
+    if not model.embeds_in_memory:
+        return "pairs" if "input_ids" in model.columns else "images"
+    features = dataset.features or {}
+    if TEXT in features and not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        return "texts"
+    labelled = any(name in LABEL_COLUMNS or isinstance(feature, datasets.ClassLabel) for name, feature in features.items())
+    return "images" if LABELS in model.columns or (LABELS in model.columns_if_known and labelled) else "pictures"
+
+
+def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bool, given: dict[str, Any]) -> StageRecipe:
+    """Return the stage of a recipe that would do the same."""
+    method = model.config.model_type.removeprefix("xcompat-")
+    data = dict(given.pop("data", {}))
+    if kind in ("pairs", "pictures"):
+        own = {"path": AT_HAND, "captions": kind == "pairs", "streaming": streaming}
+        data["pairs"] = {**own, **data.get("pairs", {})}
+    elif kind == "images":
+        data["images"] = {"path": AT_HAND, **data.get("images", {})}
+    options = {name: getattr(model.config, name) for name in usual_options(method)}
+    training = {"per_device_train_batch_size": args.per_device_train_batch_size}
+    try:
+        return StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
+    except ValidationError as error:
+        raise XcompatError(f"CompatTrainer: {explain(error, StageRecipe)}") from None
+
+
+class _Learner:
+    """Makes the training set of a model, as the stage of a recipe does from what it names.
+
+    Args:
+        model: which learns.
+        settings: the stage.
+        seed: of everything random that happens to a sample.
+        cache_dir: folder of all caches.
+    """
+
+    def __init__(self, model: CompatModel, settings: StageRecipe, seed: int, cache_dir: Path) -> None:
+        self.model = model
+        self.settings = settings
+        self.seed = seed
+        self.cache_dir = cache_dir
+        self.two_views = SECOND_PIXEL_VALUES in model.columns
+
+    def pairs(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401 - as CompatTrainer takes them
+        """Learn from pictures with captions."""
+        assert self.settings.data.pairs is not None
+        pairs, caches = load_pairs(self.settings.data.pairs, dataset), None
+        if OLD_EMBEDS in self.model.columns:
+            knows = self._old(old).require_model("holds embeddings and no model that could embed captions; give one as old")
+            images = cached_images(knows, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
+            caches = images, cached_captions(knows, flatten_captions(pairs)[0], self.cache_dir)
+        return pair_data(self.settings.data, pairs, self.model.processor, self.seed, caches, self.two_views)
+
+    def images(self, dataset: Any, old: Any, independent: Any) -> Data:  # noqa: ANN401
+        """Learn from pictures with classes."""
+        model, source = self.model, self.settings.data.images
+        assert source is not None
+        images = load_labelled(source, getattr(model.config, "classes", None), dataset=dataset)
+
+        def cache(embedder: FrozenModel) -> EmbeddingCache:
+            return cached_images(embedder, images.dataset, self.cache_dir, images.max_bad_share)
+
+        if model.embeds_in_memory:
+            return map_data(model, cache(self._new()), cache(self._old(old)), images.labels(), len(images.classes), {})
+        extra: dict[str, Any] = {}
+        if model.config.old is not None:
+            new_ND = cache(self._independent(independent)) if NEW_EMBEDS in model.columns else None
+            extra = labelled_columns(model, old_knowledge(images, self._old(old), cache), new_ND)
+        return labelled_data(self.settings, images, model.processor, self.seed, extra, self.two_views)
+
+    def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
+        """Learn a map from pictures alone."""
+        assert self.settings.data.pairs is not None
+        pictures = load_pairs(self.settings.data.pairs, dataset)
+        share = self.settings.data.pairs.max_bad_share
+        new, knows = (cached_images(one, pictures, self.cache_dir, share) for one in (self._new(), self._old(old)))
+        return map_data(self.model, new, knows, np.empty(0, np.int64), 0, {})
+
+    def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
+        """Learn a map from texts."""
+        knows = self._old(old).require_model("holds embeddings of images by their ids; give a model as old")
+        new, known = (cached_texts(one, dataset, self.cache_dir) for one in (self._new(), knows))
+        return map_data(self.model, new, known, np.empty(0, np.int64), 0, {})
+
+    def _old(self, old: FrozenModel | str | None) -> FrozenModel:
+        """Load the old model, which must be the one that the model was made for."""
+        name, described = type(self.model).__name__, self.model.config.old
+        if old is None:
+            raise XcompatError(f"{name} reads embeddings of the old model: give it as old, loaded or by its name")
+        if isinstance(old, str):
+            old = load_frozen(old, device())
+        Fingerprint(described["fingerprint"], described["name"]).require(old.fingerprint, f"the old model {old.name}")
+        return old
+
+    def _independent(self, independent: Embedder | str | None) -> Embedder:
+        if independent is None:
+            raise XcompatError(
+                f"{type(self.model).__name__} reads embeddings of a new model trained alone: give it as independent"
+            )
+        return load_embedder(independent, device()) if isinstance(independent, str) else independent
+
+    def _new(self) -> Embedder:
+        """Load the encoder of a map."""
+        described = self.model.config.encoder
+        new = load_embedder(EncoderSource.described(described), device())
+        Fingerprint(described["fingerprint"], described["name"]).require(new.fingerprint, f"the new model {new.name}")
+        return penultimate(new) if self.model.maps_features(self.settings.options) else new
