@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import pytrec_eval
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from xcompat.cli import app
+from xcompat.data import read_qrels
 from xcompat.errors import XcompatError
 from xcompat.evaluation import graded, graded_metrics, graded_per_query
+from xcompat.report import load_report
+from xcompat.training.evaluate_command import evaluate_embeddings
 
 KS = (1, 3, 10)
 
@@ -107,8 +113,7 @@ def test_what_cannot_be_used_is_named() -> None:
     qrels = {"q0": {"d1": 1, "gone": 2}, "q1": {"d2": 0}, "q2": {}, "stranger": {"d1": 1}}
     found = graded_per_query(queries, gallery, query_ids, gallery_ids, qrels)
     assert found.rows_J.tolist() == [0, 1]
-    assert (found.unjudged, found.without_relevant) == (["q2", "q3"], ["q1"])
-    assert (found.unknown_queries, found.unknown_items) == (["stranger"], ["gone"])
+    assert found.unusable == graded.Unusable(["q2", "q3"], ["q1"], ["stranger"], ["gone"])
     assert found.values["recall@10"].tolist() == [0.5, 0.0], "what is not in the gallery cannot be found, and counts"
 
 
@@ -127,3 +132,71 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
     given = {"query_ids": query_ids, "gallery_ids": gallery_ids, "qrels": {"q0": {"d0": 1}}, "ks": (10,)} | change
     with pytest.raises(XcompatError, match=message):
         graded_metrics(queries, gallery, **given)
+
+
+def judged_folder(folder: Path, queries: np.ndarray, texts: np.ndarray | None = None) -> Path:
+    folder.mkdir()
+    for kind, rows in (("query", queries), ("text", texts)):
+        if rows is not None:
+            np.save(folder / f"{kind}_embeds.npy", rows.astype(np.float32))
+            (folder / f"{kind}_ids.txt").write_text("".join(f"{kind[0]}{row}\n" for row in range(len(rows))))
+    return folder
+
+
+def test_evaluate_judges_folders_by_their_judgements(tmp_path: Path) -> None:
+    draw = np.random.default_rng(6)
+    texts = draw.standard_normal((40, 16))
+    old = judged_folder(tmp_path / "old", texts[:12] + 3 * draw.standard_normal((12, 16)), texts)
+    new = judged_folder(tmp_path / "new", texts[:12] + 0.1 * draw.standard_normal((12, 16)))
+    qrels = {f"q{row}": {f"t{row}": 2, f"t{row + 12}": 1} for row in range(10)} | {"q10": {"gone": 1}, "q99": {"t0": 1}}
+    lines = [f"{query} 0 {item} {gain}" for query, items in qrels.items() for item, gain in items.items()]
+    (tmp_path / "qrels.txt").write_text("\n".join(lines) + "\n")
+    asked = ["evaluate", "--old", old, "--new", new, "--qrels", tmp_path / "qrels.txt", "--output", tmp_path / "out"]
+    shown = CliRunner().invoke(app, list(map(str, asked)), catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    report = load_report(tmp_path / "out")
+    cases = {case.label: case for case in report.cases}
+    assert set(cases) == {"old/old", "new/old"}
+    stored = np.load(old / "text_embeds.npy")
+    ids = [[f"{kind}{row}" for row in range(count)] for kind, count in (("q", 12), ("t", 40))]
+    for label, folder in (("old/old", old), ("new/old", new)):
+        found = graded_metrics(np.load(folder / "query_embeds.npy"), stored, *ids, qrels)
+        assert {name: cases[label].metrics[name] for name in found} == pytest.approx(found)
+        assert cases[label].n_queries == 11, "q11 has no judgement, and q99 is not there"
+    assert report.criterion.backward_compatible
+    said = " ".join(shown.output.split())
+    for note in ("left out: 1, such as 'q99'", "no query can find: 1, such as 'gone'", "1 queries have no judgement", "nDCG@10"):
+        assert note in said
+    assert "nDCG@k" in (tmp_path / "out" / "report" / "report.html").read_text()
+
+
+def test_judgements_are_read_as_trec_and_beir_write_them(tmp_path: Path) -> None:
+    trec, beir = tmp_path / "qrels.txt", tmp_path / "test.tsv"
+    trec.write_text("1 0 a b\n1 0 d1 2\n\n2 0 d2 -1\n")
+    beir.write_text("query-id\tcorpus-id\tscore\n1\td1\t2\n2\td2\t-1\n")
+    assert read_qrels(trec) == read_qrels(beir) == {"1": {"d1": 2.0}, "2": {"d2": -1.0}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("q d 1\nq d\n", "line 2 is no judgement"),
+        ("q d nan\nq d inf\n", "line 2 is no judgement"),
+        ("q d 1\nq d 2\n", "line 2 judges 'd' for 'q' once more"),
+        ("query item gain\n", "holds no judgement"),
+    ],
+)
+def test_what_is_no_judgement_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "qrels.tsv").write_text(text)
+    with pytest.raises(XcompatError, match=message):
+        read_qrels(tmp_path / "qrels.tsv")
+    with pytest.raises(XcompatError, match="do not exist"):
+        read_qrels(tmp_path / "gone.tsv")
+
+
+def test_passages_may_be_missing_of_mapped_queries_alone(tmp_path: Path) -> None:
+    draw = np.random.default_rng(7)
+    bare = judged_folder(tmp_path / "bare", draw.standard_normal((3, 4)))
+    (tmp_path / "qrels.txt").write_text("q0 0 t0 1\n")
+    with pytest.raises(XcompatError, match="lacks text_embeds.npy"):
+        evaluate_embeddings(bare, bare, None, None, tmp_path / "out", tmp_path / "qrels.txt")

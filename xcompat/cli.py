@@ -113,6 +113,10 @@ def evaluate(
     new: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,  # noqa: UP045
     new_own: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,  # noqa: UP045
     independent: Annotated[Optional[Path], typer.Option(help="Folder with embeddings of the independent new model.")] = None,  # noqa: UP045
+    qrels: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="With --old and --new: which texts are relevant to which queries, as TREC or BEIR writes it."),
+    ] = None,
     output: Annotated[Optional[Path], typer.Option(help="Where the report goes.")] = None,  # noqa: UP045
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
 ) -> None:
@@ -127,7 +131,9 @@ def evaluate(
     if new is not None:
         if old is None:
             raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
-        report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"))
+        report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"), qrels)
+    elif qrels is not None:
+        raise XcompatError("--qrels judges embeddings: name their folders with --old and --new")
     elif target is None:
         raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
     elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in RUN_FILES):

@@ -4,6 +4,7 @@ from xcompat.data.classes import load_classes
 from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
 from xcompat.data.corpora import CorpusSource, load_texts
 from xcompat.data.images import UnusableSampleError, open_image, to_rgb
+from xcompat.data.judgements import read_qrels
 from xcompat.data.labelled import ClassBalancedSampler, LabelledImages, LabelledSource, load_labelled
 from xcompat.data.loading import load_pairs
 from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, stream_pairs
@@ -35,6 +36,7 @@ __all__ = [
     "load_texts",
     "old_and_new_rows",
     "open_image",
+    "read_qrels",
     "select",
     "stream_pairs",
     "to_rgb",

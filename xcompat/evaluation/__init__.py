@@ -6,6 +6,7 @@ from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
 from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
 from xcompat.evaluation.embedded_images import EmbeddedImages
 from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
+from xcompat.evaluation.embedded_texts import EmbeddedTexts
 from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
 from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.metrics import (
@@ -29,6 +30,7 @@ __all__ = [
     "Difference",
     "EmbeddedImages",
     "EmbeddedPairs",
+    "EmbeddedTexts",
     "Evaluation",
     "EvaluationOptions",
     "GradedQueries",

@@ -9,6 +9,7 @@ import numpy as np
 IMAGE_TO_IMAGE = "image-to-image"
 IMAGE_TO_TEXT = "image-to-text"
 TEXT_TO_IMAGE = "text-to-image"
+TEXT_TO_TEXT = "text-to-text"
 OLD_WITH_MEMORY = "old+memory"
 """Who asks old queries that wear the metric and the memory of the new ones."""
 WITHOUT_MEMORY = "without memory"
@@ -31,7 +32,7 @@ class Case:
     Args:
         query: the model that embeds the queries.
         gallery: the model that embedded the gallery.
-        direction: ``image-to-text``, ``text-to-image`` or ``image-to-image``.
+        direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``.
         n_queries: queries measured, those without any match left out.
         n_gallery: items in the gallery.
         metrics: name such as ``recall@1`` -> fraction.

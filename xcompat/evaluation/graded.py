@@ -23,24 +23,37 @@ _BLOCK_JUDGED = 2**14  # relevant items of a block of queries, whose embeddings 
 
 
 @dataclass(frozen=True)
-class GradedQueries:
-    """What judged queries find, and what of the judgements could not be used.
+class Unusable:
+    """What of judgements and queries could not be used, by its ids.
 
     Args:
-        rows_J: int64 ``(J,)`` rows of the queries that are judged.
-        values: metric -> float64 ``(J,)``.
         unjudged: queries without any judgement, which are left out.
         without_relevant: queries of whose items none is judged relevant; they count 0, as in trec_eval.
         unknown_queries: judged queries that are not among the queries, which are left out.
         unknown_items: relevant items that are not in the gallery, which no query can find and every metric counts.
     """
 
-    rows_J: np.ndarray
-    values: Mapping[str, np.ndarray]
     unjudged: list[Hashable]
     without_relevant: list[Hashable]
     unknown_queries: list[Hashable]
     unknown_items: list[Hashable]
+
+
+@dataclass(frozen=True)
+class GradedQueries:
+    """What judged queries find.
+
+    Args:
+        rows_J: int64 ``(J,)`` rows of the queries that are judged.
+        values: metric -> float64 ``(J,)``.
+        first_hit_ranks_J: int64 ``(J,)`` items before the best relevant one, 0 for a first place; G where none can be found.
+        unusable: what could not be used.
+    """
+
+    rows_J: np.ndarray
+    values: Mapping[str, np.ndarray]
+    first_hit_ranks_J: np.ndarray
+    unusable: Unusable
 
     def means(self) -> dict[str, float]:
         """Return the mean of every metric over the judged queries."""
@@ -115,26 +128,41 @@ def graded_per_query(
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
     pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), chunk_size, ("queries", "gallery"))
-    row_of = _rows(query_ids, pairs.n_queries, "queries")
-    judged = _Judged(qrels, row_of, _rows(gallery_ids, pairs.n_gallery, "gallery"))
+    judged = _Judged(qrels, query_ids, gallery_ids)
     place_of = {row: place for place, row in enumerate(judged.rows_J.tolist())}
     values = {metric: np.zeros(len(judged.rows_J)) for metric in _metrics(ks)}
-    mine = [(rows_B, _measure(pairs, rows_B, judged, ks)) for rows_B in judged.blocks(pairs.chunk_size, shared)]
-    for rows_B, found in (block for of_one in gather_objects(mine, shared) for block in of_one):
+    first_J = np.full(len(judged.rows_J), pairs.n_gallery, dtype=np.int64)
+    mine = [(rows_B, *_measure(pairs, rows_B, judged, ks)) for rows_B in judged.blocks(pairs.chunk_size, shared)]
+    for rows_B, first_B, found in (block for of_one in gather_objects(mine, shared) for block in of_one):
         places_B = [place_of[row] for row in rows_B.tolist()]
+        first_J[places_B] = first_B
         for metric, found_B in found.items():
             values[metric][places_B] = found_B
-    unjudged = [name for name in row_of if not qrels.get(name)]
-    return GradedQueries(
-        judged.rows_J, values, unjudged, judged.without_relevant, judged.unknown_queries, list(judged.unknown_items)
-    )
+    return GradedQueries(judged.rows_J, values, first_J, judged.unusable)
 
 
-def _rows(ids: Ids, count: int, what: str) -> dict[Hashable, int]:
+def unusable(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> Unusable:
+    """Say what of judgements and queries cannot be used.
+
+    Args:
+        query_ids: Q distinct hashables.
+        gallery_ids: G distinct hashables.
+        qrels: query id -> item id -> gain.
+
+    Returns:
+        The ids.
+
+    Raises:
+        XcompatError: if an id names two rows, or no query is judged.
+    """
+    return _Judged(qrels, query_ids, gallery_ids).unusable
+
+
+def _rows(ids: Ids, what: str) -> dict[Hashable, int]:
     """Return the row of each id."""
-    names = as_ids(ids, count, what)
+    names = as_ids(ids, len(ids), what)
     rows = {name: row for row, name in enumerate(names)}
-    if len(rows) != count:
+    if len(rows) != len(names):
         twice = next(name for row, name in enumerate(names) if rows[name] != row)
         raise XcompatError(f"{what}: two rows have the id {twice!r}; judgements need ids that each name one row")
     return rows
@@ -143,23 +171,21 @@ def _rows(ids: Ids, count: int, what: str) -> dict[Hashable, int]:
 class _Judged:
     """Judgements by row: the relevant items of each query in the gallery, and the gains of the best ranking."""
 
-    def __init__(self, qrels: Qrels, row_of: Mapping[Hashable, int], column_of: Mapping[Hashable, int]) -> None:
+    def __init__(self, qrels: Qrels, query_ids: Ids, gallery_ids: Ids) -> None:
+        row_of, column_of = _rows(query_ids, "queries"), _rows(gallery_ids, "gallery")
         self.columns: dict[int, np.ndarray] = {}
         self.gains: dict[int, np.ndarray] = {}
         self.ideal: dict[int, np.ndarray] = {}
-        self.without_relevant: list[Hashable] = []
-        self.unknown_items: dict[Hashable, None] = {}
-        self.unknown_queries = [name for name in qrels if name not in row_of]
-        rows = []
+        rows, without_relevant, unknown_items = list[int](), list[Hashable](), dict[Hashable, None]()
         for name, row in row_of.items():
             if not (of_query := qrels.get(name)):
                 continue
             rows.append(row)
             relevant = {item: float(gain) for item, gain in of_query.items() if gain > 0}
             if not relevant:
-                self.without_relevant.append(name)
+                without_relevant.append(name)
                 continue
-            self.unknown_items |= dict.fromkeys(item for item in relevant if item not in column_of)
+            unknown_items |= dict.fromkeys(item for item in relevant if item not in column_of)
             there = {column_of[item]: gain for item, gain in relevant.items() if item in column_of}
             self.ideal[row] = np.array(sorted(relevant.values(), reverse=True))
             if there:
@@ -167,6 +193,9 @@ class _Judged:
         if not rows:
             raise XcompatError("no query has a judgement; check that queries and judgements use the same ids")
         self.rows_J = np.array(rows, dtype=np.int64)
+        unjudged = [name for name in row_of if not qrels.get(name)]
+        unknown_queries = [name for name in qrels if name not in row_of]
+        self.unusable = Unusable(unjudged, without_relevant, unknown_queries, list(unknown_items))
 
     def blocks(self, chunk_size: int, shared: bool) -> Iterator[np.ndarray]:
         """Yield the rows of queries that can find something, so many that their relevant items fit into memory."""
@@ -185,8 +214,10 @@ def _metrics(ks: Sequence[int]) -> list[str]:
     return [f"{metric}@{k}" for k in ks for metric in ("ndcg", "mrr", "recall")] + ["map"]
 
 
-def _measure(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]) -> dict[str, np.ndarray]:
-    """Rank the relevant items of a block of queries, and measure each query."""
+def _measure(
+    pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Rank the relevant items of a block of queries; return where the first hits are, and what each metric says."""
     hits, gains_N = _rank(pairs, rows_B, judged)
     all_B = np.array([len(judged.ideal[row]) for row in rows_B.tolist()])
     discounted_N = gains_N / np.log2(1 + hits.ranks_N)
@@ -201,7 +232,7 @@ def _measure(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequ
         found[f"ndcg@{k}"] = total(discounted_N * within_N) / best_B
         found[f"mrr@{k}"] = np.where(hits.first_hit_ranks_B < k, 1 / (1 + hits.first_hit_ranks_B), 0.0)
         found[f"recall@{k}"] = total(within_N.astype(float)) / all_B
-    return found | {"map": total(hits.places_N / hits.ranks_N) / all_B}
+    return hits.first_hit_ranks_B, found | {"map": total(hits.places_N / hits.ranks_N) / all_B}
 
 
 def _discounted(gains_k: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from xcompat.evaluation import Case, Contestant, Criterion, Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, ZERO_SHOT_METRIC, RankKey, ValueKey
+from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, TEXT_TO_TEXT, ZERO_SHOT_METRIC, RankKey, ValueKey
 
 
 class Hit(NamedTuple):
@@ -165,6 +165,11 @@ class Report:
     def is_labelled(self) -> bool:
         """Whether images were searched by images of their class, not by captions."""
         return self.directions == [IMAGE_TO_IMAGE]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether passages were searched that are judged relevant to queries, not by captions."""
+        return self.directions == [TEXT_TO_TEXT]
 
     @property
     def notes(self) -> list[str]:

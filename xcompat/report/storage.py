@@ -23,7 +23,7 @@ FOLDER_NAME = "report"
 JSON_NAME = "report.json"
 DATA_NAME = "report_data.safetensors"
 _THUMBNAIL_PIXELS = 160
-_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text")
+_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text")
 
 
 class _Run(BaseModel):

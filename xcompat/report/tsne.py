@@ -45,11 +45,12 @@ def project(content: ReportContent) -> list[Panel]:
 
 
 def _sample(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
-    """Draw rows to show, by what they are: pairs of image and text, or images alone."""
+    """Draw rows to show, by what they are: pairs of image and text, images alone, or queries of texts."""
     generator = np.random.default_rng(seed)
     if not isinstance(model, EmbeddedPairs):
-        total = len(model.matrices()["images"])
-        return {"images": generator.permutation(total)[:count]}
+        matrices = model.matrices()
+        kind = "images" if "images" in matrices else "queries"
+        return {kind: generator.permutation(len(matrices[kind]))[:count]}
     image_ids = as_ids(model.image_ids, len(model.image_ids), "images")
     text_ids = as_ids(model.text_ids, len(model.text_ids), "texts")
     # texts with distinct ids, and for each one image that it describes

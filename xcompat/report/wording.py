@@ -48,6 +48,17 @@ _METRICS = {
     ),
     "zero_shot@1": ("Zero-shot top-1", "share of images whose class has the nearest prompt."),
 }
+_JUDGED = {
+    "ndcg@": (
+        "nDCG@k",
+        "gains of the first k passages, each divided by the logarithm of its rank, over those of the best ranking. A passage "
+        "that ties with one of less gain counts as behind it.",
+    ),
+    "mrr@": ("MRR@k", "one over the rank of the first relevant passage, 0 where none is among the first k; mean over queries."),
+    "recall@": ("R@k", "share of a query's relevant passages among the first k, mean over queries."),
+    "map": ("MAP", "average precision over the whole ranking, mean over queries."),
+}
+"""What metrics of judged passages mean, where others may have the same name."""
 
 
 class Verdict(NamedTuple):
@@ -161,7 +172,17 @@ def metric_name(metric: str) -> str:
         ('R@10', 'mAP@1.0', 'NFR@1')
     """
     name, _, k = metric.partition("@")
-    known = {"recall": "R", "cmc": "CMC", "map": "mAP", "negative_flip_rate": "NFR", "zero_shot": "Zero-shot top-"}
+    if metric == "map":
+        return "MAP"
+    known = {
+        "recall": "R",
+        "cmc": "CMC",
+        "map": "mAP",
+        "ndcg": "nDCG",
+        "mrr": "MRR",
+        "negative_flip_rate": "NFR",
+        "zero_shot": "Zero-shot top-",
+    }
     return f"{known[name]}{'' if name == 'zero_shot' else '@'}{k}" if name in known else metric
 
 
@@ -179,7 +200,8 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
         ['CMC@k', 'mAP@R']
     """
     names = tuple(metrics)
-    return [told for kind, told in _METRICS.items() if any(name.startswith(kind) for name in names)]
+    meanings = _METRICS | _JUDGED if any(name.startswith("ndcg@") for name in names) else _METRICS
+    return [told for kind, told in meanings.items() if any(name.startswith(kind) for name in names)]
 
 
 def case_meaning(label: str) -> str:

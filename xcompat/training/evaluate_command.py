@@ -11,12 +11,12 @@ import torch
 from pydantic import ValidationError
 
 from xcompat.arrays import map_array, read_lines
-from xcompat.data import LabelledSource, PairSource
+from xcompat.data import LabelledSource, PairSource, read_qrels
 from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestants, EmbeddedPairs
+from xcompat.evaluation import Contestants, EmbeddedPairs, EmbeddedTexts
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
@@ -32,6 +32,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
+JUDGED_FILES = ("query_embeds.npy", "query_ids.txt", "text_embeds.npy", "text_ids.txt")
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
 """Keys that say that a checkpoint is to be judged on images with classes, whatever else it embeds."""
 
@@ -140,11 +141,14 @@ def _source(kind: type[Source], given: dict[str, Any], where: str) -> Source:
         raise XcompatError(f"{where}: {explain(error, kind)}") from None
 
 
-def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path) -> Report:
+def evaluate_embeddings(
+    old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path, qrels: Path | None = None
+) -> Report:
     """Judge embeddings made elsewhere.
 
     Each folder holds ``image_embeds.npy`` and ``text_embeds.npy`` and, one id a line, ``image_ids.txt`` and ``text_ids.txt``;
-    a text's id is that of the image it describes.
+    a text's id is that of the image it describes. With judgements it holds ``query_embeds.npy`` and ``query_ids.txt`` in the
+    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them.
 
     Args:
         old: embeddings of the old model.
@@ -152,13 +156,17 @@ def evaluate_embeddings(old: Path, new: Path, new_own: Path | None, independent:
         new_own: embeddings of the new model in its own space, if known.
         independent: embeddings of the new model without training for compatibility, if known.
         output: where the report goes.
+        qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
 
     Returns:
         The report.
     """
     require_report_place(output)
     folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
-    loaded: dict[str, Any] = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
+    if qrels is not None:
+        loaded: dict[str, Any] = _judged_texts(folders, qrels)
+    else:
+        loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
 
 
@@ -174,24 +182,43 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
     Raises:
         XcompatError: a file is missing, is no array of numbers, or the counts differ.
     """
-    for name in EMBEDDING_FILES:
+    _require_files(folder, EMBEDDING_FILES)
+    (images_ND, image_ids), (texts_MD, text_ids) = (_embeddings(folder, kind) for kind in ("image", "text"))
+    return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
+
+
+def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, EmbeddedTexts]:
+    """Read queries and passages of every model that is given; of mapped queries there may be no passages."""
+    judgements, loaded = read_qrels(qrels), dict[str, EmbeddedTexts]()
+    for role, folder in folders.items():
+        if folder is None:
+            continue
+        has_texts = role != "new_view" or (folder / "text_embeds.npy").exists()
+        _require_files(folder, JUDGED_FILES if has_texts else JUDGED_FILES[:2])
+        queries_QD, query_ids = _embeddings(folder, "query")
+        texts_GD, text_ids = _embeddings(folder, "text") if has_texts else (None, loaded["old"].text_ids)
+        fingerprint = Fingerprint.from_string(str(folder.resolve()))
+        loaded[role] = EmbeddedTexts(folder.name, fingerprint, queries_QD, texts_GD, query_ids, text_ids, judgements)
+    return loaded
+
+
+def _require_files(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
         if not (folder / name).is_file():
-            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(EMBEDDING_FILES)}")
-    arrays, ids = [], []
-    for kind in ("image", "text"):
-        file = folder / f"{kind}_embeds.npy"
-        array, names = map_array(file), read_lines(folder / f"{kind}_ids.txt")
-        if array.ndim != 2 or len(array) != len(names):
-            raise XcompatError(
-                f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N"
-            )
-        if not array.size:
-            raise XcompatError(f"{file} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
-        if not np.isfinite(array).all():
-            raise XcompatError(f"{file} holds values that are not finite; leave those items out, or embed them again")
-        arrays.append(array)
-        ids.append(names)
-    return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), arrays[0], arrays[1], ids[0], ids[1])
+            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(names)}")
+
+
+def _embeddings(folder: Path, kind: str) -> tuple[np.ndarray, list[str]]:
+    """Read embeddings of one kind and their ids."""
+    file = folder / f"{kind}_embeds.npy"
+    array, names = map_array(file), read_lines(folder / f"{kind}_ids.txt")
+    if array.ndim != 2 or len(array) != len(names):
+        raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
+    if not array.size:
+        raise XcompatError(f"{file} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
+    if not np.isfinite(array).all():
+        raise XcompatError(f"{file} holds values that are not finite; leave those items out, or embed them again")
+    return array, names
 
 
 def _finish(content: ReportContent, output: Path) -> Report:

@@ -1,0 +1,110 @@
+"""Texts with relevance judgements, as one model embeds them: queries, and passages that they search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import TEXT_TO_TEXT
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.graded import Qrels, graded_per_query, unusable
+from xcompat.evaluation.scores import Embeddings, Ids, as_ids
+from xcompat.fingerprint import Fingerprint
+
+_KS = (10,)
+
+
+@dataclass(frozen=True)
+class EmbeddedTexts:
+    """What one model makes of queries and of the passages that are judged relevant to them.
+
+    Args:
+        name: what people call the model.
+        fingerprint: which model it is.
+        query_embeds_QD: ``(Q, D)`` embeddings of the queries.
+        text_embeds_GD: ``(G, D)`` embeddings of the passages; None of a model whose gallery nobody searches.
+        query_ids: Q distinct hashables.
+        text_ids: G distinct hashables.
+        qrels: query id -> passage id -> gain.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    query_embeds_QD: Embeddings
+    text_embeds_GD: Embeddings | None
+    query_ids: Ids
+    text_ids: Ids
+    qrels: Qrels
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+        return int(self.query_embeds_QD.shape[1])
+
+    def require_same_items(self, other: EmbeddedTexts, name: str) -> None:
+        """Refuse embeddings of other texts, or in another order."""
+        for what in ("query_ids", "text_ids"):
+            expected, found = getattr(self, what), getattr(other, what)
+            if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
+                raise XcompatError(f"{what} of {name} are not those of old; embed the same texts in the same order with both")
+
+    def matrices(self) -> dict[str, Embeddings]:
+        """Return every matrix of embeddings by what it holds."""
+        return {"queries": self.query_embeds_QD} | ({"texts": self.text_embeds_GD} if self.text_embeds_GD is not None else {})
+
+    def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedTexts:
+        """Return the same items with other embeddings."""
+        return replace(self, query_embeds_QD=matrices["queries"], text_embeds_GD=matrices.get("texts"))
+
+    def readable(self) -> tuple[np.ndarray, ...]:
+        """Return no masks: texts can always be read."""
+        return ()
+
+    def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTexts:
+        """Return the same items, as all of them can be read."""
+        return self
+
+    def directions(self, ks: Sequence[int] | None) -> list[Direction]:
+        """Search passages with queries; what cannot be used of the judgements is said."""
+        found = unusable(self.query_ids, self.text_ids, self.qrels)
+        counted = [
+            ("Queries with judgements and nothing relevant, which count 0", found.without_relevant),
+            ("Judged queries that are not among the queries, left out", found.unknown_queries),
+            ("Relevant passages that are not in the gallery, which count and no query can find", found.unknown_items),
+        ]
+        notes = tuple(f"{said}: {len(names)}, such as {names[0]!r}." for said, names in counted if names)
+        missing = "queries have no judgement"
+        return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
+
+    def find(self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions) -> Found:
+        """Rank the relevant passages of each judged query."""
+        found = graded_per_query(
+            self.query_embeds_QD,
+            gallery._texts(),
+            self.query_ids,
+            gallery.text_ids,
+            self.qrels,
+            options.ks or _KS,
+            chunk_size=options.chunk_size,
+            shared=options.shared,
+        )
+        ranks_Q = np.full(len(self.query_ids), -1, dtype=np.int64)
+        ranks_Q[found.rows_J] = found.first_hit_ranks_J
+        return Found(
+            ranks_Q, {metric: _spread(values_J, found.rows_J, len(ranks_Q)) for metric, values_J in found.values.items()}
+        )
+
+    def _texts(self) -> Embeddings:
+        if self.text_embeds_GD is None:
+            raise XcompatError(f"{self.name} has no embeddings of the passages, which are searched here; give them")
+        return self.text_embeds_GD
+
+
+def _spread(values_J: np.ndarray, rows_J: np.ndarray, count: int) -> np.ndarray:
+    """Return values by query, NaN for those without a judgement."""
+    values_Q = np.full(count, np.nan)
+    values_Q[rows_J] = values_J
+    return values_Q
