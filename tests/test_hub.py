@@ -19,10 +19,11 @@ import torch
 import yaml
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from test_models import ADAPTERS, OLD, OLDER, build, embeddings, shake
-from transformers import AutoModel
+from transformers import AutoModel, CLIPModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
 from xcompat.encoders import load_encoder
@@ -123,6 +124,23 @@ def test_adapters_alone_are_the_whole_model(
     left_out = set(load_file(whole / "model.safetensors")) - kept
     assert {name for name in kept if "lora_" in name} and not {name for name in kept if "base_layer" in name}
     assert all(name.startswith("encoder.model.") for name in left_out) and len(left_out) > 20
+
+
+def test_peft_reads_the_lora_of_adapters_alone(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    model = build("xbt", folder_of, adapters={"lora": {"rank": 2, "dropout": 0.1}})
+    shake(model)
+    model.leave_out_base().export(tmp_path / "alone")
+    base = CLIPModel.from_pretrained(folder_of["clip"])
+    pixels = model.processor.images(images)
+    with torch.inference_mode():
+        plain = base.get_image_features(pixel_values=pixels).pooler_output
+        adapted = PeftModel.from_pretrained(base, tmp_path / "alone", subfolder="lora").eval()
+        found = adapted.base_model.model.get_image_features(pixel_values=pixels).pooler_output
+        expected = model.eval().encoder.image_features(pixels)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(found, plain, atol=1e-3)
+    model.merge_adapters().export(tmp_path / "merged")
+    assert not (tmp_path / "merged" / "lora").exists(), "there is no LoRA any more"
 
 
 def test_adapters_alone_in_half_precision(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -119,6 +120,40 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
             bias="none",
         )
         inject_adapter_in_model(config, towers[tower_name])
+
+
+def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str | None, folder: Path) -> None:
+    """Write the LoRA of a model's towers as PEFT writes adapters, for ``PeftModel.from_pretrained`` with the base.
+
+    Args:
+        model: the library's own module, with LoRA in it.
+        settings: rank, scale and dropout of that LoRA.
+        base: name or folder of the model without LoRA.
+        revision: its commit on the Hub.
+        folder: made if missing; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from safetensors.torch import save_file
+
+    weights: dict[str, Tensor] = {}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    for name, layer in layers.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A["default"].weight.detach().cpu().contiguous()
+        weights[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B["default"].weight.detach().cpu().contiguous()
+    config = LoraConfig(
+        base_model_name_or_path=base,
+        revision=revision,
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, which PEFT calls an int
+        lora_dropout=settings.dropout,
+        target_modules=list(layers),
+        bias="none",
+        inference_mode=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
 
 
 @contextmanager

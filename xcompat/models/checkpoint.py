@@ -14,7 +14,8 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file, resolve_revision
 
 from xcompat.distributed import is_main_process
-from xcompat.encoders import EncoderSource, load_encoder, reading_model
+from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder, reading_model
+from xcompat.encoders.adapters import save_lora
 from xcompat.encoders.alignment import own_memory
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import open_weights, record_model, require_whole
@@ -25,6 +26,9 @@ from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.endpoint import is_hub_name, look_up
 from xcompat.models.query_memory import QueryMemory
 from xcompat.paths import model_folder
+
+LORA = "lora"
+"""Folder in a checkpoint without its base that PEFT reads."""
 
 
 class CheckpointModel(PreTrainedModel):
@@ -154,7 +158,18 @@ class CheckpointModel(PreTrainedModel):
         if self.encoder is not None and is_known and is_main_process():
             self.processor.save_pretrained(Path(save_directory))
         if is_main_process():
+            self._save_lora(Path(save_directory) / LORA)
             record_model(Path(save_directory))
+
+    def _save_lora(self, folder: Path) -> None:
+        """Write the LoRA of a checkpoint without its base in PEFT's own format beside what :meth:`from_pretrained` reads.
+
+        Not in place of it: PEFT's holds neither prompts nor heads, and transformers would load a folder with it by PEFT alone.
+        """
+        adapters = AdapterConfig(**(self.config.adapters or {}))
+        if self.config.weights == "adapters" and self.encoder is not None and adapters.lora is not None:
+            base = self.config.encoder
+            save_lora(self.encoder.model, adapters.lora, base["name"], base.get("revision"), folder)
 
     @abstractmethod
     def for_inference(self) -> Self:
