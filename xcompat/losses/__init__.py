@@ -1,12 +1,7 @@
 """Losses: tensors in, scalar out; only :class:`ClassificationHead` holds weights."""
 
 from xcompat.losses.alignment import ace_loss, angular_alignment_loss, classifier_kl_loss, l2_alignment_loss
-from xcompat.losses.classification import (
-    ClassificationHead,
-    batch_hard_triplet_loss,
-    cross_entropy_to,
-    softmax_loss,
-)
+from xcompat.losses.classification import ClassificationHead, batch_hard_triplet_loss, cross_entropy_to, softmax_loss
 from xcompat.losses.contrastive import (
     bank_contrast_loss,
     clip_contrastive_loss,

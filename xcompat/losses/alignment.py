@@ -1,4 +1,4 @@
-"""Losses that draw a new embedding to one place: the old embedding of its sample, a prototype, what a classifier made of it."""
+"""Losses that pull a new embedding to one target: its sample's old embedding, a prototype, or a classifier's prediction."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import functools
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from xcompat.errors import XcompatError
-from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, mean_of_known, rows_of_labels
+from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_blocks, mean_of_known, rows_of_labels
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
@@ -20,7 +19,7 @@ def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
 
     Args:
         embeds_BD: new embeddings, of any length.
-        targets_BD: what each is drawn to, of any length.
+        targets_BD: the target of each, of any length.
 
     Returns:
         Scalar in [0, 2]: the mean over the batch, where the paper sums.
@@ -40,11 +39,11 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor) -> Tensor:
     """Mean Euclidean distance to the old embedding of the same sample, not squared (mixbct.txt Eqn. 8).
 
     Args:
-        new_BD: new embeddings, as they are to be compared: L2-normalised where the old ones are.
+        new_BD: new embeddings, L2-normalised if the old ones are.
         old_BD: old embeddings of the same samples.
 
     Returns:
-        Scalar: the mean over the batch. Its gradient where both coincide is 0.
+        Scalar: the mean over the batch. Where both coincide, the gradient is 0.
 
     Raises:
         XcompatError: the shapes differ.
@@ -67,20 +66,20 @@ def ace_loss(
 ) -> Tensor:
     """Aligning compatible embeddings: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (oca.txt Eqn. 3).
 
-    The paper's logits are dot products of raw features with means of raw old features (Eqn. 4), its public code's of normalised
-    features with such means. Of unit old embeddings the means are shorter than 1, and dot products with unit features leave the
-    softmax nearly flat: give a scale then. L_∠ has the sign that closes the angle, and both terms are means, not sums.
+    The paper's logits are dot products of raw features with class means of raw old features (Eqn. 4); its public code normalises
+    the features. Means of unit old embeddings are shorter than 1, and their dot products with unit features leave the softmax
+    nearly flat: give a scale then. L_∠ has the sign that closes the angle, and both terms are means, not sums.
 
     Args:
         embeds_Bd: h_bct, the first d dimensions of the new features.
-        old_weights_Cd: one frozen prototype per class, of any length; a row of NaN where there is none.
+        old_weights_Cd: one frozen prototype per class, of any length; a row of NaN for a class without a prototype.
         labels_B: (B,) int64; samples of classes without a prototype contribute nothing.
         ce_weight: λ1.
         angle_weight: λ2.
         scale: factor on cosines in the cross-entropy; None for dot products.
 
     Returns:
-        Scalar, 0 when no sample's class has a prototype; over several ranks as :func:`cross_entropy_to`.
+        Scalar, 0 if no sample's class has a prototype; averaged over ranks as in :func:`cross_entropy_to`.
 
     Raises:
         XcompatError: embeddings and prototypes have different dimensions.
@@ -96,14 +95,14 @@ def ace_loss(
 
 
 def classifier_kl_loss(mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float, *, reverse: bool = False) -> Tensor:
-    """KL(p_target ‖ p_mapped) of the classes that a frozen classifier sees in both (fct.txt Appendix E; Wang et al. 2020).
+    """KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both embeddings (fct.txt Appendix E; Wang et al. 2020).
 
-    p = softmax(s·cos(W, x)): cached embeddings are unit vectors, and a classifier's own logits would need their lengths. Logits
-    are made for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.
+    p = softmax(s·cos(W, x)): the classifier's own logits would need lengths, and cached embeddings are unit vectors. Logits are
+    computed for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.
 
     Args:
         mapped_BD: mapped embeddings, of any length.
-        target_BD: the embeddings they are to stand for.
+        target_BD: the embeddings that they approximate.
         weight_CD: rows of the classifier, or prototypes; rows of NaN are left out.
         scale: s.
         reverse: whether to take KL(p_mapped ‖ p_target).
@@ -118,12 +117,8 @@ def classifier_kl_loss(mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, 
     rows_CD = F.normalize(weight_CD[weight_CD[:, 0].isfinite()].float(), dim=-1)
     first_BD, second_BD = (mapped_BD, target_BD) if reverse else (target_BD, mapped_BD)
     block = functools.partial(_divergence, rows_CD=rows_CD, scale=scale)
-    at_once = max(1, LOGITS_AT_ONCE // max(1, len(rows_CD)))
-    if len(mapped_BD) <= at_once:
-        return block(first_BD, second_BD) / len(mapped_BD)
-    pairs = zip(first_BD.split(at_once), second_BD.split(at_once), strict=True)
-    parts = [checkpoint(block, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-    return torch.stack(parts).sum() / len(mapped_BD)
+    rows = max(1, LOGITS_AT_ONCE // max(1, len(rows_CD)))
+    return torch.stack(in_blocks(block, rows, first_BD, second_BD)).sum() / len(mapped_BD)
 
 
 def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Classification losses: softmax with and without margins, against frozen old weights, and batch-hard triplets.
 
-The logits of B samples over C classes are made for a few samples at a time, and once more in the backward pass, so that no more
-than three blocks of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32, however large the batch), and 100,000 classes
-fit beside a backbone. The result is that of the whole matrix, because every sample has a softmax of its own.
+The logits of B samples over C classes are computed for a few samples at a time, and once more in the backward pass. At most three
+blocks of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32, however large the batch), so that 100,000 classes fit
+beside a backbone. Every sample has its own softmax, so blocks give the same result as the whole matrix.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HeadKind = Literal["softmax", "normalized_softmax", "arcface", "cosface", "tripl
 LOGITS_AT_ONCE = 2**23
 """Most logits in one block, unless there are more classes than that."""
 
-_LEFT_OUT = -100  # the label that torch's cross-entropy takes for none
-_ABSENT = -1e30  # logit of a class without a row: its softmax is exactly 0; infinity would make NaN of a row of absent classes
+_LEFT_OUT = -100  # the label that torch's cross-entropy ignores
+_ABSENT = -1e30  # logit of a class without a row: its softmax is exactly 0; with infinity, all classes absent would give NaN
 _USUAL: dict[str, tuple[float | None, float | None]] = {
     "softmax": (None, None),
     "normalized_softmax": (20.0, None),
@@ -48,15 +48,16 @@ def softmax_loss(
 ) -> Tensor:
     """Softmax cross-entropy without bias, plain or over cosines with a margin.
 
-    The logits are x·w, or, with a scale s, s·cos θ, of which the own class's is s·(cos(θ + m1) − m2): normalised softmax (Wang
-    et al. 2017; Zhai and Wu 2019) without margins, ArcFace with m1 (Deng et al. 2019, Eqn. 3), CosFace with m2 (Wang et al.
-    2018, Eqn. 4). Beyond θ = π − m1, where cos(θ + m1) would rise again, it is cos θ − m1·sin m1, as in ArcFace's public code.
+    The logits are x·w without a scale. With a scale s they are s·cos θ, and the true class's is s·(cos(θ + m1) − m2): normalised
+    softmax (Wang et al. 2017; Zhai and Wu 2019) without margins, ArcFace with m1 (Deng et al. 2019, Eqn. 3), CosFace with m2
+    (Wang et al. 2018, Eqn. 4). Beyond θ = π − m1, where cos(θ + m1) would rise again, cos θ − m1·sin m1 takes its place, as in
+    ArcFace's public code.
 
     Args:
         features_BD: features, of any length; raw for plain softmax.
         weight_CD: one row per class.
         labels_B: (B,) int64 in [0, C).
-        scale: s; None for plain dot products, of features and weights as they are.
+        scale: s; None for plain dot products, without normalisation.
         angular_margin: m1, radians.
         cosine_margin: m2.
 
@@ -76,25 +77,22 @@ def softmax_loss(
     return _losses(features_BD, weight_CD, labels_B, scale, margin=margin if angular_margin or cosine_margin else None).mean()
 
 
-def cross_entropy_to(
-    weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, scale: float | None = None, rows_C: Tensor | None = None
-) -> Tensor:
+def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, scale: float | None = None) -> Tensor:
     """Cross-entropy of new embeddings against frozen old prototypes or an old classifier (Shen et al. 2020, influence loss).
 
-    Samples of classes that have no row contribute nothing: rows of NaN, labels beyond the last row, and -1 in ``rows_C``. A
-    class without a row is no negative either; an old class that the new data lack is one.
+    Samples of a class without a row contribute nothing: its row is NaN, or its label lies beyond the last row. Such a class is
+    no negative either, but an old class that the new data lack is one.
 
     Args:
-        weights_Cd: frozen rows; a row of NaN stands for a class the old model knows nothing of.
+        weights_Cd: frozen rows; a row of NaN stands for a class that the old model does not know.
         embeds_Bd: new embeddings in the old dimension: the first d of expanded ones.
         labels_B: (B,) int64, at least 0.
-        scale: factor on cosines; None for dot products as in the paper, whose size is that of both lengths: fit for raw features
-            and an old classifier of raw features, not for unit embeddings, whose prototypes are shorter than 1.
-        rows_C: (labels,) int64 row of ``weights_Cd`` of each label, -1 for none; None when labels are rows.
+        scale: factor on cosines; None for dot products as in the paper, which depend on both lengths. They suit raw features and
+            an old classifier of raw features, not unit embeddings, whose prototypes are shorter than 1.
 
     Returns:
-        Scalar, in nats: the mean over the samples of all ranks that have a row, 0 when none has (with a gradient of 0). Its mean
-        over the ranks is that of one process with the whole batch.
+        Scalar, in nats: the mean over the samples of all ranks that have a row, or 0 without any (with a gradient of 0). Its mean
+        over the ranks equals the loss of one process with the whole batch.
 
     Raises:
         XcompatError: embeddings and weights have different dimensions.
@@ -104,7 +102,7 @@ def cross_entropy_to(
         >>> cross_entropy_to(old, torch.ones(3, 2), torch.tensor([0, 1, 2])).item()  # one known class: nothing to confuse
         0.0
     """
-    row_B, known_B = rows_of_labels(weights_Cd, labels_B, rows_C)
+    row_B, known_B = rows_of_labels(weights_Cd, labels_B)
     absent_C = weights_Cd[:, 0].isnan()
     bias_C = torch.zeros_like(weights_Cd[:, 0]).masked_fill(absent_C, _ABSENT)
     targets_B = row_B.masked_fill(~known_B, _LEFT_OUT)
@@ -114,16 +112,16 @@ def cross_entropy_to(
 def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = 0.3) -> Tensor:
     """Hinge on the farthest sample of the own class and the nearest of another (Hermans et al. 2017, Eqn. 5, batch hard).
 
-    Distances are Euclidean, not squared. They are between normalised features, as galleries are compared by cosine; the paper
-    takes raw ones. Samples that are alone in their class, or whose batch has one class only, are anchors of nothing.
+    Distances are Euclidean, not squared, between normalised features, because galleries are compared by cosine; the paper takes
+    raw features. A sample that is alone in its class, or in a batch of one class, is no anchor.
 
     Args:
-        features_BD: features of this rank, which mines its own samples only.
+        features_BD: features of this rank; each rank mines its own samples only.
         labels_B: (B,) int64.
         margin: m, a distance; unit vectors are at most 2 apart.
 
     Returns:
-        Scalar: the mean over the anchors (all of them, also those that already keep the margin).
+        Scalar: the mean over all anchors, also those that already keep the margin.
 
     Raises:
         XcompatError: the batch has no anchor.
@@ -142,7 +140,7 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
             "draw several samples of each of several classes into every batch"
         )
     embeds_BD = F.normalize(features_BD.to(torch.promote_types(features_BD.dtype, torch.float32)), dim=-1)
-    # by matrix product, small distances would be lost in rounding
+    # a matrix product would lose small distances in rounding
     distance_BB = torch.cdist(embeds_BD, embeds_BD, compute_mode="donot_use_mm_for_euclid_dist")
     farthest_B = distance_BB.masked_fill(~positive_BB, -torch.inf).amax(dim=1)
     nearest_B = distance_BB.masked_fill(same_BB, torch.inf).amin(dim=1)
@@ -150,7 +148,7 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
 
 
 class ClassificationHead(nn.Module):
-    """A trainable classifier and the loss of classifying by it.
+    """A trainable classifier and its loss.
 
     Args:
         dim: D, dimension of the features.
@@ -161,7 +159,7 @@ class ClassificationHead(nn.Module):
         margin: None for the usual one: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
 
     Raises:
-        XcompatError: there is no such kind, or it has no scale or no margin and one is given.
+        XcompatError: the kind is unknown, or does not take the scale or margin that is given.
 
     Example:
         >>> ClassificationHead(8, 100, "arcface")
@@ -183,7 +181,7 @@ class ClassificationHead(nn.Module):
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as torch's own linear layers start
 
     def forward(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
-        """Classify and compare.
+        """Classify features and return the loss.
 
         Args:
             features_BD: features before normalisation.
@@ -200,38 +198,45 @@ class ClassificationHead(nn.Module):
         return softmax_loss(features_BD, self.weight, labels_B, self.scale, angular_margin=angular, cosine_margin=cosine)
 
     def extra_repr(self) -> str:
-        """Say what kind it is, for ``print(model)``."""
+        """Return the kind, the scale and the margin for ``print(model)``."""
         given = [f"{name}={value}" for name, value in (("scale", self.scale), ("margin", self.margin)) if value is not None]
         return ", ".join([self.kind, *given])
 
 
-def rows_of_labels(weights_Cd: Tensor, labels_B: Tensor, rows_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Find the row of each sample's class.
+def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list[Tensor]:
+    """Apply a function to blocks of rows; with several blocks, the backward pass computes each again to save memory.
 
     Args:
-        weights_Cd: rows, NaN for classes that have none.
-        labels_B: (B,) int64, at least 0.
-        rows_C: row of each label, -1 for none; None when labels are rows.
+        block: takes one block of each tensor.
+        rows: most rows of a block.
+        tensors: one or more, of equal length.
 
     Returns:
-        (B,) int64 rows, 0 where there is none, and (B,) bool: whether there is one.
+        The results, one per block.
     """
-    row_B = labels_B if rows_C is None else rows_C[labels_B]
-    exists_B = (row_B >= 0) & (row_B < len(weights_Cd))
-    row_B = row_B.where(exists_B, torch.zeros_like(row_B))
+    if len(tensors[0]) <= rows:
+        return [block(*tensors)]
+    parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    return [checkpoint(block, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+
+
+def rows_of_labels(weights_Cd: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row of each sample's class (B,), 0 for a class beyond the last row, and whether that class has a row (B,)."""
+    exists_B = labels_B < len(weights_Cd)
+    row_B = labels_B.where(exists_B, torch.zeros_like(labels_B))
     return row_B, exists_B & ~weights_Cd[row_B, 0].isnan()
 
 
 def mean_of_known(losses_B: Tensor, known_B: Tensor) -> Tensor:
-    """Average the losses of some samples so that ranks with few of them do not weigh more than their share.
+    """Average the losses of some samples so that every sample weighs the same on every rank.
 
     Args:
         losses_B: finite losses of this rank's samples.
         known_B: (B,) bool, the samples that count.
 
     Returns:
-        Scalar, 0 when no rank has any: their sum over this rank divided by their mean number per rank. Data-parallel training
-        averages gradients over the ranks, and so arrives at the mean over all samples.
+        Scalar: the sum of this rank's losses divided by the mean count per rank, 0 if no rank has any. Data-parallel training
+        averages gradients over the ranks, which gives the mean over all samples.
     """
     known = known_B.to(losses_B.dtype)
     count = mean_over_ranks(known.sum())
@@ -257,21 +262,15 @@ def _losses(
     embeds_BD, weight_CD = embeds_BD.to(dtype), weight_CD.to(dtype)
     if scale is not None:
         embeds_BD, weight_CD = F.normalize(embeds_BD, dim=-1), F.normalize(weight_CD, dim=-1)
-    block = functools.partial(_block_losses, scale=scale, bias_C=bias_C, margin=margin)
-    rows = max(1, LOGITS_AT_ONCE // len(weight_CD))
-    if len(embeds_BD) <= rows:
-        return block(embeds_BD, weight_CD, labels_B)
-    pairs = zip(embeds_BD.split(rows), labels_B.split(rows), strict=True)
-    return torch.cat(
-        [checkpoint(block, x_BD, weight_CD, y_B, use_reentrant=False, preserve_rng_state=False) for x_BD, y_B in pairs]
-    )
+    block = functools.partial(_block_losses, weight_CD=weight_CD, scale=scale, bias_C=bias_C, margin=margin)
+    return torch.cat(in_blocks(block, max(1, LOGITS_AT_ONCE // len(weight_CD)), embeds_BD, labels_B))
 
 
 def _block_losses(
     embeds_BD: Tensor,
-    weight_CD: Tensor,
     labels_B: Tensor,
     *,
+    weight_CD: Tensor,
     scale: float | None,
     bias_C: Tensor | None,
     margin: Callable[[Tensor], Tensor] | None,

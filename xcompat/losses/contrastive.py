@@ -1,4 +1,4 @@
-"""Contrastive losses: between two batches of which equal rows belong together, and against stored embeddings."""
+"""Contrastive losses: between two batches whose rows are paired, and against stored embeddings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from xcompat.losses.classification import mean_of_known
 def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> Tensor:
     """Symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in xbt.txt Eqns. 3 and 5).
 
-    Each rank computes the B rows and B columns it owns against the whole batch. With the gathering of gradients and their
-    averaging by data-parallel training this is exactly the loss and the gradient of one process with the whole batch;
-    every rank returns the global value.
+    Each rank computes its own B rows and B columns against the whole batch. Embeddings are gathered with gradients, and
+    data-parallel training averages them, so that loss and gradient equal those of one process with the whole batch. Every rank
+    returns the global value.
 
     Args:
         a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
@@ -34,8 +34,7 @@ def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> 
         >>> bool(clip_contrastive_loss(a, a, 100.0) < 1e-6)
         True
     """
-    if a_BD.shape != b_BD.shape:
-        raise ValueError(f"paired embeddings must have one shape, got {tuple(a_BD.shape)} and {tuple(b_BD.shape)}")
+    _require_one_shape("paired embeddings", a_BD, b_BD)
     all_a_GD, all_b_GD = gather_with_grad(a_BD), gather_with_grad(b_BD)
     owners_B = _owners(a_BD)
     with torch.autocast(a_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/16 at scale 14
@@ -59,8 +58,7 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
     Raises:
         ValueError: when the shapes differ.
     """
-    if a_BD.shape != b_BD.shape:
-        raise ValueError(f"paired embeddings must have one shape, got {tuple(a_BD.shape)} and {tuple(b_BD.shape)}")
+    _require_one_shape("paired embeddings", a_BD, b_BD)
     all_b_GD = gather_with_grad(b_BD)
     sign_BG = 2 * F.one_hot(_owners(a_BD), len(all_b_GD)).to(a_BD.dtype) - 1
     with torch.autocast(a_BD.device.type, enabled=False):
@@ -69,10 +67,9 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
 
 
 def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float) -> Tensor:
-    """Find each view's other view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
+    """Classify each view's partner view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
 
-    Each rank computes the rows it owns; with gradients gathered and averaged by data-parallel training this is the loss and the
-    gradient of one process with the whole batch.
+    Over several ranks, loss and gradient equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
 
     Args:
         first_BD: one view of this rank's images, L2-normalised, the same B on every rank.
@@ -90,8 +87,7 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float) -> Ten
         >>> bool(nt_xent_loss(views, views, 0.01) < 1e-6)
         True
     """
-    if first_BD.shape != second_BD.shape:
-        raise ValueError(f"two views must have one shape, got {tuple(first_BD.shape)} and {tuple(second_BD.shape)}")
+    _require_one_shape("two views", first_BD, second_BD)
     all_first_GD, all_second_GD = gather_with_grad(first_BD), gather_with_grad(second_BD)
     count, own_B = len(all_first_GD), _owners(first_BD)
     views_VD = torch.cat([all_first_GD, all_second_GD])
@@ -108,22 +104,22 @@ def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: flo
     """Regression-alleviating compatible training (Zhang et al. 2022; "Contrast" in bt2.txt §4.3).
 
     L = mean_i −log(p_i / (p_i + Σ_k exp(cos(new_i, old_k)/τ) + Σ_k exp(cos(new_i, new_k)/τ))) with p_i = exp(cos(new_i, old_i)/τ)
-    and k over the samples of other classes: the own old embedding beats the old and the new embeddings of other classes, so that
-    a gallery that is refreshed little by little brings no new errors. Other samples of the own class are neither positives nor
-    negatives. As printed in bt2.txt the second sum has slipped out of the logarithm and the anchor out of both; this is the
-    loss of the authors' public code.
+    and k over the samples of other classes. The sample's own old embedding is to score above old and new embeddings of other
+    classes, so that a gradually refreshed gallery brings no new errors. Other samples of its class are neither positives nor
+    negatives. bt2.txt misprints the formula (the second sum lies outside the logarithm, and both sums lack the anchor); this is
+    the loss of the authors' public code.
 
-    Negatives are those of the global batch, with gradients, where that code has none through the new negatives of other ranks.
+    Negatives come from the global batch, all with gradients; the public code has none through other ranks' new negatives.
 
     Args:
         new_BD: new embeddings of this rank, of any length, the same B on every rank.
         old_BD: old embeddings of the same samples, of any length.
         labels_B: (B,) int64.
         temperature: τ; the public code takes .05 (and .01).
-        topk_negatives: keep only the hardest this many old and this many new negatives of each anchor; None for all.
+        topk_negatives: how many of the hardest old and of the hardest new negatives count for each anchor; None for all.
 
     Returns:
-        Scalar, in nats; 0 when all samples are of one class. Its mean over the ranks is that of the global batch.
+        Scalar, in nats; 0 if all samples are of one class. Its mean over the ranks is that of the global batch.
 
     Raises:
         XcompatError: the shapes differ.
@@ -160,10 +156,10 @@ def bank_contrast_loss(
     index_B: Tensor | None = None,
     rows_K: Tensor | None = None,
 ) -> Tensor:
-    """Supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with keys that are data).
+    """Supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with fixed keys).
 
-    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without its
-    own; where there are none, and without labels, it is the own old embedding, which then joins the softmax.
+    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without the
+    sample's own row. Where there are none, or no labels, the sample's own old embedding is the positive and joins the softmax.
 
     Args:
         mapped_Bd: queries in the space of the bank, L2-normalised.
@@ -172,8 +168,8 @@ def bank_contrast_loss(
         scale: s, factor on cosines.
         labels_B: (B,) int64; None without labels.
         bank_labels_K: (K,) int64.
-        index_B: (B,) int64, which row of the whole bank a sample's own is.
-        rows_K: (K,) int64, which row of the whole bank each row is.
+        index_B: (B,) int64, the number of each sample's own row in the whole bank.
+        rows_K: (K,) int64, the number of each given row in the whole bank.
 
     Returns:
         Scalar, in nats: the mean over the batch.
@@ -202,11 +198,11 @@ def bank_contrast_loss(
 
 
 def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_labels_Q: Tensor) -> Tensor:
-    """Say how much each stored old embedding teaches each sample: (1 + cos)/2 of the old embeddings within a class, else 0.
+    """Weigh each stored old embedding for each sample: (1 + cos)/2 between old embeddings within a class, else 0.
 
     Args:
         old_Bd: old embeddings of the samples, of any length.
-        bank_Qd: stored old embeddings of earlier samples (and these), of any length; no empty places.
+        bank_Qd: stored old embeddings, of any length.
         labels_B: (B,) int64 classes of the samples.
         bank_labels_Q: (Q,) int64 classes of the stored ones.
 
@@ -225,18 +221,18 @@ def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_la
 def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, temperature: float) -> Tensor:
     """Neighbourhood consensus contrast, L = −mean_i 1/|P_i| Σ_{q ∈ P_i} w_iq·log softmax_q(a_i·b_q/τ) (Wu et al. 2022).
 
-    At the level of features, anchors are normalised new embeddings and the bank holds normalised old ones; at the level of
-    logits, both are what the classifiers say. P_i are the stored samples with a weight. This is the loss as the public code
-    of MixBCT's authors has it, but for their queue, which counts its empty places as negatives.
+    For features, anchors are normalised new embeddings and the bank holds normalised old ones; for logits, both are classifiers'
+    logits. P_i are the stored samples with a weight above 0. The public code of MixBCT's authors has the same loss, except that
+    empty places of its queue count as negatives.
 
     Args:
         anchors_BE: of the new model.
         bank_QE: of the old model.
-        weights_BQ: from :func:`neighbour_weights`, the same at both levels.
+        weights_BQ: from :func:`neighbour_weights`, the same for features and logits.
         temperature: τ.
 
     Returns:
-        Scalar, in nats: the mean over the anchors that have a neighbour, 0 when none has.
+        Scalar, in nats: the mean over the anchors with a neighbour, or 0 without any.
 
     Example:
         >>> neighbourhood_loss(torch.eye(2), torch.eye(2), torch.zeros(2, 2), 1.0).item()
@@ -247,6 +243,11 @@ def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, 
     positives_B = (weights_BQ > 0).sum(dim=1)
     losses_B = -(weights_BQ * log_shares_BQ).sum(dim=1) / positives_B.clamp(min=1)
     return mean_of_known(losses_B, positives_B > 0)
+
+
+def _require_one_shape(what: str, a_BD: Tensor, b_BD: Tensor) -> None:
+    if a_BD.shape != b_BD.shape:
+        raise ValueError(f"{what} must have one shape, got {tuple(a_BD.shape)} and {tuple(b_BD.shape)}")
 
 
 def _owners(batch_BD: Tensor) -> Tensor:
