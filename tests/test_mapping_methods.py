@@ -23,7 +23,7 @@ from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import Contestants, EmbeddedImages
 from xcompat.heads import ForwardTransform, ResidualBottleneck
-from xcompat.losses import classifier_kl_loss, distillation, nt_xent_loss
+from xcompat.losses import alignment, classifier_kl_loss, nt_xent_loss
 from xcompat.methods import (
     METHODS,
     FctConfig,
@@ -200,7 +200,7 @@ def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
 def test_kl_of_many_classes_is_made_in_parts_with_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for most in (1000, 8):  # logits at once: all of 5 x 4, and those of two samples
-        monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", most)
+        monkeypatch.setattr(alignment, "LOGITS_AT_ONCE", most)
         mapped, target = (3 * unit(5, 7)).requires_grad_(), unit(5, 7, 1)
         loss = classifier_kl_loss(mapped, target, unit(4, 7, 2), 9.0)
         made.append((loss.detach(), *torch.autograd.grad(loss, mapped)))

@@ -1,9 +1,9 @@
-"""AdvBCT: a discriminator that cannot tell new embeddings from old ones, and balls around old classes that may grow."""
+"""AdvBCT: new embeddings that a discriminator cannot tell from old ones, inside balls around old classes that may grow."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -20,7 +19,7 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, sample
 from xcompat.outputs import Batch, CompatOutput
 
 HIDDEN = 100
-FEWEST_FOR_OUTLIERS = 4  # quartiles of fewer radii say nothing
+FEWEST_FOR_OUTLIERS = 4  # fewer distances have no meaningful quartiles
 
 
 class AdvBctConfig(ClassifiedConfig):
@@ -28,9 +27,10 @@ class AdvBctConfig(ClassifiedConfig):
 
     Args:
         adversarial_weight: on the discriminator's loss at the start of training.
-        boundary_weight: on the loss of leaving the class's ball. Public code has 1, at which the discriminator wins; chosen on
-            validation faces (``recipes/vision/search_glyphs.yaml``).
-        threshold: T, the radius that balls may grow to, at most 2; None for the median old radius. Public code has 1, .5 and .4.
+        boundary_weight: on the loss of leaving the class's ball. The public code has 1, at which the discriminator wins; 10 was
+            chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
+        threshold: T, the radius that balls may grow to, at most 2; None for the median old radius. The public code has 1, .5
+            and .4.
     """
 
     model_type = "xcompat-advbct"
@@ -43,37 +43,29 @@ class AdvBctConfig(ClassifiedConfig):
 class AdvBctModel(ClassifiedModel):
     """L = CE(W, f) + L_p2s + (1 − p)·L_adv, p the progress of training (Pan et al. 2023).
 
-    L_adv is the cross-entropy of a discriminator between f̂[:d] and the same images' old embeddings; its gradient reaches f turned
-    around, times 2/(1 + exp(−10p)) − 1. L_p2s is the mean of ‖f̂[:d] − c_y‖ − r_y − σ(u_y)(T − r_y) where that is positive: c_y is
-    the class's mean old embedding, not normalised, r_y the largest distance to it, outliers aside, and u_y is learned. It lets
-    balls grow, from r_y to T or back from T to r_y, and nothing makes one shrink. Where this departs from the public code:
+    L_adv is the cross-entropy of a discriminator between f̂[:d] and the same images' old embeddings. A gradient reversal layer
+    multiplies its gradient into f by −(2/(1 + exp(−10p)) − 1). L_p2s is the mean of ‖f̂[:d] − c_y‖ − r_y − σ(u_y)(T − r_y) where
+    that is positive: c_y is the class's mean old embedding, not normalised; r_y is the largest distance to c_y without outliers;
+    u_y is learned. The learned radius lies between r_y and T, and the loss can only enlarge it. Departures from the public code:
 
-    - new and old embeddings go through the discriminator's batch norm together; each by themselves they would have one mean and
-      variance behind it, and it could not see that they differ in either;
-    - the discriminator sees embeddings of length 1, as galleries hold them, and cached old ones of the image as it is, where the
-      public code runs the old model on the augmented image;
+    - new and old embeddings pass the discriminator's batch norm in one batch; in separate batches both would get the same mean
+      and variance, and the discriminator could not see a difference in either;
+    - the discriminator sees embeddings of length 1, as galleries hold them; the old ones are cached, of the plain image;
+      the public code runs the old model on the augmented image;
     - the schedule follows the step, not the epoch, and T is the median radius unless given.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
     """
 
     config_class = AdvBctConfig
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
-    only_for_training: ClassVar[tuple[str, ...]] = ("discriminator", "growth_C")
+    columns = ("pixel_values", "labels", "old_embeds")
+    only_for_training = ("discriminator", "growth_C")
+    made_by_prepare = ("centres_Cd", "radii_C")
     citation = "Pan et al., Boundary-aware backward-compatible representation via adversarial learning, CVPR 2023"
 
     centres_Cd: Tensor | None
     radii_C: Tensor | None
 
-    def __init__(self, config: AdvBctConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        self.register_buffer("centres_Cd", None, persistent=False)
-        self.register_buffer("radii_C", None, persistent=False)
-
     def build_for_training(self) -> None:
-        """Make the discriminator and the learned growth of every ball."""
+        """Build the discriminator and the learned growth of every ball."""
         if self.config.classes and self.config.old is not None:
             norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # it never runs outside training
             self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
@@ -81,7 +73,7 @@ class AdvBctModel(ClassifiedModel):
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep centres and radii of the old classes."""
+        """Measure the centres and radii of the old classes."""
         embeds_Nd = old.embeddings("advbct")
         centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
         radii_C = class_radii(embeds_Nd, centres_Cd, samples_of_classes(old.labels_N, old.n_classes))
@@ -91,7 +83,7 @@ class AdvBctModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE, the boundary loss and the adversarial one."""
+        """Return the sum of CE, the boundary loss and the adversarial loss."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):
@@ -113,7 +105,7 @@ class AdvBctModel(ClassifiedModel):
     def _adversarial_loss(self, new_Bd: Tensor, old_Bd: Tensor) -> Tensor:
         """Return L_adv over the samples whose old embedding is readable."""
         readable_B = old_Bd[:, 0].isfinite()
-        # batch norm needs rows: where nothing is readable some go through it and count for nothing
+        # batch norm needs rows: where none is readable, unreadable ones pass it with weight 0
         taken_B = readable_B if readable_B.any() else ~readable_B
         strength = 2 / (1 + math.exp(-10 * self.progress)) - 1
         both_Ad = torch.cat([_Reversed.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
@@ -123,7 +115,7 @@ class AdvBctModel(ClassifiedModel):
 
 
 class _Reversed(torch.autograd.Function):
-    """The identity, whose gradient is turned around (Ganin and Lempitsky 2015)."""
+    """Gradient reversal: the identity forward, minus ``strength`` times the gradient backward (Ganin and Lempitsky 2015)."""
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, strength: float) -> Tensor:  # noqa: ANN401 - torch's own
@@ -136,15 +128,15 @@ class _Reversed(torch.autograd.Function):
 
 
 def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
-    """Return the largest distance of each class's embeddings to its centre, those beyond Q3 + 1.5·(Q3 − Q1) left out.
+    """Return the largest distance of each class's embeddings to its centre, without outliers beyond Q3 + 1.5·(Q3 − Q1).
 
     Args:
         embeds_Nd: old embeddings; rows of NaN are left out.
         centres_Cd: centre of each class.
-        samples: rows of each class; of fewer than four none is an outlier.
+        samples: rows of each class; a class of fewer than four samples has no outliers.
 
     Returns:
-        (C,) float32, NaN for classes of fewer than two readable samples, which have no extent.
+        (C,) float32, NaN for classes of fewer than two readable samples.
 
     Example:
         >>> embeds = np.array([[0.0], [2.0], [7.0]], np.float32)

@@ -1,8 +1,6 @@
-"""Autoencoder: an embedding from which the image can be drawn again; one kind of side-information for FCT."""
+"""Autoencoder: an embedding from which a decoder reconstructs the image; one kind of side-information for FCT."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +12,7 @@ from xcompat.models.unlabelled import UnlabelledModel
 from xcompat.outputs import Batch, CompatOutput
 
 SIDE = 32
-"""Pixels of a side of what is drawn."""
+"""Height and width of the reconstruction, in pixels."""
 
 
 class AutoencoderConfig(BackboneConfig):
@@ -26,16 +24,12 @@ class AutoencoderConfig(BackboneConfig):
 class AutoencoderModel(UnlabelledModel):
     """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (fct.txt §5.1, Appendix D.4.2).
 
-    What is drawn is the preprocessed image, averaged down to 32 × 32 pixels; the paper draws it whole, with a MobileNetV2-like
-    decoder whose layers it lists. The decoder leaves when training is done.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+    The target is the preprocessed image averaged down to 32 × 32 pixels; the paper reconstructs the whole image with a
+    MobileNetV2-like decoder. Inference does without the decoder.
     """
 
     config_class = AutoencoderConfig
-    only_for_training: ClassVar[tuple[str, ...]] = ("decoder",)
+    only_for_training = ("decoder",)
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022, §5.1"
 
     def __init__(self, config: AutoencoderConfig, encoder: Encoder | None = None) -> None:
@@ -46,7 +40,7 @@ class AutoencoderModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return how far what is drawn is from the images."""
+        """Return the mean squared error of the reconstruction."""
         return F.mse_loss(self.decoder(output["features"]), F.adaptive_avg_pool2d(batch["pixel_values"], SIDE))
 
 

@@ -1,4 +1,4 @@
-"""BCT: the old classifier as a second task of the new model, with extra dimensions if wanted."""
+"""BCT: the new model also learns to be classified by the old classifier; with optional extra dimensions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BctModel(PrototypedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE of both classifiers."""
+        """Return the weighted sum of both classifiers' CE."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = self.old_classification_loss(features_BD, labels_B)
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

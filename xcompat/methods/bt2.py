@@ -1,9 +1,9 @@
-"""BT²: orthogonal basis transformations make room for what the old space has none for."""
+"""BT²: extra dimensions and orthogonal basis transformations hold what the old space cannot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ class Bt2Config(PrototypedConfig):
         compat_weight: λ2, on the loss against the old weights.
         old_weight: λ3, on the cosine to the image's old embedding.
         norm_ratio: C, the length of the transformed new part.
-        classified: what the new classifier sees: φ3, the ``new_part``, or the ``whole`` of φ_new, which the paper found
-            helpful for transformers.
+        classified: input of the new classifier: ``new_part``, φ3, or ``whole``, φ_new, which the paper finds better for
+            transformers.
     """
 
     model_type = "xcompat-bt2"
@@ -46,7 +46,7 @@ class Bt2Config(PrototypedConfig):
 
 @dataclass
 class Bt2Output(CompatOutput):
-    """Embeddings of a batch, and what the loss compares with the independent model.
+    """Embeddings of a batch, and the part that the loss compares with the independent model.
 
     Args:
         new_part: (B, m) φ3, L2-normalised.
@@ -58,18 +58,15 @@ class Bt2Output(CompatOutput):
 class Bt2Model(PrototypedModel):
     """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (bt2.txt Algorithm 1).
 
-    The backbone gives φ1 of m + d dimensions; φ3 = normalise(φ1[:m]) is trained like the independent model, φ2 =
-    normalise(f(φ1)) of e dimensions holds what the old space needs beside it, and B1, B2 are orthogonal. L = CE(W3, φ3) + λ1(1 −
-    cos(φ3, φ'_new)) + λ2·CE(W_old, φ5) + λ3(1 − cos(φ5, φ_old)), φ5 the first d dimensions.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+    The backbone gives φ1 of m + d dimensions. φ3 = normalise(φ1[:m]) is trained like the independent model. φ2 = normalise(f(φ1))
+    of e dimensions holds the rest of what the old space needs. B1 and B2 are orthogonal, and φ5 is the first d dimensions.
+    L = CE(W3, φ3) + λ1(1 − cos(φ3, φ'_new)) + λ2·CE(W_old, φ5) + λ3(1 − cos(φ5, φ_old)).
     """
 
     config_class = Bt2Config
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds", "new_embeds")
-    only_for_training: ClassVar[tuple[str, ...]] = ("classifier",)
+    columns = ("pixel_values", "labels", "old_embeds", "new_embeds")
+    only_for_training = ("classifier",)
+    ends_linearly = False  # basis changes follow
     citation = "Zhou et al., BT²: backward-compatible training with basis transformation, ICCV 2023"
 
     @classmethod
@@ -85,7 +82,7 @@ class Bt2Model(PrototypedModel):
 
     def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        assert self.encoder is not None and config.old is not None
+        assert config.old is not None
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         self.neck = nn.Linear(self.encoder.embedding_dim, new_dim + old_dim)
         self.extra = nn.Linear(new_dim + old_dim, extra)
@@ -94,14 +91,14 @@ class Bt2Model(PrototypedModel):
         self.post_init()
 
     def build_for_training(self) -> None:
-        """Make the classifier of the new part, or of all."""
+        """Build the classifier, of the new part or of the whole embedding."""
         config = self.config
         if config.classes:
             self.classifier = self._head(config.embedding_dim - (config.extra_dim if config.classified == "new_part" else 0))
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the frozen rows, and compare the new part with the independent model."""
+        """Take the frozen rows, and refuse an independent model of another dimension than the new part."""
         new_dim = self.config.embedding_dim - self.config.extra_dim
         if new_ND is not None and new_ND.shape[1] != new_dim:
             raise XcompatError(
@@ -112,7 +109,6 @@ class Bt2Model(PrototypedModel):
 
     def _parts(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ_new (B, m + e) and φ3 (B, m)."""
-        assert self.encoder is not None
         config = self.config
         new_dim, old_room = config.embedding_dim - config.extra_dim, config.old["dim"] - config.extra_dim
         raw = self.neck(self.encoder.image_features(pixel_values))
@@ -122,30 +118,20 @@ class Bt2Model(PrototypedModel):
         compatible = self.old_basis(torch.cat([extra, turned[:, :old_room]], dim=-1))
         return torch.cat([compatible, turned[:, old_room:]], dim=-1), own
 
-    @property
-    def image_head(self) -> nn.Linear | None:
-        """Return None: orthogonal basis changes follow the last linear layer."""
-        return None
-
-    @property
-    @override
-    def embed_layers(self) -> None:
-        """Return None: parts of the features are turned and put side by side."""
-
     def features(self, pixel_values: Tensor) -> Tensor:
         """Return φ_new, of length √(1 + C²); its first d dimensions have no fixed length."""
         return self._parts(pixel_values)[0]
 
     @override
     def embed_batch(self, batch: Batch) -> Bt2Output:
-        """Embed images, and keep φ3."""
+        """Embed images; return φ3 too."""
         self.require_columns(batch, ("pixel_values",))
         features, own = self._parts(batch["pixel_values"])
         return Bt2Output(image_embeds=F.normalize(features, dim=-1), features=features, new_part=own)
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of both parts."""
+        """Return the weighted sum of the four terms."""
         config, labels_B, features, own = self.config, batch["labels"], output["features"], output["new_part"]
         loss = self.classification_loss(own if config.classified == "new_part" else features, labels_B)
         loss = loss + config.independent_weight * angular_alignment_loss(own, batch["new_embeds"])

@@ -1,8 +1,6 @@
-"""Contrast (RACT): new embeddings near the old embedding of the same image, away from old and new ones of other classes."""
+"""Contrast (RACT): a new embedding approaches its image's old embedding and leaves old and new ones of other classes."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -17,9 +15,9 @@ class ContrastConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        temperature: τ; public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat. Chosen on validation
-            faces (``recipes/vision/search_glyphs.yaml``).
-        topk_negatives: the hardest negatives of each kind alone; None for all.
+        temperature: τ; the public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat. 0.1 was chosen on
+            validation faces (``recipes/vision/search_glyphs.yaml``).
+        topk_negatives: how many of the hardest negatives of each kind count; None for all.
     """
 
     model_type = "xcompat-contrast"
@@ -33,12 +31,12 @@ class ContrastModel(ClassifiedModel):
     """L = CE(W, f) + λ·RACT(f[:d], f_old, y) (Zhang et al. 2022; "Contrast" in bt2.txt §4)."""
 
     config_class = ContrastConfig
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    columns = ("pixel_values", "labels", "old_embeds")
     citation = "Zhang et al., Hot-refresh model upgrades with regression-alleviating compatible training, ICLR 2022"
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and RACT."""
+        """Return the weighted sum of CE and RACT."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         near_Bd = self.old_features(features_BD)
         compatible = ract_loss(near_Bd, batch["old_embeds"], labels_B, config.temperature, config.topk_negatives)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,12 +23,12 @@ class DirectModel(ProjectedModel):
     """L = L_c(φ(v_new), w_old) + L_c(φ(w_new), v_old), φ from random initialisation and all of it trained (xbt.txt Eqn. 6)."""
 
     config_class = DirectConfig
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids", "old_embeds", "old_text_embeds")
+    columns = ("pixel_values", "input_ids", "old_embeds", "old_text_embeds")
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 6"
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c of each new modality against the other old one."""
+        """Return the sum of L_c between new images and old texts and between new texts and old images."""
         scale = self.config.logit_scale
         of_images = clip_contrastive_loss(output["image_embeds"], batch["old_text_embeds"], scale)
         return of_images + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale)

@@ -1,4 +1,4 @@
-"""FCT: stored old embeddings, and side-information stored with them, are mapped into the space of an untouched new model."""
+"""FCT: maps stored old embeddings, with their stored side-information, into the space of an untouched new model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
 FREEZE_AT = 0.5
-"""The share of training after which statistics stay: epoch 40 of 80."""
+"""The share of training after which batch-norm statistics are frozen: epoch 40 of 80."""
 
 
 class FctConfig(CompatConfig):
     """Configuration of :class:`FctModel`.
 
     Args:
-        loss: ``mse``, or ``kl`` or ``reversed_kl`` of what the frozen new classifier makes of both.
-        side_info: the model of the side-information ψ, described as the old one is; None for none.
-        new_side_info: the new model's own side-information, that ψ is to be mapped to for the next update; None for none.
+        loss: ``mse`` of embeddings, or ``kl`` or ``reversed_kl`` between the frozen new classifier's predictions for both.
+        side_info: the model that makes the side-information ψ, described like ``old``; None for none.
+        new_side_info: the model of the new model's side-information, to which ψ is mapped for the next update; None for none.
     """
 
     model_type = "xcompat-fct"
@@ -39,10 +39,10 @@ class FctConfig(CompatConfig):
 class FctModel(CompatModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (fct.txt §3.3, §4.4).
 
-    h and g are of unit length (the form of Appendix D.7), as are the cached embeddings; the paper's ImageNet tables compare raw
-    ones by distance. Batch norms use their running statistics from half of the training on, and keep training their affine
-    part. ``kl`` is KL(p_new ‖ p_h), a direction the paper does not spell out, on cosines times ``logit_scale``. The paper's Adam
-    has its weight decay inside the gradient, ours beside it.
+    h and g have unit length (the form of Appendix D.7), as the cached embeddings have; the paper's ImageNet tables compare raw
+    embeddings by distance. After half of the training, batch norms use their running statistics and still train their affine
+    part. ``kl`` is KL(p_new ‖ p_h) of softmaxes over cosines times ``logit_scale``; the paper does not state the direction. The
+    paper's Adam adds weight decay to the gradient; ours is decoupled.
 
     Args:
         config: the configuration.
@@ -59,7 +59,7 @@ class FctModel(CompatModel):
 
     config_class = FctConfig
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
-    columns_if_known: ClassVar[tuple[str, ...]] = ("side_info", "new_side_info")
+    columns_if_known = ("side_info", "new_side_info")
     embedded = ("old_embeds", "side_info")
     embeds_in_memory = True
     maps_galleries = True
@@ -77,13 +77,13 @@ class FctModel(CompatModel):
         new_side = config.new_side_info
         self.side_transform = ForwardTransform(*dims, new_side["dim"]) if new_side is not None else None
         known = (name for name in self.columns_if_known if getattr(config, name) is not None)
-        self.columns = (*self.columns, *known)  # type: ignore[misc]  # what it reads depends on what is stored
-        self.register_buffer("classifier_CD", None, persistent=False)  # the new model's, which has it already
+        self.columns = (*self.columns, *known)  # type: ignore[misc]  # the configuration decides which columns it reads
+        self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
         self.post_init()
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Fetch the frozen new classifier, where the loss needs it."""
+        """Copy the frozen new classifier if the loss needs it."""
         if self.config.loss == "mse":
             return
         weight = getattr(getattr(self._get_encoder(), "classifier", None), "weight", None)
@@ -93,7 +93,7 @@ class FctModel(CompatModel):
                 "classifier of them; set options.loss to mse"
             )
         self.classifier_CD = weight.detach().clone()
-        self._outside_encoder = []  # the backbone shall not be in memory while h is trained
+        self._outside_encoder = []  # frees the backbone's memory while h is trained
 
     @override
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
@@ -108,32 +108,32 @@ class FctModel(CompatModel):
 
     @property
     def reads_side_info(self) -> bool:
-        """Return whether it was trained with side-information."""
+        """Return whether the map was trained with side-information."""
         return self.config.side_info is not None
 
     @property
     def writes_side_info(self) -> bool:
-        """Return whether there is a g."""
+        """Return whether the map has g."""
         return self.side_transform is not None
 
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
-        """Map stored side-information to that of the new model, for the next update: g, (B, S') L2-normalised."""
+        """Map stored side-information to the new model's for the next update: g, (B, S') L2-normalised."""
         if self.side_transform is None:
             return super().upgrade_side(old_embeds, side_info)
         return self.side_transform(old_embeds, side_info)
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return h of old embeddings."""
+        """Map old embeddings by h."""
         self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
         if self.training and self.progress >= FREEZE_AT:
             for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
-                norm.eval()  # the Trainer calls train() before every step
+                norm.eval()  # in every step: the Trainer calls train() before each
         return CompatOutput(image_embeds=self.transform(batch["old_embeds"], batch.get("side_info")))
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of h, and of g where there is one."""
+        """Return the loss of h, plus that of g if the map has g."""
         loss = self._loss(output["image_embeds"], batch["new_embeds"])
         if self.side_transform is not None:
             mapped = self.side_transform(batch["old_embeds"], batch["side_info"])
@@ -150,5 +150,5 @@ class FctModel(CompatModel):
 
 
 def _squared_distance(mapped_BD: Tensor, target_BD: Tensor) -> Tensor:
-    """Return mean ‖x − t/‖t‖‖²: side-information may be of any length."""
+    """Return mean ‖x − t/‖t‖‖²; targets may have any length, as side-information does."""
     return (mapped_BD - nn.functional.normalize(target_BD.float(), dim=-1)).square().sum(dim=-1).mean()

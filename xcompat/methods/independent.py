@@ -1,4 +1,4 @@
-"""The independently trained model: no compatibility, the floor of new/old and the ceiling of new/new."""
+"""The independently trained model without compatibility: the lower bound of new/old and the upper bound of new/new."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class IndependentConfig(ClassifiedConfig):
     """Configuration of :class:`IndependentModel`; with ``classes`` it learns from labels, else from captions.
 
     Args:
-        mixup: α of mixup, for a model trained on classes; 0 for none. fct.txt §5.1 trains side-information with it and gives no
-            value; 0.2 is a usual one.
+        mixup: α of mixup, for a model trained on classes; 0 for none. fct.txt §5.1 trains side-information with mixup and gives
+            no value; 0.2 is usual.
     """
 
     model_type = "xcompat-independent"
@@ -35,11 +35,11 @@ class IndependentConfig(ClassifiedConfig):
 
 @dataclass
 class MixedOutput(CompatOutput):
-    """Embeddings of images that mixup has mixed.
+    """Embeddings of mixed images.
 
     Args:
         share: λ, scalar.
-        order_B: (B,) int64, which image each was mixed with.
+        order_B: (B,) int64, the index of the image that each was mixed with.
     """
 
     share: Tensor | None = None
@@ -47,18 +47,14 @@ class MixedOutput(CompatOutput):
 
 
 class IndependentModel(ClassifiedModel):
-    """An encoder trained with its own loss: classification where there are classes, else contrast with a learned scale.
+    """An encoder trained on its own: by classification if it has classes, else by contrast with a learned scale.
 
     The contrastive losses are CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023).
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
     """
 
     config_class = IndependentConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
-    loss_of_embeddings: ClassVar[bool] = True
+    loss_of_embeddings = True
     compares_with_old = False
     citation = "Radford et al., Learning transferable visual models from natural language supervision, ICML 2021"
 
@@ -67,20 +63,19 @@ class IndependentModel(ClassifiedModel):
         if config.mixup and config.head == "triplet":
             raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0 or another head")
         if config.classes is not None:
-            self.columns = ClassifiedModel.columns  # type: ignore[misc]  # what it reads depends on what it is trained on
+            self.columns = ClassifiedModel.columns  # type: ignore[misc]  # classes or captions: the configuration decides
 
     def set_trainable(self) -> None:
-        """Train all that the loss depends on; with captions that is the towers, the scale and the bias."""
+        """Train every weight that the loss depends on; with captions these are the towers, the scale and the bias."""
         if self.config.classes is not None:
             super().set_trainable()
             return
-        assert self.encoder is not None
         for name, parameter in self.encoder.named_parameters():
             parameter.requires_grad_("logit" in name or not any(word in name for word in self.encoder.unused))
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts, or images alone, in training perhaps mixed ones."""
+        """Embed images and texts; a classified model embeds images alone, mixed ones while it trains with mixup."""
         if self.config.classes is None:
             return CompatModel.embed_batch(self, batch)
         if not (self.training and self.config.mixup > 0):
@@ -94,7 +89,7 @@ class IndependentModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss, or that between images and their texts."""
+        """Return the classification loss, or without classes the contrastive loss of images and texts."""
         if self.config.classes is None:
             return self._contrast(output["image_embeds"], output["text_embeds"])
         if not isinstance(output, MixedOutput):
@@ -105,8 +100,7 @@ class IndependentModel(ClassifiedModel):
         return share * own + (1 - share) * other
 
     def _contrast(self, image_embeds: Tensor, text_embeds: Tensor) -> Tensor:
-        """Return the loss the encoder's family is trained with: sigmoid when it has a logit bias (SigLIP), else softmax."""
-        assert self.encoder is not None
+        """Return the loss of the encoder's family: sigmoid if it has a logit bias (SigLIP), else softmax."""
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         bias = getattr(self.encoder.model, "logit_bias", None)
         if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none
@@ -121,7 +115,6 @@ class IndependentModel(ClassifiedModel):
         if self.config.classes is not None:
             super().export(folder)
             return
-        assert self.encoder is not None
         self.encoder.save_pretrained(folder)
         self.processor.save_pretrained(folder)
         record_model(folder)

@@ -1,8 +1,6 @@
-"""L2: every new embedding is drawn to the old embedding of the same image."""
+"""L2: the loss pulls every new embedding to the same image's old embedding."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,12 +30,12 @@ class L2Model(ClassifiedModel):
     """
 
     config_class = L2Config
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    columns = ("pixel_values", "labels", "old_embeds")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and the distance to old embeddings."""
+        """Return the weighted sum of CE and the distance to old embeddings."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), batch["old_embeds"])
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -1,38 +1,35 @@
-"""LCE: a map that brings class centres onto class centres and keeps every sample inside its class's boundary."""
+"""LCE: a map that aligns the class centres of two spaces and keeps every sample inside its class's boundary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.heads import Projection
-from xcompat.losses import angular_alignment_loss
-from xcompat.losses.classification import mean_of_known
+from xcompat.losses.classification import in_blocks, mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
 from xcompat.outputs import Batch, CompatOutput
 
 CENTRES_AT_ONCE = 8192
-"""Most centres whose way through the map is held for the backward pass at a time."""
+"""Most centres whose activations are held for the backward pass at a time."""
 
 
 class LceConfig(MappedConfig):
     """Configuration of :class:`LceModel`.
 
     Args:
-        alignment_weight: λ_a, of one minus the cosine between mapped and target centres; the public code's 100 is of a mean
-            square over the d dimensions, and is 200/d here.
-        boundary_weight: λ_b. Both were chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
+        alignment_weight: λ_a, of one minus the cosine between mapped and target centres; the public code's 100 weighs a mean
+            square over the d dimensions, which equals 200/d here.
+        boundary_weight: λ_b. Both weights were chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
     """
 
     model_type = "xcompat-lce"
@@ -45,18 +42,14 @@ class LceModel(LearnedMapModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 
     s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class
-    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained: with ``new_to_old`` the
-    paper's backward and with ``old_to_new`` its forward transformation. T has the shape of φ: the residual blocks of the public
-    code cannot change the dimension. Classes that lack readable samples are left out. The centres of all classes go through T in
-    every step, in blocks that are mapped again in the backward pass, so that 100,000 classes fit.
-
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained: ``new_to_old`` is the paper's
+    backward transformation, ``old_to_new`` its forward one. T has the shape of φ, because the residual blocks of the public code
+    cannot change the dimension. Classes without readable samples are left out. Every step maps the centres of all classes, in
+    blocks that the backward pass maps again, so that 100,000 classes fit.
     """
 
     config_class = LceConfig
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
+    columns = ("new_embeds", "old_embeds", "labels")
     citation = "Meng et al., Learning compatible embeddings, ICCV 2021"
 
     source_centres_KS: Tensor
@@ -95,7 +88,7 @@ class LceModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return both losses."""
+        """Return the weighted sum of both losses."""
         if self.target_centres_CT is None:
             raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, labels_B = output["image_embeds"], batch["labels"]
@@ -106,20 +99,16 @@ class LceModel(LearnedMapModel):
         return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
 
     def _alignment_loss(self, targets_KT: Tensor) -> Tensor:
-        """Return mean_j(1 − cos(T(s_j), c_j)), holding what one block of centres leaves for the backward pass."""
+        """Return mean_j(1 − cos(T(s_j), c_j)), block by block of centres."""
 
         def block(sources_BS: Tensor, targets_BT: Tensor) -> Tensor:
-            return angular_alignment_loss(self.map(sources_BS), targets_BT) * len(targets_BT)
+            return (1 - F.cosine_similarity(self.map(sources_BS), targets_BT, dim=-1)).sum()
 
-        if len(targets_KT) <= CENTRES_AT_ONCE:
-            return angular_alignment_loss(self.map(self.source_centres_KS), targets_KT)
-        pairs = zip(self.source_centres_KS.split(CENTRES_AT_ONCE), targets_KT.split(CENTRES_AT_ONCE), strict=True)
-        parts = [checkpoint(block, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-        return torch.stack(parts).sum() / len(targets_KT)
+        return torch.stack(in_blocks(block, CENTRES_AT_ONCE, self.source_centres_KS, targets_KT)).sum() / len(targets_KT)
 
 
 def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return each class's smallest cosine to its centre (C,); 1 where there is none, which no loss reads."""
+    """Return each class's smallest cosine to its centre (C,); 1 for classes without samples, which no loss reads."""
     smallest_C = np.ones(len(centres_Cd), np.float32)
     for start in range(0, len(labels_N), ROWS):
         rows_Bd, labels_B = embeds_Nd[start : start + ROWS], labels_N[start : start + ROWS]

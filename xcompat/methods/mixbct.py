@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from xcompat.errors import XcompatError
 from xcompat.losses.classification import HeadKind
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
 _ROWS = 16384
@@ -28,9 +28,9 @@ class MixBctConfig(ClassifiedConfig):
 
     Args:
         mixed_share: α, the share of a batch whose new features are replaced by old ones.
-        keep: the share of each class's old embeddings that is credible: the nearest to the class's centre.
-        head: how features are classified; plain softmax would need features of one length. ArcFace, the better one on validation
-            glyphs, keeps photos at chance (``docs/results/trained_backbones.md``).
+        keep: the share of each class's old embeddings that is credible: those nearest to the class's centre.
+        head: how features are classified; plain softmax would need features of one length. ArcFace is better on validation
+            glyphs, and leaves photos at chance (``docs/results/trained_backbones.md``).
     """
 
     model_type = "xcompat-mixbct"
@@ -43,12 +43,12 @@ class MixBctConfig(ClassifiedConfig):
 class MixBctModel(ClassifiedModel):
     """L = CE(W, mix(f, f_old)): one loss and one classifier for both (mixbct.txt Algorithm 1).
 
-    ⌊αB⌋ samples with a credible old embedding are drawn in each batch, all of them where there are fewer. New features are
-    brought to length 1 like the old ones.
+    Each batch draws ⌊αB⌋ samples with a credible old embedding, or all of them if there are fewer. New features are normalised
+    like the old embeddings.
     """
 
     config_class = MixBctConfig
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds", "credible")
+    columns = ("pixel_values", "labels", "old_embeds", "credible")
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023"
 
     @classmethod
@@ -62,15 +62,14 @@ class MixBctModel(ClassifiedModel):
 
     @override
     def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
-        """Return whose old embedding may be mixed in: ``credible``, (N,) bool."""
-        rows: Any = old.embeddings("mixbct")  # read in blocks, like an array on disk
-        return {"credible": credible_mask(rows, old.labels_N, self.config.keep)}
+        """Return ``credible``, (N,) bool: whether a sample's old embedding may be mixed in."""
+        return {"credible": credible_mask(old.embeddings("mixbct"), old.labels_N, self.config.keep)}
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         """Return the classification loss of the mixture."""
         labels_B, credible_B = batch["labels"], batch["credible"]
-        # the credible samples with the highest of random numbers: as many as asked for, or all of them
+        # draws credible samples at random by the highest numbers; -1 loses to all
         draw_B = torch.rand(len(labels_B), device=labels_B.device).masked_fill(~credible_B, -1)
         count = math.floor(round(self.config.mixed_share * len(labels_B), 6))  # 0.29 * 100 is a little below 29
         chosen = draw_B.topk(count).indices
@@ -80,18 +79,16 @@ class MixBctModel(ClassifiedModel):
         return self.classification_loss(mixed_Bd, labels_B)
 
 
-def credible_mask(
-    embeds_ND: NDArray[np.floating] | torch.Tensor, labels_N: NDArray[np.integer] | torch.Tensor, keep: float = 0.9
-) -> NDArray[np.bool_]:
+def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 0.9) -> NDArray[np.bool_]:
     """Leave out the old embeddings that are farthest from the centre of their class (mixbct.txt §3.4, denoising).
 
     Embeddings are L2-normalised per sample, then each dimension is L2-normalised over the data set, and the distance to the
-    class's mean is Euclidean, as in the authors' public code. Equally far samples (to nine decimals of a distance in units of
-    a dimension's root mean square, so that rounding errors do not decide) are kept in the order of the data.
+    class's mean is Euclidean, as in the authors' public code. Equally far samples are kept in the order of the data; distances
+    are compared to nine decimals, in units of a dimension's root mean square, so that rounding errors do not decide.
 
     Args:
-        embeds_ND: old embeddings of the training set, which may be memory-mapped: beside the distances, a block of them and the
-            C class centres in float64 are held in memory. A row with NaN is an unreadable sample.
+        embeds_ND: old embeddings of the training set, which may be memory-mapped: memory holds one block of them, the distances
+            and the C class centres in float64. A row with NaN is an unreadable sample.
         labels_N: integer class of each, of any values and in any order.
         keep: share of each class that is credible, in (0, 1].
 
@@ -124,7 +121,7 @@ def credible_mask(
     return rank_N < kept_C[codes_N]
 
 
-def _distances_to_centres(embeds_ND: NDArray[np.floating] | torch.Tensor, codes_N: NDArray[np.int64]) -> NDArray[np.float64]:
+def _distances_to_centres(embeds_ND: Rows, codes_N: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return each sample's rounded distance to the centre of its class, NaN for unreadable ones, in two passes over the data."""
     dim, classes = embeds_ND.shape[1], int(codes_N.max()) + 1
     squares_D = np.zeros(dim)
@@ -146,11 +143,10 @@ def _distances_to_centres(embeds_ND: NDArray[np.floating] | torch.Tensor, codes_
     return np.round(distances_N, 9)
 
 
-def _unit_blocks(embeds_ND: NDArray[np.floating] | torch.Tensor) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-    """Yield blocks of L2-normalised rows in float64; a row of zeros stays one."""
+def _unit_blocks(embeds_ND: Rows) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+    """Yield blocks of L2-normalised rows in float64; a row of zeros stays zero."""
     for start in range(0, len(embeds_ND), _ROWS):
         rows = slice(start, start + _ROWS)
-        block = embeds_ND[rows]
-        rows_BD = block.detach().cpu().double().numpy() if isinstance(block, torch.Tensor) else np.asarray(block, np.float64)
+        rows_BD = np.asarray(embeds_ND[rows], np.float64)
         norms_B1 = np.linalg.norm(rows_BD, axis=1, keepdims=True)
         yield rows, rows_BD / np.where(norms_B1 == 0, 1, norms_B1)

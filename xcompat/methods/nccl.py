@@ -1,8 +1,6 @@
-"""NCCL: new embeddings and what the classifier says of them agree with the old neighbourhood, not with one old embedding."""
+"""NCCL: new embeddings and their logits agree with a neighbourhood of old embeddings, not with a single one."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,11 +25,11 @@ class NcclConfig(ClassifiedConfig):
 
     Args:
         feature_weight: α.
-        logit_weight: β; public code has .01, tuned on a term that has no gradient there.
-        temperature: t; public code has 1, at which a softmax over cosines is nearly flat. Chosen on validation faces
-            (``recipes/vision/search_glyphs.yaml``).
+        logit_weight: β; the public code has .01, tuned on a term that has no gradient there.
+        temperature: t; the public code has 1, at which a softmax over cosines is nearly flat. 0.05 was chosen on validation
+            faces (``recipes/vision/search_glyphs.yaml``).
         bank_size: most old embeddings that a sample is compared with, drawn once from the credible ones of the training set.
-        max_entropy: an old embedding is credible when the entropy of its class is at most this share of the largest possible one.
+        max_entropy: an old embedding is credible if the entropy of its class is at most this share of the maximum entropy.
     """
 
     model_type = "xcompat-nccl"
@@ -47,24 +45,21 @@ class NcclModel(ClassifiedModel):
     """L = CE(W, f) + α·L_feat + β·L_logit, neighbourhood consensus contrast (Wu et al. 2022).
 
     Both terms are :func:`xcompat.losses.neighbourhood_loss` with the same weights, which come from the old space. L_feat compares
-    f̂[:d] with stored old embeddings; L_logit compares what the new classifier says of both, cosines with the rows of W: the old
-    classifier is never needed. Departures from the paper and from the public code (of MixBCT's authors):
+    f̂[:d] with stored old embeddings. L_logit compares the new classifier's logits of both, which are cosines with the rows of W,
+    so the old classifier is not needed. Departures from the paper and from the public code (of MixBCT's authors):
 
-    - old embeddings never change, so an exact bank of the training set, or a fixed draw of it, replaces the queue, whose empty
-      places are negatives there; a sample whose class has no row in the bank is left to the classifier alone;
-    - stored embeddings are classified anew by the current W, so no logits are stale, and L_logit has a gradient;
-    - logits are cosines without margin or scale, normalised over the classes, where theirs are saturated at ±1;
-    - credible are old embeddings whose class is clear among all classes (:func:`class_entropies`), where theirs knows one.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+    - old embeddings never change, so an exact bank of the training set, or a fixed draw from it, replaces their queue, whose
+      empty places count as negatives. A sample whose class has no row in the bank trains the classifier alone;
+    - the current W classifies stored embeddings anew, so no logits are stale, and L_logit has a gradient;
+    - logits are cosines without margin or scale, normalised over the classes; theirs are saturated at ±1;
+    - an old embedding is credible if its class is clear among all classes (:func:`class_entropies`); theirs looks at one class.
     """
 
     config_class = NcclConfig
-    columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "old_embeds")
+    columns = ("pixel_values", "labels", "old_embeds")
     citation = "Wu et al., Neighborhood consensus contrastive learning for backward-compatible representation, AAAI 2022"
 
+    made_by_prepare = ("bank_Qd", "bank_labels_Q")
     bank_Qd: Tensor | None
     bank_labels_Q: Tensor | None
 
@@ -72,14 +67,12 @@ class NcclModel(ClassifiedModel):
         super().__init__(config, encoder)
         if config.head == "triplet" and config.logit_weight:
             raise XcompatError("nccl compares logits, and a triplet head has none; set options.logit_weight to 0")
-        self.register_buffer("bank_Qd", None, persistent=False)
-        self.register_buffer("bank_labels_Q", None, persistent=False)
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep credible old embeddings."""
+        """Fill the bank with credible old embeddings."""
         entropies_N, classes = class_entropies(old)
-        # rounding may lift the entropy of a flat distribution over the largest possible one
+        # rounding may lift the entropy of a uniform distribution above the maximum
         credible_Q = np.flatnonzero(entropies_N <= self.config.max_entropy * np.log(classes) + 1e-6)
         if not len(credible_Q):
             raise XcompatError("the old model is sure of the class of no training image; raise options.max_entropy, to at most 1")
@@ -91,7 +84,7 @@ class NcclModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE and both neighbourhood losses."""
+        """Return the weighted sum of CE and both neighbourhood losses."""
         if self.bank_Qd is None or self.bank_labels_Q is None:
             raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
         config, features_BD, labels_B, old_Bd = self.config, output["features"], batch["labels"], batch["old_embeds"]
@@ -110,13 +103,13 @@ class NcclModel(ClassifiedModel):
 
 
 def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tensor, Tensor]:
-    """Make factors whose products are cosines between the logits z = W·new and Z = W·bank, without the logits of the whole bank.
+    """Return factors whose products are cosines between the logits z = W·new and Z = W·bank, without the whole bank's logits.
 
-    z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix, where logits of 8,192 stored embeddings over 100,000 classes take 3 GB.
+    z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix; logits of 8,192 stored embeddings over 100,000 classes would take 3 GB.
 
     Args:
         new_Bd: new embeddings.
-        bank_Qd: old embeddings; what is said of them is a target, without gradient.
+        bank_Qd: old embeddings; their logits are targets, without gradient.
         weight_Cd: rows of the classifier.
 
     Returns:
@@ -135,16 +128,16 @@ def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tenso
 
 
 def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
-    """Say how unclear the class of each old embedding is, its own label aside.
+    """Return the entropy of each old embedding's class distribution, whatever its own label is.
 
-    p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over the centres of all classes, in nats. σ² is the variance per dimension within classes, one
-    for all of them: in a class of few samples it could not be told from its own.
+    p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over the centres of all classes; entropies are in nats. σ² is the variance per dimension
+    within classes, pooled over all of them, because a class of few samples cannot estimate its own.
 
     Args:
-        old: with the old embeddings of the training set.
+        old: holds the old embeddings of the training set.
 
     Returns:
-        (N,) entropies, NaN for unreadable images, and the number of classes that have a centre.
+        (N,) entropies, NaN for unreadable images, and the number of classes with a centre.
 
     Raises:
         XcompatError: only prototypes are known.

@@ -1,8 +1,6 @@
-"""OCA: extra dimensions mixed in by an orthogonal transformation that is discarded after training."""
+"""OCA: an orthogonal transformation mixes extra dimensions in during training, and is then discarded."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -32,23 +30,23 @@ class OcaConfig(PrototypedConfig):
 class OcaModel(PrototypedModel):
     """L = CE(W, Q·h_new) + λ1·CE(W_old, h_bct) + λ2·L_∠(h_bct), h_new = [h_bct | h_e] (oca.txt Eqn. 6).
 
-    Q is orthogonal, without bias; Q and W leave after training, and inference is plain h_new. The paper's L_∠ has a minus
-    sign that would open the angle; here it is mean(1 - cos), which closes it.
+    Q is orthogonal, without bias; inference drops Q and W and uses plain h_new. The paper's L_∠ has a minus sign that would open
+    the angle; here it is mean(1 - cos), which closes it.
     """
 
     config_class = OcaConfig
-    only_for_training: ClassVar[tuple[str, ...]] = ("transform", "classifier")
+    only_for_training = ("transform", "classifier")
     citation = "Ricci et al., Backward-compatible aligned representations via an orthogonal transformation layer (OCA), 2024"
 
     def build_for_training(self) -> None:
-        """Make Q and the classifier behind it."""
+        """Build Q and the classifier of its output."""
         if self.config.classes:
             self.transform = OrthogonalTransform(self.config.embedding_dim)
             self.classifier = self._head(self.config.embedding_dim)
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE through Q and the old space's own."""
+        """Return CE of the transformed features plus the compatible terms."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         old_features_Bd = self.old_features(features_BD)
         compatible = ace_loss(

@@ -13,8 +13,8 @@ class ProcrustesConfig(MappedConfig):
     """Configuration of :class:`ProcrustesModel`.
 
     Args:
-        centre: whether both means are taken off before the rotation is solved, and the map brings one to the other.
-        scale: whether the rotation is multiplied by the number that brings both nearest, which without centring changes nothing.
+        centre: whether the rotation is solved on centred embeddings; the map then moves the source's mean to the target's.
+        scale: whether the map multiplies the rotation by the best factor; without ``centre`` normalisation undoes it.
     """
 
     model_type = "xcompat-procrustes"

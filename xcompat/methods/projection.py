@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ class ProjectionConfig(CompatConfig):
 class ProjectionModel(CompatModel):
     """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (xbt.txt Eqn. 3).
 
-    No encoder is in memory. The paper pretrains on texts alone; trained on images it is the paper's ablation (h).
+    No encoder is in memory. The paper pretrains on texts alone; training on images is its ablation (h).
 
     Args:
         config: the configuration.
@@ -50,9 +49,9 @@ class ProjectionModel(CompatModel):
     """
 
     config_class = ProjectionConfig
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    columns = ("new_embeds", "old_embeds")
     embedded = ("new_embeds",)
-    loss_of_embeddings: ClassVar[bool] = True
+    loss_of_embeddings = True
     embeds_in_memory = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 3"
 
@@ -74,7 +73,7 @@ class ProjectionModel(CompatModel):
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return φ of the new embeddings, in training of noisy ones, as ``text_embeds``."""
+        """Map new embeddings by φ, with noise during training; they are returned as ``text_embeds``."""
         self.require_columns(batch, self.embedded)
         new_BD = batch["new_embeds"]
         if self.training and self.config.noise_std > 0:

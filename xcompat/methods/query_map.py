@@ -1,9 +1,9 @@
-"""The query map: the new model stays as it is, and its queries learn their way into the old space."""
+"""The query map: the new model stays as it is, and a trained map brings its queries into the old space."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,15 +31,15 @@ class QueryMapConfig(CompatConfig):
     """Configuration of :class:`QueryMapModel`.
 
     Args:
-        input: what is mapped: ``embedding`` of the new model, or its ``penultimate`` features, which its last linear layer reads:
-            of images alone, and only where such a layer makes the embedding.
-        shape: ``linear``, x·W + b; ``residual``, that and a network that starts at zero; ``projection``, XBT's φ from random
-            weights. A map with hidden layers learns the training classes by heart and loses those it has not seen.
+        input: what the map reads: the new model's ``embedding``, or its ``penultimate`` features, the input of the linear layer
+            that makes image embeddings, where there is one.
+        shape: ``linear``, x·W + b; ``residual``, the same plus a network that starts at zero; ``projection``, XBT's φ from random
+            weights. A map with hidden layers overfits to the training classes and loses unseen ones.
         loss: ``bank``, contrast against the old embeddings of the training set; ``prototypes``, classification by the old class
             means; ``cosine``, to the sample's own old embedding.
         scale: factor on cosines in the loss.
         pull: weight of 1 − cos between the map and the closed form it started from.
-        bank_size: old embeddings a batch is compared with, drawn anew for each batch; all when there are no more.
+        bank_size: most old embeddings that a batch is compared with; each batch draws them anew.
     """
 
     model_type = "xcompat-query_map"
@@ -59,8 +59,8 @@ class QueryMapModel(CompatModel):
     embeddings o_j of the training set, which never change: an exact bank needs no queue and no old model. The sample's own old
     embedding is left out. Without labels it is the only positive. New/new is that of the independent model, bit for bit.
 
-    On penultimate features x is their direction. What the model embeds are then the features (B, P) as they are; ``self_view``
-    makes the new model's own embeddings of them, by a copy of its last layer.
+    With penultimate features, x is their direction. The model then embeds images as the features (B, P), not normalised;
+    ``self_view`` turns them into the new model's own embeddings by a copy of its last layer.
 
     Args:
         config: the configuration.
@@ -68,10 +68,10 @@ class QueryMapModel(CompatModel):
     """
 
     config_class = QueryMapConfig
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
+    columns = ("new_embeds", "old_embeds")
     embedded = ("new_embeds",)
-    loss_of_embeddings: ClassVar[bool] = True
-    columns_if_known: ClassVar[tuple[str, ...]] = ("labels", "index")
+    loss_of_embeddings = True
+    columns_if_known = ("labels", "index")
     embeds_in_memory = True
     citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
     bank_Nd: Rows | None
@@ -103,13 +103,13 @@ class QueryMapModel(CompatModel):
                 nn.init.zeros_(parameter)
         self.bank_Nd = None  # rows are fetched batch by batch: the bank need not fit into memory
         for name in ("bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
-            self.register_buffer(name, None, persistent=False)  # made anew from the caches; no part of what is shared
+            self.register_buffer(name, None, persistent=False)  # prepare() computes them from the caches
         self.post_init()
         self.set_trainable()
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: that of what is mapped."""
+        """Return D: the dimension of the map's input."""
         if cls.maps_features(options):
             return Penultimate(encoder, encoder.name).head.in_features
         return super().embedding_dim_for(encoder, old, options)
@@ -117,7 +117,7 @@ class QueryMapModel(CompatModel):
     @classmethod
     @override
     def maps_features(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether penultimate features are mapped."""
+        """Return whether the map reads penultimate features."""
         return options.get("input") == "penultimate"
 
     def set_trainable(self) -> None:
@@ -126,18 +126,18 @@ class QueryMapModel(CompatModel):
             self.head.requires_grad_(False)
 
     def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
-        """Return what makes the input of the map."""
+        """Return the model that computes the map's input."""
         encoder = super()._get_encoder()
         return Penultimate(encoder, self.config.encoder["name"]) if self.head is not None else encoder
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether texts are mapped too: penultimate features are of images alone."""
+        """Return whether the model embeds texts; only images have penultimate features."""
         return self.head is None and super().embeds_texts
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the bank and the last layer, and start at the closed form."""
+        """Take the bank and a copy of the last layer, and start the map at the closed form."""
         old_Nd = old.embeddings("query_map")
         if self.config.loss == "prototypes" and not len(old.labels_N):
             raise XcompatError(NO_CLASSES)
@@ -146,10 +146,8 @@ class QueryMapModel(CompatModel):
         moments = Moments.of((self._inputs(new_BD), old_Bd) for new_BD, old_Bd in readable_pairs(new_ND, old_Nd))
         self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
         if self.linear is not None:
-            with torch.no_grad():
-                self.linear.weight.copy_(self.start_Dd.T)
-                self.linear.bias.copy_(self.start_d)
-        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # one compared with as a whole is read once
+            self.linear.load_state_dict({"weight": self.start_Dd.T, "bias": self.start_d})
+        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # read once: batches take all of it
         if len(old.labels_N):
             self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
             if self.config.loss == "prototypes":
@@ -162,10 +160,10 @@ class QueryMapModel(CompatModel):
         encoder = self._get_encoder()
         assert isinstance(encoder, Penultimate)
         self.head.load_state_dict({"bias": torch.zeros_like(self.head.bias), **encoder.head.state_dict()})
-        self._outside_encoder = given  # one loaded for its last layer shall not be in memory while the map is trained
+        self._outside_encoder = given  # drops an encoder that was loaded for its last layer alone
 
     def _inputs(self, embeds: Tensor) -> Tensor:
-        """Return x: embeddings are of length 1 already, penultimate features are not."""
+        """Return x: normalises penultimate features; embeddings have length 1 already."""
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
     @override
@@ -194,13 +192,13 @@ class QueryMapModel(CompatModel):
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map new embeddings, or penultimate features as they are."""
+        """Map new embeddings, or penultimate features."""
         self.require_columns(batch, self.embedded)
         return CompatOutput(image_embeds=self.own_view(batch["new_embeds"]))
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return what was chosen, and the pull to the start."""
+        """Return the chosen loss plus the pull towards the start."""
         mapped = output["image_embeds"]
         loss = self._loss(mapped, batch["old_embeds"], batch.get("labels"), batch.get("index"))
         if self.config.pull:

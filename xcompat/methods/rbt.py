@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,13 @@ class RbtConfig(MappedConfig):
 
     Args:
         start: the fixed map before the blocks: ``procrustes``, the rotation that brings the source nearest to the target, or
-            ``identity`` as in the paper (the first dimensions, or zeros appended, where dimensions differ).
-        blocks: how many residual blocks there are.
+            ``identity`` as in the paper (where dimensions differ, it keeps the first ones or appends zeros).
+        blocks: number of residual blocks.
         bottleneck: their width, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
-        paths: parallel paths in each.
-        similarity_weight: of the squared distance.
-        kl_weight: of the divergence of what the target's prototypes make of both.
-        class_weight: of the cross-entropy to the target's prototypes.
+        paths: number of parallel paths in each block.
+        similarity_weight: λ1, of the squared distance.
+        kl_weight: λ2, of the divergence between both sides' distributions over the target's prototypes.
+        class_weight: λ3, of the cross-entropy to the target's prototypes.
     """
 
     model_type = "xcompat-rbt"
@@ -47,17 +47,13 @@ class RbtConfig(MappedConfig):
 class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 
-    P are the target's class means in place of its classifier, m and t of unit length, s is ``logit_scale``; the weights are ours.
-    Narrow blocks cannot turn a space: from the identity, two models that were trained independently stay apart (fct.txt
-    Appendix J finds it below old/old). So R is by default the Procrustes rotation, and the blocks learn what it leaves.
-
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    P are the target's class means, in place of its classifier; m and t have unit length; s is ``logit_scale``; the weights are
+    ours. Narrow blocks cannot rotate a space, so from the identity two independently trained models stay apart (fct.txt
+    Appendix J finds the method below old/old). By default R is therefore the Procrustes rotation, and the blocks learn the rest.
     """
 
     config_class = RbtConfig
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
+    columns = ("new_embeds", "old_embeds", "labels")
     citation = "Wang et al., Unified representation learning for cross model compatibility, BMVC 2020"
 
     prototypes_CT: Tensor | None
@@ -74,18 +70,17 @@ class RbtModel(LearnedMapModel):
         self.post_init()
 
     def set_trainable(self) -> None:
-        """Train the blocks alone: what stands before them is solved."""
+        """Train the blocks alone; the map before them is solved."""
         self.entry.requires_grad_(False)
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the rotation and average the target's classes."""
+        """Solve the rotation and compute the target's class means."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("rbt"))
         if self.config.start == "procrustes":
             weight_ST, _ = solve_procrustes(Moments.of(readable_pairs(source_NS, target_NT)))
-            with torch.no_grad():
-                self.entry.weight.copy_(weight_ST.T)
+            self.entry.load_state_dict({"weight": weight_ST.T})
         self.prototypes_CT = torch.from_numpy(class_means(target_NT, old.labels_N, old.n_classes)).to(self.device)
 
     @override
@@ -94,7 +89,7 @@ class RbtModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the three losses."""
+        """Return the weighted sum of the three losses."""
         if self.prototypes_CT is None:
             raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, target_BT, labels_B = output["image_embeds"], self.target(batch), batch["labels"]

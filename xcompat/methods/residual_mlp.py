@@ -1,8 +1,7 @@
-"""Residual MLP: ridge regression, and a small network that learns what it leaves."""
+"""Residual MLP: ridge regression, and a small network that learns its residual."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -32,20 +31,9 @@ class ResidualMlpConfig(MappedConfig):
 class ResidualMlpModel(LearnedMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
 
-    A and c are the ridge solution, and stay; W2 and b2 start at 0, so that training begins at the linear map. The paper has x in
-    the place of Ax + c, which needs spaces that are alike, and a mean square error, of which the cosine is that of unit vectors.
-
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
-
-    Example:
-        >>> from xcompat.models.config import describe_old
-        >>> from xcompat.fingerprint import Fingerprint
-        >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
-        >>> model = ResidualMlpModel(ResidualMlpConfig(old=old, embedding_dim=8))
-        >>> model.view(torch.randn(2, 8)).shape
-        torch.Size([2, 4])
+    A and c are the ridge solution and stay fixed; W2 and b2 start at 0, so that training begins at the linear map. The paper has
+    x in place of Ax + c, which needs similar spaces, and a mean square error, which on unit vectors is the cosine loss up to a
+    factor.
     """
 
     config_class = ResidualMlpConfig
@@ -62,7 +50,7 @@ class ResidualMlpModel(LearnedMapModel):
         self.post_init()
 
     def set_trainable(self) -> None:
-        """Train the network alone: the linear part is solved."""
+        """Train the network alone; the linear part is solved."""
         self.skip.requires_grad_(False)
 
     @override
@@ -71,9 +59,7 @@ class ResidualMlpModel(LearnedMapModel):
         assert new_ND is not None
         pairs = readable_pairs(*self.ordered(new_ND, old.embeddings("residual_mlp")))
         weight_ST, bias_T = solve_ridge(Moments.of(pairs), self.config.regularisation)
-        with torch.no_grad():
-            self.skip.weight.copy_(weight_ST.T)
-            self.skip.bias.copy_(bias_T)
+        self.skip.load_state_dict({"weight": weight_ST.T, "bias": bias_T})
 
     @override
     def map(self, embeds: Tensor) -> Tensor:
@@ -81,5 +67,5 @@ class ResidualMlpModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return 1 − cos."""
+        """Return mean(1 − cos) between mapped and target embeddings."""
         return angular_alignment_loss(output["image_embeds"], self.target(batch))

@@ -15,7 +15,7 @@ class RidgeConfig(MappedConfig):
     """Configuration of :class:`RidgeModel`.
 
     Args:
-        regularisation: λ in units of the mean variance of the new dimensions.
+        regularisation: λ in units of the mean variance of the source's dimensions.
         rank: greatest rank of the map; None for no limit. A quarter of the dimensions is a usual choice.
     """
 
@@ -28,12 +28,8 @@ class RidgeConfig(MappedConfig):
 class RidgeModel(ClosedFormModel):
     """argmin ‖XW + b − Y‖² + λ‖W‖², of full or of reduced rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    The low-rank affine map of Drift-Adapter (Vejendla 2025) is trained there; here it is solved, and no other of its rank has a
-    smaller loss.
-
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    Drift-Adapter (Vejendla 2025) trains such a low-rank affine map; here it is solved, and no other map of its rank has a smaller
+    loss.
     """
 
     config_class = RidgeConfig

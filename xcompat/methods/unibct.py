@@ -1,4 +1,4 @@
-"""UniBCT: old prototypes that the new model refines, because it sees better which samples of a class are typical."""
+"""UniBCT: old prototypes that the new model refines, because it knows better which samples of a class are typical."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class UniBctConfig(ClassifiedConfig):
     Args:
         compat_weight: the weight of the loss against the prototypes.
         old_scale: factor on cosines between features and prototypes; None for plain dot products.
-        propagation: λ of the graph, in [0, 1): the share of its trust that a sample passes on; 0 keeps class means.
+        propagation: λ of the graph, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
         temperature: τ of the graph.
-        refresh_at: shares of training after which the graph is made anew; public code has epochs 10 and 20 of 35.
+        refresh_at: shares of training after which the graph is rebuilt; the public code has epochs 10 and 20 of 35.
     """
 
     model_type = "xcompat-unibct"
@@ -42,18 +42,14 @@ class UniBctConfig(ClassifiedConfig):
 class UniBctModel(ClassifiedModel):
     """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in mixbct.txt).
 
-    In each class E = softmax(N Nᵀ/τ) without its diagonal is the graph that the new model sees, O are the old embeddings, and the
-    prototype is the mean of (1 − λ)(I − λE)⁻¹O: see :func:`refined_weights`. It needs no old class, only old embeddings of the
-    new training set. Departures from the public code (of MixBCT's authors; the paper's own was not at hand):
+    In each class, E = softmax(N Nᵀ/τ) without its diagonal is the graph of new embeddings N, and O are the old embeddings. The
+    prototype is the mean of (1 − λ)(I − λE)⁻¹O (:func:`refined_weights`). The method needs no old classes, only old embeddings of
+    the new training set. Departures from the public code (of MixBCT's authors; the paper's own was not available):
 
-    - its softmax runs over columns, so that every mean of refined embeddings is the plain class mean, and nothing is refined;
-    - embeddings are normalised, without which τ makes each sample point to one other alone;
-    - until the first refresh the prototypes are class means with the full weight, where it leaves the loss out;
-    - logits are cosines times ``old_scale``, as in the other methods here that know prototypes.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+    - the softmax runs over rows; theirs over columns makes every refined mean the plain class mean, so it refines nothing;
+    - embeddings are normalised; without that, τ makes each sample point to a single other one;
+    - until the first refresh the prototypes are class means, at full weight; theirs leaves the loss out until then;
+    - logits are cosines times ``old_scale``, as in the other methods with prototypes.
     """
 
     config_class = UniBctConfig
@@ -70,21 +66,21 @@ class UniBctModel(ClassifiedModel):
         self._old: OldKnowledge | None = None
 
     def build_for_training(self) -> None:
-        """Make room for the prototypes: saved, since a run that continues could not refine them again."""
+        """Allocate the prototypes; checkpoints hold them, because a resumed run cannot compute them again."""
         if self.config.classes and self.config.old is not None:
-            # a class without old samples has a row of 0, which no mean embedding is: NaN would differ from itself
+            # a row of 0 marks a class without old samples; NaN, unequal to itself, would fail comparisons of checkpoints
             self.register_buffer("prototypes_Cd", torch.zeros(len(self.config.classes), self.config.old["dim"]))
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Begin with class means, and keep the old embeddings."""
+        """Start at class means, and keep the old embeddings."""
         old.embeddings("unibct")
         self._old = old
         self._set(torch.from_numpy(np.array(old.prototypes())))
 
     @override
     def refresh(self, new_ND: NDArray[np.float32]) -> None:
-        """Refine the prototypes by what the new model now says."""
+        """Refine the prototypes by current new embeddings."""
         assert self._old is not None
         old_Nd, config = self._old.embeddings("unibct"), self.config
         prototypes_Cd = torch.full(self.prototypes_Cd.shape, torch.nan)
@@ -103,7 +99,7 @@ class UniBctModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE of the classifier and of the refined prototypes."""
+        """Return the weighted sum of CE to the classifier and CE to the refined prototypes."""
         if self._old is None:
             raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
         features_BD, labels_B = output["features"], batch["labels"]
@@ -117,10 +113,10 @@ def refined_weights(new_nD: Tensor, propagation: float, temperature: float) -> T
     """Weigh the samples of one class by how central they are among the new embeddings.
 
     The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1: p is the personalised PageRank of the graph, in
-    which every sample hands the share λ of its trust to its neighbours.
+    which every sample passes the share λ of its weight to its neighbours.
 
     Args:
-        new_nD: new embeddings of the class's samples, L2-normalised; n² numbers are held at a time.
+        new_nD: new embeddings of the class's samples, L2-normalised; memory holds n² numbers.
         propagation: λ, in [0, 1).
         temperature: τ.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,14 +24,13 @@ class XbtConfig(ProjectedConfig):
 
 
 class XbtModel(ProjectedModel):
-    """The pair stage: L = L_c(φ(v_new), φ(w_new)), the old encoders nowhere in memory (xbt.txt Eqn. 5).
+    """The pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (xbt.txt Eqn. 5).
 
-    φ comes from text-only pretraining. With adapters and prompts switched off the encoder is the original new model, bit
-    for bit.
+    φ comes from text-only pretraining. Without its adapters and prompts the encoder is the original new model, bit for bit.
     """
 
     config_class = XbtConfig
-    starts_from_projection: ClassVar[bool] = True
+    starts_from_projection = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 5"
 
     @override

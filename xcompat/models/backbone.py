@@ -1,4 +1,4 @@
-"""What models share that train a backbone for images: a projection, embeddings, and parts that only training needs."""
+"""The base of models that train a backbone for images: a projection, embeddings, and parts that only training needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BackboneConfig(CompatConfig):
     """Configuration of :class:`BackboneModel`.
 
     Args:
-        dim: dimension of the embedding without extra ones; None for the old model's where there is one, or else the backbone's.
-        for_training: whether the parts exist that only training needs; False in a finished model.
+        dim: dimension of the embedding without extra dimensions; None for the old model's, or without one the backbone's.
+        for_training: whether the model has the parts that only training needs; False in a finished model.
     """
 
     dim: int | None = None
@@ -30,7 +30,7 @@ class BackboneConfig(CompatConfig):
 
 
 class BackboneModel(CompatModel):
-    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's :meth:`loss`.
+    """features = W_proj · backbone(x) (B, D); a subclass writes the :meth:`loss`.
 
     Args:
         config: the configuration.
@@ -38,27 +38,34 @@ class BackboneModel(CompatModel):
     """
 
     config_class = BackboneConfig
+    encoder: Encoder
     only_for_training: ClassVar[tuple[str, ...]] = ()
-    """Names of the modules and buffers that leave when training is done."""
+    """Names of the modules and buffers that :meth:`for_inference` removes."""
+    made_by_prepare: ClassVar[tuple[str, ...]] = ()
+    """Names of the buffers that :meth:`prepare` fills; None before, and in no checkpoint."""
+    ends_linearly: ClassVar[bool] = True
+    """Whether the features are the output of a linear layer; False where other operations follow the last one."""
 
     def __init__(self, config: BackboneConfig, encoder: Encoder | None = None) -> None:
         self._check_dims(config)
         super().__init__(config, encoder)
-        assert self.encoder is not None
+        for name in self.made_by_prepare:
+            self.register_buffer(name, None, persistent=False)
         width = self.encoder.embedding_dim
         projected = config.dim is not None or config.embedding_dim != width
         self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
 
     @classmethod
     def _check_dims(cls, config: BackboneConfig) -> None:
-        """Refuse dimensions that cannot be, before anything is built."""
+        """Refuse impossible dimensions before anything is built."""
         if config.dim is not None and config.dim < 1:
             raise XcompatError(f"options.dim is {config.dim}; an embedding has at least 1 dimension")
 
     @property
     def image_head(self) -> nn.Linear | None:
-        """Return the linear layer whose output are the features; None if they do not come out of one."""
-        assert self.encoder is not None
+        """Return the linear layer whose output are the features; None where there is none (:attr:`ends_linearly`)."""
+        if not self.ends_linearly:
+            return None
         return self.neck if isinstance(self.neck, nn.Linear) else self.encoder.image_head
 
     def features(self, pixel_values: Tensor) -> Tensor:
@@ -70,7 +77,6 @@ class BackboneModel(CompatModel):
         Returns:
             (B, D).
         """
-        assert self.encoder is not None
         return self.neck(self.encoder.image_features(pixel_values))
 
     @override
@@ -87,25 +93,24 @@ class BackboneModel(CompatModel):
     @property
     @override
     def embed_layers(self) -> Iterable[nn.Module] | None:
-        """The projection, which texts do not go through."""
-        if not isinstance(self.neck, nn.Linear):
-            return ()
-        return None if self.embeds_texts else (self.neck,)
+        """Return the projection, which embeds images only."""
+        if not self.ends_linearly or (isinstance(self.neck, nn.Linear) and self.embeds_texts):
+            return None
+        return (self.neck,) if isinstance(self.neck, nn.Linear) else ()
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model was trained on captions; one trained on images has them alone in its space."""
+        """Return whether the model was trained on captions; one trained on images alone does not embed texts."""
         return "input_ids" in self.columns
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed texts, where :attr:`embeds_texts`."""
+        """Embed texts, or refuse unless :attr:`embeds_texts`."""
         if not self.embeds_texts:
             raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
         return super().embed_texts(input_ids, attention_mask)
 
     def set_trainable(self) -> None:
-        """Train adapters of the image tower and heads where there are adapters, else all that embeddings of images depend on."""
-        assert self.encoder is not None
+        """Train the heads and the image tower's adapters; without adapters, all encoder weights that embed images."""
         chosen = {id(parameter) for parameter in self.encoder.image_parameters()}
         if adapters := {id(parameter) for parameter in self.encoder.adapter_parameters()}:
             chosen &= adapters
@@ -115,7 +120,7 @@ class BackboneModel(CompatModel):
             parameter.requires_grad_(id(parameter) in chosen)
 
     def for_inference(self) -> Self:
-        """Return the model without what only training needs, in evaluation mode."""
+        """Return the model in evaluation mode, without the parts that only training needs."""
         for name in self.only_for_training:
             if hasattr(self, name):
                 delattr(self, name)
@@ -123,6 +128,6 @@ class BackboneModel(CompatModel):
         return super().for_inference()
 
     def export(self, folder: str | Path) -> None:
-        """Write the finished model: backbone, projection and what else inference or the next update reads."""
+        """Write the finished model, without the parts that only training needs."""
         self.for_inference()
         super().export(folder)

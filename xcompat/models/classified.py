@@ -25,7 +25,7 @@ class ClassifiedConfig(BackboneConfig):
 
     Args:
         classes: names of the C classes in the order of the labels; None for a model without a classifier.
-        extra_dim: e, dimensions appended for what the old space has no room for.
+        extra_dim: e, dimensions appended to those of the old space.
         head: how features are classified.
         head_scale: s, the factor on cosines; None for the head's usual one.
         head_margin: m of ArcFace and CosFace; None for the usual one.
@@ -39,16 +39,11 @@ class ClassifiedConfig(BackboneConfig):
 
 
 class ClassifiedModel(BackboneModel):
-    """features = W_proj · backbone(x) (B, D); what is minimised is the subclass's :meth:`loss`.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
-    """
+    """A :class:`BackboneModel` with a classifier of its features; its first d dimensions are the old space."""
 
     config_class = ClassifiedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
-    learns_classes: ClassVar[bool] = True
+    learns_classes = True
 
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -83,7 +78,7 @@ class ClassifiedModel(BackboneModel):
 
         Args:
             encoder: name, folder, source, or an encoder and its processor already loaded.
-            old: the old model: its name or folder, a folder of what it once computed, or as ``describe_old`` gives it.
+            old: the old model: its name or folder, a folder of its stored embeddings or prototypes, or its ``describe_old()``.
             options: the method's configuration; ``classes`` are the old model's unless given.
 
         Returns:
@@ -97,7 +92,7 @@ class ClassifiedModel(BackboneModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: what the options say, else the old model's dimension, else the backbone's width, and the extra ones."""
+        """Return D: ``dim``, or the old model's dimension, or the backbone's width; plus ``extra_dim``."""
         dim = cls.planned_dim(old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim, options)
         assert dim is not None
         return dim
@@ -105,14 +100,14 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     @override
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
-        """Return D: what the options say, else the usual dimension, and the extra ones."""
+        """Return D: ``dim``, or the usual dimension; plus ``extra_dim``."""
         base = options["dim"] if options.get("dim") is not None else usual
         return int(base + options.get("extra_dim", cls.config_class.extra_dim)) if base is not None else None
 
     @classmethod
     @override
     def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
-        """Refuse dimensions that leave no room for the old space."""
+        """Refuse a dimension smaller than the old model's."""
         if cls.compares_with_old:
             old = describe_old(Fingerprint.from_string("planned"), old_dim)
             dim = cls.planned_dim(old_dim, options)
@@ -122,7 +117,7 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     @override
     def balances_batches(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether there are triplets to be made."""
+        """Return whether the head learns from triplets."""
         return options.get("head") == "triplet"
 
     def build_for_training(self) -> None:
@@ -134,19 +129,19 @@ class ClassifiedModel(BackboneModel):
 
     @property
     def stores_view(self) -> bool:
-        """Return False: a gallery holds the whole embedding, whose first dimensions are the spaces of older versions."""
+        """Return False: a gallery holds whole embeddings, and their first dimensions are the older versions' spaces."""
         return False
 
     def old_features(self, features_BD: Tensor) -> Tensor:
-        """Return the part of features that old embeddings are compared with: the first d dimensions."""
+        """Return the first d dimensions of features, which are compared with old embeddings."""
         return features_BD[:, : self.config.old["dim"]]
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss alone."""
+        """Return the classification loss."""
         return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
-        """Return the loss of the new classifier on features of the new model."""
+        """Return the new classifier's loss on new features."""
         assert self.classifier is not None
         return self.classifier(features_BD, labels_B)

@@ -1,11 +1,11 @@
-"""Linear maps that are solved, not trained: the first minute of an upgrade, and where maps that are trained begin."""
+"""Linear maps that are solved, not trained: methods of their own, and the start of trained maps."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from xcompat.models.old_knowledge import ROWS, Rows
 
 @dataclass
 class Moments:
-    """Second moments of paired embeddings, summed in float64 so that any number of rows fits in memory.
+    """First and second moments of paired embeddings, summed in float64 over batches, so that any number of rows fits in memory.
 
     Args:
         count: number of pairs N.
@@ -48,7 +48,7 @@ class Moments:
             Their moments.
 
         Raises:
-            XcompatError: when there are no pairs.
+            XcompatError: there are no pairs.
         """
         moments: Moments | None = None
         for new_BD, old_Bd in batches:
@@ -67,11 +67,11 @@ class Moments:
         return moments
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Return the mean new (D,) and the mean old embedding (d,)."""
+        """Return the mean new embedding (D,) and the mean old embedding (d,)."""
         return self.new_D / self.count, self.old_d / self.count
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Return the covariance of new embeddings (D, D) and that of new with old ones (D, d)."""
+        """Return the covariance of new embeddings (D, D) and the cross-covariance of new and old embeddings (D, d)."""
         new_mean_D, old_mean_d = self.means()
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
@@ -80,11 +80,11 @@ class Moments:
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W of at most a rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), the loss of any other W' is that of W plus tr (W − W')ᵀC(W − W'), so that the best
-    W' of rank r is W·V·Vᵀ with V the first r eigenvectors of WᵀCW. Cutting the singular values of W itself ignores C.
+    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), the loss of any other W' is the loss of W plus tr (W − W')ᵀC(W − W'). The best W'
+    of rank r is therefore W·V·Vᵀ with V the first r eigenvectors of WᵀCW; cutting the singular values of W itself ignores C.
 
     Args:
-        moments: of the pairs.
+        moments: of the pairs (X, Y); X are the new embeddings.
         regularisation: λ in units of the mean variance of the new dimensions.
         rank: r; None for full rank.
 
@@ -111,15 +111,15 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
     """Return argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): UVᵀ of XᵀY = USVᵀ (Schönemann 1966).
 
     Args:
-        moments: of the pairs.
-        centre: whether both means are taken off first, and the bias brings one to the other.
+        moments: of the pairs (X, Y); X are the new embeddings.
+        centre: whether X and Y are centred first; the bias then moves the mean of X to the mean of Y.
         scale: whether W is multiplied by argmin_s ‖s·XW − Y‖² = tr S / tr WᵀXᵀXW (Schönemann and Carroll 1970).
 
     Returns:
         Weight (D, d) and bias (d,), float64.
 
     Raises:
-        XcompatError: a scale is wanted of embeddings that are all equal.
+        XcompatError: the embeddings are all equal, and a scale is asked for.
     """
     new_new_DD, new_old_Dd = moments.centred() if centre else (moments.new_new_DD, moments.new_old_Dd)
     left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
@@ -134,7 +134,7 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
 
 
 def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of paired embeddings without the rows of samples that could not be read.
+    """Yield blocks of paired embeddings without the rows of unreadable samples.
 
     Args:
         new_ND: embeddings of the new model; NaN where unreadable.
@@ -150,14 +150,9 @@ def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]
 
 
 class ClosedFormModel(MappedModel):
-    """A map of the form ``normalise(x @ weight + bias)`` from the source space into the target (see :class:`MappedModel`).
+    """A solved map ``normalise(x @ weight + bias)`` from the source space into the target space (see :class:`MappedModel`)."""
 
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
-    """
-
-    is_solved: ClassVar[bool] = True
+    is_solved = True
 
     def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -166,7 +161,7 @@ class ClosedFormModel(MappedModel):
         self.post_init()
 
     def set_trainable(self) -> None:
-        """Freeze everything: the map is solved."""
+        """Freeze everything; the map is solved."""
         self.requires_grad_(False)
 
     @override
@@ -182,7 +177,7 @@ class ClosedFormModel(MappedModel):
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Solve for the map in one pass; there must be pairs."""
+        """Solve for the map in one pass over the pairs."""
         weight_ST, bias_T = self.solve(Moments.of(self.ordered(new, old) for new, old in batches))
         with torch.no_grad():
             self.weight.copy_(weight_ST)
@@ -191,4 +186,4 @@ class ClosedFormModel(MappedModel):
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """Return weight (S, T) and bias (T,) from the moments of the pairs, the source in the place of the new embeddings."""
+        """Return weight (S, T) and bias (T,) from the moments of the pairs; their "new" side is the source, "old" the target."""

@@ -1,4 +1,4 @@
-"""What maps between two fixed spaces share: queries into the old one, or a gallery into the new one; solved or learned."""
+"""The base of maps between two fixed spaces, solved or trained: queries into the old space, or galleries into the new one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class MappedConfig(CompatConfig):
     """Configuration of :class:`MappedModel`.
 
     Args:
-        direction: ``new_to_old`` maps every query and leaves galleries as they are; ``old_to_new`` maps a gallery once and
-            leaves queries as they are.
+        direction: ``new_to_old`` maps every query and leaves galleries unchanged; ``old_to_new`` maps a gallery once and leaves
+            queries unchanged.
     """
 
     direction: Literal["new_to_old", "old_to_new"] = "new_to_old"
 
 
 class MappedModel(CompatModel):
-    """A map from a source to a target space, one new and one old.
+    """A map from a source space to a target space; one is the new model's and one the old model's.
 
     Args:
         config: the configuration.
@@ -42,7 +42,7 @@ class MappedModel(CompatModel):
     embeds_in_memory = True
 
     def __init__(self, config: MappedConfig, encoder: Encoder | None = None) -> None:
-        self.maps_galleries = config.direction == "old_to_new"  # first: which space is remembered depends on it
+        self.maps_galleries = config.direction == "old_to_new"  # before super().__init__, whose memory depends on it
         super().__init__(config, encoder)
         assert config.old is not None
         self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
@@ -55,7 +55,7 @@ class MappedModel(CompatModel):
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
-        """Return what belongs to the source and what to the target."""
+        """Return the source's side and the target's side of two things."""
         return (old, new) if self.maps_galleries else (new, old)
 
     @abstractmethod
@@ -70,28 +70,28 @@ class MappedModel(CompatModel):
     @property
     @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return None, unless the map says which."""
+        """Return None, unless a subclass names its layers."""
         return None
 
     @override
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space, if that is the direction."""
+        """Map stored old embeddings into the new space; with ``new_to_old`` return them unchanged."""
         return self.map(old_embeds.to(self.dtype)) if self.maps_galleries else old_embeds
 
 
 class LearnedMapModel(MappedModel):
     """A map that is trained."""
 
-    loss_of_embeddings: ClassVar[bool] = True
+    loss_of_embeddings = True
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map the source."""
+        """Map the source embeddings."""
         self.require_columns(batch, self.embedded)
         (source,) = self.embedded
         return CompatOutput(image_embeds=self.map(batch[source].to(self.dtype)))
 
     def target(self, batch: Batch) -> Tensor:
-        """Return what the mapped source is compared with (B, T)."""
+        """Return the target embeddings (B, T)."""
         _, target = self.ordered("new_embeds", "old_embeds")
         return batch[target]

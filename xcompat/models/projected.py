@@ -22,7 +22,7 @@ class ProjectedConfig(CompatConfig):
     """Configuration of an encoder with φ.
 
     Args:
-        train_encoder: which of the encoder's own weights train beside its adapters.
+        train_encoder: which of the encoder's own weights train in addition to its adapters.
         train_projection: which weights of φ train.
     """
 
@@ -31,7 +31,7 @@ class ProjectedConfig(CompatConfig):
 
 
 class ProjectedModel(CompatModel):
-    """Encoder, adapters and φ; what they learn from is the subclass's :meth:`loss`.
+    """An encoder, its adapters and φ; a subclass writes the :meth:`loss`.
 
     Args:
         config: the configuration.
@@ -39,8 +39,9 @@ class ProjectedModel(CompatModel):
     """
 
     config_class = ProjectedConfig
+    encoder: Encoder
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
-    loss_of_embeddings: ClassVar[bool] = True
+    loss_of_embeddings = True
 
     def __init__(self, config: ProjectedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -49,8 +50,7 @@ class ProjectedModel(CompatModel):
         self.post_init()
 
     def set_trainable(self) -> None:
-        """Freeze everything but adapters, prompts and the parts that the configuration names."""
-        assert self.encoder is not None
+        """Freeze everything except adapters, prompts and the parts that the configuration names."""
         adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
         for part, which in ((self.encoder, self.config.train_encoder), (self.projection, self.config.train_projection)):
             norms = {id(p) for layer in part.modules() if isinstance(layer, nn.LayerNorm) for p in layer.parameters()}
@@ -61,7 +61,7 @@ class ProjectedModel(CompatModel):
 
     @override
     def start_from(self, projection: nn.Module) -> None:
-        """Take the weights of φ."""
+        """Copy the weights of a pretrained φ."""
         self.projection.load_state_dict(projection.get_submodule("projection").state_dict())
 
     @override
@@ -75,7 +75,7 @@ class ProjectedModel(CompatModel):
         return self.projection
 
     def self_view(self, embeds: Tensor) -> Tensor:
-        """Compare own embeddings after φ, the space they are trained in, as the paper's new/new does."""
+        """Return φ of own embeddings: the loss trains that space, and the paper's new/new compares in it."""
         return self.projection(embeds)
 
     def embed_batch(self, batch: Batch) -> CompatOutput:

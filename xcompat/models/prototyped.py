@@ -1,4 +1,4 @@
-"""What methods share that classify new features by frozen weights of the old model: its prototypes or its classifier."""
+"""The base of methods that classify new features by the old model's frozen weights: class prototypes or its classifier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -19,10 +18,10 @@ class PrototypedConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ, the weight of the loss against the old weights.
-        old_weights: what stands for the old classes: ``prototypes``, the mean old embedding of each class of the new training
-            set, or ``classifier``, the rows of the old model's own; samples of classes without a row do not enter that loss.
-        old_scale: factor on cosines between features and old weights; None for plain dot products, whose size depends on the
-            lengths of both: prototypes of unit embeddings are shorter than 1.
+        old_weights: the frozen row of each class: ``prototypes``, its mean old embedding in the new training set, or
+            ``classifier``, its row in the old model's classifier; samples of classes without a row do not enter that loss.
+        old_scale: factor on cosines between features and old weights; None for plain dot products, which also depend on both
+            lengths: prototypes of unit embeddings are shorter than 1.
     """
 
     compat_weight: float = 1.0
@@ -31,20 +30,11 @@ class PrototypedConfig(ClassifiedConfig):
 
 
 class PrototypedModel(ClassifiedModel):
-    """A classified model that knows a frozen row for each class of the old model.
-
-    Args:
-        config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
-    """
+    """A classified model that holds a frozen row for each class that the old model knows."""
 
     config_class = PrototypedConfig
+    made_by_prepare = ("old_weights_Cd",)
     old_weights_Cd: Tensor | None
-
-    def __init__(self, config: PrototypedConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        # Not saved: it is made anew from the old model, whose knowledge does not leave with the new one.
-        self.register_buffer("old_weights_Cd", None, persistent=False)
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What models share that learn from images alone, without classes, captions or an old model: the makers of side-information."""
+"""The base of models that learn from images alone, without classes, captions or an old model; they make side-information."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class UnlabelledModel(BackboneModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: what the options say, else the backbone's width."""
+        """Return D: ``dim``, or the backbone's width."""
         return options["dim"] if options.get("dim") is not None else encoder.embedding_dim
