@@ -66,7 +66,7 @@ def test_it_is_what_a_loop_over_queries_and_entries_gives() -> None:
         gate = 1 / (1 + np.exp(-(state["gate"][0] * max(cosines) + state["gate"][1])))
         expected = normalised(in_metric(q, "metric") + 0.7 * gate * recalled)
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
-        assert memory.familiarity(torch.from_numpy(x[None])).item() == pytest.approx(gate, abs=1e-5)
+        assert memory.familiarity(memory.resemblance(torch.from_numpy(x[None]))).item() == pytest.approx(gate, abs=1e-5)
 
 
 def test_a_metric_whitens_what_lies_within_classes() -> None:
@@ -99,7 +99,7 @@ def test_the_gate_tells_classes_that_are_remembered_from_others() -> None:
     known = labels < 6
     memory = remembering(both[known], old[known], labels[known])
     fresh, _ = clustered(12, 30, NEW, 5, spread=0.8, noise=77)  # other samples of the same classes
-    opened = memory.familiarity(torch.from_numpy(fresh))
+    opened = memory.familiarity(memory.resemblance(torch.from_numpy(fresh)))
     assert opened[: known.sum()].mean() > 0.7 > 0.3 > opened[known.sum() :].mean()
 
 
@@ -108,7 +108,8 @@ def test_a_sample_does_not_recognise_itself() -> None:
     new, labels = clustered(40, 2, NEW, 9, spread=3.0)
     old, _ = clustered(40, 2, OLD, 10)
     memory = remembering(new, old, labels)
-    assert memory.familiarity(torch.from_numpy(unit(200, NEW, 11))).std() < 0.15, "classes that mean nothing open no gate"
+    gates = memory.familiarity(memory.resemblance(torch.from_numpy(unit(200, NEW, 11))))
+    assert gates.std() < 0.15, "classes that mean nothing open no gate"
 
 
 WEARING = {

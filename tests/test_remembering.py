@@ -92,7 +92,7 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
         leant = memory(torch.from_numpy(asked), torch.zeros(len(rows), old_images.shape[1]))
         expected = torch.nn.functional.normalize(torch.from_numpy(found - found.mean(0)), dim=1)
         torch.testing.assert_close(leant, expected, atol=1e-4, rtol=0)
-    assert torch.equal(memory.familiarity(torch.from_numpy(new_texts)), torch.ones(len(rows)))
+    assert torch.equal(memory.familiarity(memory.resemblance(torch.from_numpy(new_texts))), torch.ones(len(rows)))
 
 
 def _picture(value: Any) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Embeddings in few bytes: faiss's codecs, and lists of codes that are searched where they lie."""
+"""Compressed embeddings: faiss's codecs, and an inverted file over codes that it does not copy."""
 
 from __future__ import annotations
 
@@ -14,38 +14,33 @@ from xcompat.errors import XcompatError
 
 CODECS = "SQ8, SQ4, SQfp16, or PQ and a number of bytes, such as PQ64"
 _KNOWN = re.compile(r"SQ(4|8|fp16)|PQ[1-9][0-9]{0,3}")
-_LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # numbers for each dimension: where its range begins, and how wide it is
-_CENTROIDS = 256  # that a byte of a product quantiser chooses among, for its share of the dimensions
-
+_LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # learned numbers per dimension: the start and the width of its range
+_CENTROIDS = 256  # per byte of a product quantiser
 
 AS_THEY_ARE = "float32"
-"""What stands for a codec where entries are kept as they are, however many."""
+"""In place of a codec's name: entries stay uncompressed, however many there are."""
 
 
 def is_codec(name: object) -> bool:
-    """Return whether a name is that of a codec: 8 or 4 bits or half precision for each dimension, or product-quantised."""
+    """Return whether this is a codec's name: 8 or 4 bits or half precision per dimension, or product quantisation."""
     return isinstance(name, str) and _KNOWN.fullmatch(name) is not None
 
 
 def require_codec(name: str | None) -> None:
-    """Refuse what is neither a codec nor :data:`AS_THEY_ARE`; None, for one by the number of entries, is well.
-
-    Raises:
-        XcompatError: naming those there are.
-    """
+    """Refuse a name that is neither a codec nor :data:`AS_THEY_ARE`; None, which chooses by the number of entries, passes."""
     if name not in (None, AS_THEY_ARE) and not is_codec(name):
         raise XcompatError(f"there is no memory codec {name!r}; it is {AS_THEY_ARE}, {CODECS}")
 
 
 class Codec:
-    """A faiss codec of vectors; what it learned is a row of floats that a checkpoint holds.
+    """A faiss codec of vectors; a checkpoint holds its learned parameters as a row of floats.
 
     Args:
         name: one of :data:`CODECS`.
-        dim: D; of no dimension nothing is kept.
+        dim: D; with 0 dimensions, codes and parameters are empty.
 
     Raises:
-        XcompatError: the dimension cannot be divided among so many bytes.
+        XcompatError: the codec's number of bytes does not divide the dimension.
     """
 
     def __init__(self, name: str, dim: int) -> None:
@@ -60,14 +55,14 @@ class Codec:
         except RuntimeError:
             raise XcompatError(f"codec {name} does not fit embeddings of {dim} dimensions; take {CODECS}, a divisor") from None
         if name.startswith("PQ"):
-            self.index.do_polysemous_training = False  # minutes, for a kind of search that nobody makes here
-            self.index.pq.cp.min_points_per_centroid = 1  # below 39 faiss prints a warning for each byte
+            self.index.do_polysemous_training = False  # takes minutes, for a kind of search that is not used here
+            self.index.pq.cp.min_points_per_centroid = 1  # with its default of 39 faiss prints a warning for each byte
         self.size = int(self.index.sa_code_size())
         self.n_learned = dim * _LEARNED.get(name, _CENTROIDS)
         self.fewest = _CENTROIDS if name.startswith("PQ") else 1
 
     def train(self, embeds_ND: NDArray[np.float32]) -> Tensor:
-        """Learn the codec from embeddings (N, D); return what was learned, float32."""
+        """Learn the codec's parameters from embeddings (N, D); return them as float32."""
         import faiss
 
         if not self.dim:
@@ -78,7 +73,7 @@ class Codec:
         return torch.from_numpy(faiss.vector_to_array(learned_of(self.index)))
 
     def restore(self, learned_F: NDArray[np.float32]) -> Codec:
-        """Make the codec what it was when it had learned these floats."""
+        """Set the codec's learned parameters."""
         import faiss
 
         if self.dim:
@@ -91,29 +86,29 @@ class Codec:
         return self.index.sa_encode(np.ascontiguousarray(embeds_ND)) if self.dim else np.empty((len(embeds_ND), 0), np.uint8)
 
     def decode(self, codes_NB: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return embeddings (N, D) as far as their codes tell."""
+        """Return the embeddings (N, D) that codes stand for."""
         return self.index.sa_decode(codes_NB) if self.dim else np.empty((len(codes_NB), 0), np.float32)
 
 
 def learned_of(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
-    """Return faiss's vector of the floats that the codec of an index has learned."""
+    """Return faiss's vector of the learned parameters of an index's codec."""
     return index.sq.trained if hasattr(index, "sq") else index.pq.centroids
 
 
 def open_lists(
     name: str, centroids_LD: NDArray[np.float32], learned_F: NDArray[np.float32], codes_KB: NDArray[np.uint8], sizes_L: list[int]
 ) -> Any:  # noqa: ANN401 - faiss has no types
-    """Put an inverted file together around codes; nothing is trained, encoded or copied.
+    """Build an inverted file around existing codes, without training, encoding or copying.
 
     Args:
-        name: the codec, of what lies between an embedding and the centroid of its list.
-        centroids_LD: of the lists.
-        learned_F: floats of the codec.
-        codes_KB: codes, list by list; whoever keeps the index keeps them, as it reads them where they are.
-        sizes_L: entries of each list, K in all.
+        name: the codec of residuals, the differences between embeddings and their list's centroid.
+        centroids_LD: the centroid of each list.
+        learned_F: the codec's learned parameters.
+        codes_KB: codes, list by list; the caller must keep them alive, because the index reads them in place.
+        sizes_L: the number of entries of each list, K in all.
 
     Returns:
-        A faiss index by inner product, whose numbers are rows of the codes.
+        A faiss index by inner product; its ids are rows of the codes.
     """
     import faiss
 
@@ -127,7 +122,7 @@ def open_lists(
     lists, views = faiss.ArrayInvertedLists(count, 1), faiss.MaybeOwnedVectorUInt8Vector()
     start = 0
     for number, size in enumerate(sizes_L):
-        lists.resize(number, size)  # numbers of its rows, and a byte for each that the codes take the place of
+        lists.resize(number, size)  # ids, and one placeholder byte each; swap() below puts the codes in their place
         view = faiss.MaybeOwnedVectorUInt8()
         if size:
             faiss.rev_swig_ptr(lists.get_ids(number), size)[:] = np.arange(start, start + size)

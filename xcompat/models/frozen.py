@@ -1,4 +1,4 @@
-"""A frozen model in a role of a recipe: one that embeds, or what is left of one that once did."""
+"""A frozen model in a recipe's role (old or new): a model that embeds, or the stored embeddings of a lost one."""
 
 from __future__ import annotations
 
@@ -16,72 +16,69 @@ from xcompat.models.stored import StoredModel, is_stored
 
 
 class FrozenModel(Protocol):
-    """What caches, methods and evaluations ask of a model whose embeddings do not change.
+    """The interface of a model whose embeddings do not change, for caches, methods and evaluations.
 
-    :class:`~xcompat.models.embedder.Embedder` computes them; :class:`~xcompat.models.stored.StoredModel` looks them up.
+    :class:`~xcompat.models.embedder.Embedder` computes embeddings; :class:`~xcompat.models.stored.StoredModel` looks them up.
     """
 
     fingerprint: Fingerprint
     dim: int
     reads: Literal["images", "captions"]
-    """What is embedded of an image with a caption."""
+    """Whether the model embeds the image or the caption of a captioned image."""
 
     @property
     def name(self) -> str:
-        """Return what people call the model."""
+        """Return the model's name for people."""
 
     @property
     def classes(self) -> list[str]:
-        """Return the names of the classes that it knows, in its own order; none where it knows none by name."""
+        """Return the names of the model's classes in its own order; empty if it has none."""
 
     def lookup(self, ids: Sequence[str]) -> NDArray[np.float32] | None:
-        """Fetch embeddings of images that were computed long ago.
+        """Fetch the stored embeddings of images.
 
         Args:
-            ids: which images.
+            ids: the ids of the images.
 
         Returns:
-            (len(ids), d) float32, L2-normalised; None of a model that computes them.
+            (len(ids), d) float32, L2-normalised; None from a model that computes embeddings.
 
         Raises:
-            XcompatError: one of them is not known.
+            XcompatError: an id has no stored embedding.
         """
 
     def require_model(self, otherwise: str) -> Embedder:
-        """Return what can embed anything, or refuse.
+        """Return the model that embeds, or refuse.
 
         Args:
-            otherwise: what to say of a model that is gone, after its name.
+            otherwise: the error message after the model's name, if only stored embeddings exist.
 
         Raises:
-            XcompatError: it is gone.
+            XcompatError: only stored embeddings exist.
         """
 
     def require_embeddings(self, method: str) -> None:
-        """Refuse a method that learns from embeddings where only prototypes are known, by the method's name."""
+        """Refuse a method, by its name, that learns from embeddings if only prototypes are stored."""
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return given prototypes by class (C, d), NaN where there is none; None where there are embeddings."""
+        """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
 
     def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return the classifier's rows in the order of ``classes`` (C, d), NaN where there is none; None without a classifier."""
+        """Return the classifier's rows in the order of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
 
     def describe_old(self) -> dict[str, Any]:
-        """Describe this model as the old one of a configuration."""
+        """Return this model's description for ``CompatConfig.old``."""
 
 
-def load_frozen(
-    source: EncoderSource | str, device: torch.device | str = "cpu", autocast: torch.dtype | None = None
-) -> FrozenModel:
-    """Load a model that embeds, or what one that is gone once computed.
+def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu") -> FrozenModel:
+    """Load a model that embeds, or the stored embeddings or prototypes of one that is lost.
 
     Args:
         source: as :func:`~xcompat.models.embedder.load_embedder` takes it, or a folder of embeddings or prototypes.
         device: where to compute.
-        autocast: half precision to compute in; None for the precision of the weights.
 
     Returns:
         The frozen model.
     """
     name = source if isinstance(source, str) else source.name
-    return StoredModel(name) if is_stored(name) else load_embedder(source, device, autocast)
+    return StoredModel(name) if is_stored(name) else load_embedder(source, device)

@@ -1,37 +1,37 @@
-"""Memories of very many entries: kept as codes, of which a query looks at the nearest alone."""
+"""Memories of very many entries: they are stored as codes, and a query reads the nearest alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.errors import XcompatError
 from xcompat.models.codes import CODECS, Codec, is_codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
 
 FIRST, NEAREST, PROBES = 128, 256, 128
-"""Dimensions of a key that are compared first, entries that the softmax runs over, and lists that are looked through for them."""
-_LISTS, _PER_LIST, _ROUNDS = 8192, 50, 10  # most lists, samples that each is made of, and rounds of k-means
-_SAMPLED = 2**16  # samples of which codecs learn, at least
-_ROWS = 2**15  # read at a time
+"""Dimensions of a key that the index compares, entries that the softmax runs over, and lists that a search visits."""
+_LISTS, _PER_LIST, _ROUNDS = 8192, 50, 10  # most lists, training samples per list, and rounds of k-means
+_SAMPLED = 2**16  # least training samples of the codecs, if there are as many entries
+_ROWS = 2**15  # entries read at a time
 IN_NO_GRAPH = (
     "what these queries remember is looked up by faiss, which no graph holds: keep its entries as they are with --memory-codec "
     "float32 (memory_codec in a recipe), or leave them out with model.remember(model.memory.metric_alone())"
 )
-"""Why a memory cannot be exported as a graph, and what to do."""
-
 Read = Callable[[NDArray[np.int64]], Tensor]
-"""From numbers of entries (n,), ascending, to their keys or values (n, dim), float32."""
+"""Reads the keys or values (n, dim), float32, of entries given by their numbers (n,), ascending."""
 
 
 def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryMemory:
-    """Build an empty memory as a configuration describes it.
+    """Build an empty memory from a configuration's settings.
 
     Args:
         settings: as :attr:`QueryMemory.settings` gives them.
@@ -39,7 +39,7 @@ def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryM
         old_dim: d.
 
     Raises:
-        XcompatError: a setting is unknown, missing, or no number that it may be.
+        XcompatError: a setting is unknown, missing or out of range.
     """
     if not isinstance(settings, Mapping):
         raise XcompatError(f"memory is {settings!r}; it has {', '.join(QueryMemory.LEAST)}")
@@ -51,12 +51,12 @@ def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryM
 
 
 class IndexedMemory(QueryMemory):
-    """A memory whose softmax runs over the nearest entries alone, found by faiss in an inverted file of codes.
+    """A memory whose softmax runs over the nearest entries alone, which faiss finds in an inverted file of codes.
 
-    Keys are turned so that their first dimensions hold most of them, and the key metric turns queries likewise. By those alone
-    the lists are made and the nearest are found, in a fraction of the time; then the rest of the cosine is added. Entries lie
-    list by list, and the first part of a key is the centroid of its list plus what its code says. Faiss reads codes where they
-    lie; those of a model on a GPU are copied to the CPU when first asked.
+    Keys are rotated onto their principal axes, so that the first dimensions hold most of their variance; the key metric rotates
+    queries likewise. The index sees those first dimensions alone, which takes a fraction of the time; the other dimensions then
+    complete the cosines of the entries it finds. Entries are stored list by list, and the first part of a key is the centroid of
+    its list plus its decoded residual. Faiss reads codes in place; the first search copies codes from a GPU to the CPU.
 
     Args:
         new_dim: D.
@@ -64,22 +64,16 @@ class IndexedMemory(QueryMemory):
         entries: K.
         sharpness: β.
         share: λ.
-        confident: whether it says how sure queries are (:meth:`confidence`).
+        confident: whether the memory is calibrated (:meth:`confidence`).
         codec: of keys and values, one of :data:`~xcompat.models.codes.CODECS`.
-        first: dimensions of a key that are compared first, at most.
-        lists: L.
-        nearest: entries that the softmax runs over, k.
-        probes: lists that are looked through for them.
+        first: most dimensions of a key that the index compares.
+        lists: L, the number of lists.
+        nearest: k, the number of entries that the softmax runs over.
+        probes: the number of lists that a search visits.
     """
 
     LEAST: ClassVar = {**QueryMemory.LEAST, "entries": 1, "codec": None, "first": 1, "lists": 1, "nearest": 1, "probes": 1}
 
-    first_codes_KB: Tensor
-    rest_codes_KB: Tensor
-    value_codes_KB: Tensor
-    first_codec_F: Tensor
-    rest_codec_F: Tensor
-    value_codec_F: Tensor
     centroids_LH: Tensor
     sizes_L: Tensor
 
@@ -111,23 +105,23 @@ class IndexedMemory(QueryMemory):
         self._opened_at: tuple[Any, _Opened] | None = None
 
     def _codecs(self) -> dict[str, Codec]:
-        """Return new codecs of the first and the other dimensions of keys, and of values."""
+        """Return untrained codecs for the first dimensions of keys, the rest of keys, and values."""
         dims = {"first": self.first, "rest": self.dims[0] - self.first, "value": self.dims[1]}
         return {name: Codec(self.codec, dim) for name, dim in dims.items()}
 
     @classmethod
     def of(cls, entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str) -> Self:
-        """Encode entries, which need not fit into memory: keys are read twice, values once, and a sample of both before.
+        """Encode entries, which need not fit into memory: after a sample of both, keys are read twice and values once.
 
         Args:
             entries: K.
-            keys: reads keys, L2-normalised, as the key metric makes them.
+            keys: reads keys, L2-normalised, in the key metric.
             values: reads values.
-            key_metric: of the queries.
+            key_metric: brings queries to the keys' space.
             codec: as in the class.
 
         Returns:
-            The memory; metric, gate, sharpness and share are those of an empty one.
+            The memory, with the default metric, gate, sharpness and share.
 
         Raises:
             XcompatError: there are too few entries for the codec, or it does not fit their dimensions.
@@ -168,18 +162,18 @@ class IndexedMemory(QueryMemory):
         return memory
 
     @property
+    @override
     def settings(self) -> dict[str, Any]:
-        """Return what a configuration says of the memory; what it holds is in the weights."""
         return super().settings | {name: getattr(self, name) for name in ("codec", "first", "lists", "nearest", "probes")}
 
+    @override
     def resemblance(self, new_BD: Tensor) -> Tensor:
-        """Return the cosines (B, k) of what the new model made of queries to the nearest keys, in no order."""
         return self._nearest(new_BD)[0]
 
     def _nearest(self, new_BD: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
-        """Return the cosines (B, k) to the nearest keys, and where their codes are.
+        """Return the cosines (B, k) to the nearest keys, in no order, and the rows of their codes.
 
-        Where the lists that are looked through hold fewer, the first code stands in at a cosine of -1.
+        Where the visited lists hold fewer than k entries, the first code fills up with a cosine of -1.
         """
         if torch.compiler.is_exporting():
             raise XcompatError(IN_NO_GRAPH)
@@ -191,21 +185,23 @@ class IndexedMemory(QueryMemory):
         return cosines_Bk.clamp(-1, 1).to(new_BD.device), np.maximum(rows_Bk, 0)
 
     @property
-    def _held(self) -> int:
-        """Numbers that are in memory at a time for a query: the keys and values of its nearest entries."""
+    @override
+    def _held(self) -> int:  # keys and values of the nearest entries
         return min(self.nearest, self.entries) * sum(self.dims)
 
+    @override
     def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
         cosines_Bk, rows_Bk = self._nearest(new_BD)
         values_Bkd = self._open().read("value", rows_Bk).to(new_BD.device)
         mean_B1d = (self.sharpness * cosines_Bk).softmax(1)[:, None] @ values_Bkd
-        return self._opened(cosines_Bk)[:, None] * mean_B1d[:, 0]
+        return self.familiarity(cosines_Bk)[:, None] * mean_B1d[:, 0]
 
+    @override
     def check(self) -> None:
-        """Refuse codes and lists that do not fit each other: faiss would read what is not there.
+        """Refuse codes and lists that do not fit each other; faiss would read beyond their end.
 
         Raises:
-            XcompatError: a tensor is not what the settings say.
+            XcompatError: a tensor contradicts the settings.
         """
         with torch.device("meta"):
             wanted = type(self)(**self.settings, new_dim=self.dims[0], old_dim=self.dims[1])
@@ -221,7 +217,7 @@ class IndexedMemory(QueryMemory):
             )
 
     def _open(self) -> _Opened:
-        """Return what searches and reads the codes, put together anew where a tensor has changed."""
+        """Return the index and the codecs; they are rebuilt if a tensor has changed."""
         tensors = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name not in ("gate", "calibration")}
         state = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors.values()]
         if self._opened_at is None or self._opened_at[0] != state:
@@ -236,23 +232,19 @@ class IndexedMemory(QueryMemory):
         return self._opened_at[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what faiss holds, which is put together again where it is needed."""
+        """Leave out faiss's objects, which :meth:`_open` rebuilds."""
         return self.__dict__ | {"_opened_at": None}
 
 
+@dataclass(frozen=True)
 class _Opened:
-    """What searches and reads the codes of a memory.
+    """A memory's searchable index, with the codec and the codes of each part (``first``, ``rest``, ``value``)."""
 
-    Args:
-        index: the inverted file, which reads the first codes where they lie.
-        codecs: of each part, by its name.
-        codes: of each part.
-    """
-
-    def __init__(self, index: Any, codecs: dict[str, Codec], codes: dict[str, NDArray[np.uint8]]) -> None:  # noqa: ANN401
-        self.index, self.codecs, self.codes = index, codecs, codes
+    index: Any  # a faiss inverted file, which reads the first codes in place
+    codecs: dict[str, Codec]
+    codes: dict[str, NDArray[np.uint8]]
 
     def read(self, part: str, rows_Bk: NDArray[np.int64]) -> Tensor:
-        """Return what the codes of some rows (B, k) say: (B, k, dim) float32."""
+        """Decode some rows (B, k) of a part: (B, k, dim) float32."""
         decoded = self.codecs[part].decode(self.codes[part][rows_Bk.ravel()])
         return torch.from_numpy(decoded).view(*rows_Bk.shape, decoded.shape[1])

@@ -1,4 +1,4 @@
-"""What a method may know of the old model: its embeddings of the training set, its class prototypes, its classifier."""
+"""The old model's knowledge for a method: its embeddings of the training set, its class prototypes, its classifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONLY_PROTOTYPES = (
 
 
 class Rows(Protocol):
-    """Embeddings that are fetched by row: an array, or a cache on disk that need not fit into memory."""
+    """Embeddings read by row: an array, or a cache on disk that need not fit into memory."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,21 +31,21 @@ class Rows(Protocol):
         """Return N."""
 
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
-        """Return rows by number, in the order asked for."""
+        """Return rows by number, in the given order."""
 
 
 @dataclass(frozen=True)
 class OldKnowledge:
-    """Everything that is known of the old model on the new training set; what is not known is None.
+    """Everything that is known of the old model on the new training set; unknown parts are None.
 
-    The old model may be at hand, or only embeddings it once made, or only a prototype of each class.
+    A user may have the old model itself, only its stored embeddings, or only a prototype of each class.
 
     Args:
-        n_classes: C, classes of the new training set.
-        labels_N: int64 class of every training sample; empty when samples are not known to the old model one by one.
+        n_classes: C, the number of classes of the new training set.
+        labels_N: int64 class of every training sample; empty without a label per sample.
         embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; a row of NaN is an unreadable image.
         classifier_Cd: rows of the frozen old classifier in the new class order, NaN for classes the old model never learned.
-        given_prototypes_Cd: prototypes given instead of embeddings, NaN for classes that have none.
+        given_prototypes_Cd: prototypes given instead of embeddings, NaN for classes without one.
     """
 
     n_classes: int
@@ -55,7 +55,7 @@ class OldKnowledge:
     given_prototypes_Cd: NDArray[np.float32] | None = None
 
     def prototypes(self) -> NDArray[np.float32]:
-        """Return each class's mean old embedding (C, d): not of length 1, NaN for classes without a readable sample.
+        """Return each class's mean old embedding (C, d), not normalised, NaN for classes without a readable sample.
 
         Raises:
             XcompatError: neither embeddings nor prototypes are known.
@@ -67,10 +67,10 @@ class OldKnowledge:
         return class_means(self.embeddings_Nd, self.labels_N, self.n_classes)
 
     def embeddings(self, method: str) -> Rows:
-        """Return the old embeddings of the training samples (N, d), or refuse by name.
+        """Return the old embeddings of the training samples (N, d).
 
         Args:
-            method: who asks.
+            method: the name of the method that needs them, for the error.
 
         Raises:
             XcompatError: only prototypes are known.
@@ -80,13 +80,13 @@ class OldKnowledge:
         return self.embeddings_Nd
 
     def weights(self, kind: str) -> Tensor:
-        """Return the frozen rows that compatible embeddings are classified by.
+        """Return the frozen rows that classify compatible embeddings.
 
         Args:
             kind: ``prototypes`` or ``classifier``.
 
         Returns:
-            (C, d) float32, NaN for classes that have none.
+            (C, d) float32, NaN for classes without a row.
 
         Raises:
             XcompatError: they are not known.
@@ -102,7 +102,7 @@ class OldKnowledge:
 
 
 def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
-    """Average embeddings per class, in float64 and in blocks, so that memory-mapped ones need not fit.
+    """Average embeddings per class, in float64 and in blocks, so that memory-mapped embeddings need not fit into memory.
 
     Args:
         embeds_Nd: float embeddings; rows of NaN are left out.
@@ -154,7 +154,7 @@ def rows_by_class(weights_Kd: Tensor, old_classes: Sequence[str], new_classes: S
         new_classes: C names.
 
     Returns:
-        (C, d) float32, NaN for classes that the old classifier does not have; old classes that are no new ones are left out.
+        (C, d) float32, NaN for classes that the old classifier lacks; old classes that are not among the new ones are left out.
 
     Example:
         >>> rows_by_class(torch.eye(2), ["a", "b"], ["b", "c"]).tolist()

@@ -1,4 +1,4 @@
-"""How a compatible model is shared: transformers' own ways to push, with a card and in no other model's place."""
+"""Sharing a compatible model: transformers' ways to push, with a model card, and without replacing another model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xcompat.hub.endpoint import published
 from xcompat.hub.push import push_model
 from xcompat.models.learning import LearningModel
 
-_OF_A_PUSH = (
+_OF_PUSH = (
     "repo_id",
     "commit_message",
     "commit_description",
@@ -25,7 +25,7 @@ _OF_A_PUSH = (
     "license",
     "tags",
 )
-"""Arguments of ``save_pretrained(push_to_hub=True)`` that are for the push."""
+"""Arguments of ``save_pretrained(push_to_hub=True)`` that belong to the push."""
 
 
 class PushableModel(LearningModel):
@@ -34,10 +34,10 @@ class PushableModel(LearningModel):
     @property
     @abstractmethod
     def embeds_texts(self) -> bool:
-        """Return whether the model embeds texts beside images."""
+        """Return whether the model also embeds texts."""
 
     def facts(self) -> ModelFacts:
-        """Return what a model card says of this model."""
+        """Return the facts for this model's card."""
         config = self.config
         described, old = config.encoder, config.old
         versions = [] if old is None else [old, *old.get("compatible_with", [])]
@@ -62,15 +62,15 @@ class PushableModel(LearningModel):
         push_to_hub: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Write the model (see :meth:`CheckpointModel.save_pretrained`), and push it where transformers is asked to.
+        """Write the model (see :meth:`CheckpointModel.save_pretrained`), and push it if asked to.
 
         Args:
             save_directory: made if missing; ``from_pretrained`` reads it.
             args: as transformers takes them.
-            push_to_hub: whether it is pushed too, under the folder's name unless ``repo_id`` is another.
+            push_to_hub: whether the model is pushed too, under the folder's name unless ``repo_id`` is given.
             kwargs: as transformers and :meth:`push_to_hub` take them.
         """
-        of_push = {key: kwargs.pop(key) for key in _OF_A_PUSH if push_to_hub and key in kwargs}
+        of_push = {key: kwargs.pop(key) for key in _OF_PUSH if push_to_hub and key in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if push_to_hub and is_main_process():
             self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)
@@ -86,14 +86,14 @@ class PushableModel(LearningModel):
         max_shard_size: int | str = "50GB",
         **kwargs: Any,  # noqa: ANN401 - the Hub's own
     ) -> str:
-        """Push the model with its preprocessing and a card, as transformers does; another model is not replaced.
+        """Push the model with its preprocessing and a card, as transformers does, without replacing another model.
 
         Args:
             repo_id: ``user/name``.
-            overwrite: whether another model that is there may be replaced.
-            private: whether a new repository is private; unless given, it is where the base is gated or private.
-            license: what the card states.
-            tags: of the card, beside its own.
+            overwrite: whether another model at that address may be replaced.
+            private: whether a new repository is private; by default it is if the base is gated or private.
+            license: the licence that the card states.
+            tags: further tags of the card.
             max_shard_size: of one file of weights.
             kwargs: as transformers takes them, such as ``revision``, ``token`` and ``commit_message``.
 
@@ -101,7 +101,7 @@ class PushableModel(LearningModel):
             The address of the commit.
 
         Raises:
-            XcompatError: another model is there, or the Hub refuses or cannot be reached.
+            XcompatError: the address holds another model, or the Hub refuses or cannot be reached.
         """
         return push_model(
             repo_id,

@@ -1,4 +1,4 @@
-"""What queries may remember of a training set: its classes, or its captioned images."""
+"""The contents of a query memory, computed from a training set: its classes, or its captioned images."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
-"""Of the metric in which queries are compared with what is remembered."""
+"""Power and damping of the key metric, in which queries are compared with keys."""
 GATED = 5_000
-"""Samples at most that a gate is fitted on."""
+"""Most samples that a gate is fitted on."""
 MOST, LARGE = 2**24, "SQ8"
-"""Numbers in keys that are kept as they are unless a codec is named, 32,768 keys of 512 dimensions, and the codec of more."""
+"""Unless a codec is named: most numbers in uncompressed keys (32,768 keys of 512 dimensions), and the codec beyond."""
 _GATED_AT_ONCE = 256
-_OPEN = 30.0  # the logistic function of it is 1 in float32
+_OPEN = 30.0  # its logistic function is 1 in float32
 
 
 def _holding(entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str | None) -> QueryMemory:
-    """Return a memory that holds entries, without the metric of its queries, gate, and settings of its softmax."""
+    """Return a memory of entries; its metric, gate, sharpness and share are still the defaults."""
     codec = codec or (AS_THEY_ARE if entries * len(key_metric.mean_d) <= MOST else LARGE)
     if codec != AS_THEY_ARE:
         return IndexedMemory.of(entries, keys, values, key_metric, codec)
@@ -41,12 +41,12 @@ def _holding(entries: int, keys: Read, values: Read, key_metric: QueryMetric, co
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """What a metric and a memory need of labelled embeddings, summed in one pass over blocks of rows.
+    """Statistics of labelled embeddings for a metric and a memory, summed in one pass over blocks of rows.
 
     Args:
-        counts_C: float64 readable samples of each class.
-        means_Cd: float64 mean of the normalised embeddings of each class; zeros where there is none.
-        mean_d: float64 mean of all.
+        counts_C: float64 number of readable samples of each class.
+        means_Cd: float64 mean of the normalised embeddings of each class; zeros for a class without samples.
+        mean_d: float64 mean of all samples.
         within_dd: float64 covariance of the samples around the means of their classes.
     """
 
@@ -57,7 +57,7 @@ class ClassStatistics:
 
     @classmethod
     def of(cls, embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> ClassStatistics:
-        """Sum over embeddings, which need not fit into memory.
+        """Compute the statistics of embeddings, which need not fit into memory.
 
         Args:
             embeds_Nd: float embeddings, normalised here; rows of NaN are unreadable samples and left out.
@@ -89,16 +89,17 @@ class ClassStatistics:
 
 @dataclass(frozen=True)
 class RememberedClasses:
-    """What a memory holds of classes, whatever metric the queries wear.
+    """A memory's contents from classes, before the queries' metric is chosen.
 
-    A key is a class's mean new embedding, its value its mean old one. The gate is fitted on what a known query looks like, each
-    sample beside its own class without itself, and on what an unknown one does, the same samples with their own class left out.
+    A class's key is its mean new embedding, its value its mean old embedding. The gate learns to tell known queries from unknown
+    ones: a sample stands for a known query when its class's mean is taken without it, and for an unknown one when its class is
+    left out.
 
     Args:
-        key_metric: in which queries are compared with keys.
-        keys_KD: float32, of the K classes that have samples.
+        key_metric: compares queries with keys.
+        keys_KD: float32 keys of the K classes with samples.
         gate: float32 (2,), slope and offset.
-        old_means_Kd: float64.
+        old_means_Kd: float64 mean old embeddings.
     """
 
     key_metric: QueryMetric
@@ -108,11 +109,11 @@ class RememberedClasses:
 
     @classmethod
     def of(cls, new: ClassStatistics, old: ClassStatistics, new_ND: Rows, labels_N: NDArray[np.int64]) -> RememberedClasses:
-        """Look at the classes of a training set, in closed form.
+        """Compute the contents from a training set, in closed form.
 
         Args:
-            new: of the new embeddings.
-            old: of the old embeddings of the same samples.
+            new: statistics of the new embeddings.
+            old: statistics of the old embeddings of the same samples.
             new_ND: the new embeddings; NaN where unreadable.
             labels_N: their classes.
 
@@ -128,17 +129,17 @@ class RememberedClasses:
         return cls(metric, keys_KD, gate, old.means_Cd[known_K])
 
     def memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory for queries that wear a metric.
+        """Return the memory for a metric of queries.
 
         Args:
             metric: of the old space.
             sharpness: β.
             share: λ.
-            codec: in which entries are kept, one of :data:`~xcompat.models.codes.CODECS`, or ``float32`` for as they are; None
-                for as they are up to :data:`MOST` numbers in the keys, and ``SQ8`` for more.
+            codec: the codec of entries, one of :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None chooses
+                ``float32`` up to :data:`MOST` numbers in the keys, and ``SQ8`` beyond.
 
         Raises:
-            XcompatError: the codec does not fit what there is.
+            XcompatError: the codec does not fit the entries.
         """
 
         def values(rows_B: NDArray[np.int64]) -> Tensor:
@@ -152,18 +153,18 @@ class RememberedClasses:
 
 @dataclass(frozen=True)
 class RememberedPairs:
-    """What a memory holds of captioned images: for a caption where its images lie in the old space, for an image its captions.
+    """A memory's contents from captioned images: a caption's value is its images' old mean, an image's its captions' old mean.
 
-    Both are asked at once: the new model tells a query that is a text from one that is an image, and of what it resembles only
-    the other kind is recalled, centred, as a gallery of that kind is searched. Nothing says what an unknown query looks like, so
-    that the gate is open.
+    One memory serves both directions: new embeddings of texts and of images lie apart, so a text query resembles captions and
+    recalls their images, and an image query the reverse. Values are centred for each kind, because a gallery holds one kind.
+    Nothing shows what an unknown query looks like, so the gate is open.
 
-    Embeddings are read as they are needed, so that they need not fit into memory.
+    Embeddings are read when they are needed, and need not fit into memory.
 
     Args:
         new: new embeddings of the captions, and of the images.
-        groups: the group of each, likewise.
-        old: what says where the other kind of a group lies in the old space: the images of a caption, the captions of an image.
+        groups: the groups of the captions, and of the images.
+        old: old means by group of the images (for captions), and of the captions (for images).
     """
 
     new: tuple[Rows, Rows]
@@ -172,33 +173,33 @@ class RememberedPairs:
 
     @classmethod
     def of(cls, new: tuple[Rows, Rows], old: tuple[Rows, Rows], groups: tuple[NDArray[np.int64], NDArray[np.int64]]) -> Self:
-        """Look at captioned images, in closed form.
+        """Compute the contents from captioned images, in closed form.
 
         Args:
             new: new embeddings (N, D) of images and (M, D) of captions, all readable.
-            old: old embeddings (N, d) and (M, d) of the same.
-            groups: (N,) and (M,) numbers from 0; a caption describes the images of its group, and each group has both.
+            old: old embeddings (N, d) of the images and (M, d) of the captions.
+            groups: (N,) and (M,) group numbers from 0; a caption describes the images of its group, and each group has both.
         """
         images, captions = (_GroupMeans.of(old[kind], groups[kind]) for kind in (0, 1))
         return cls((new[1], new[0]), (groups[1], groups[0]), (images, captions))
 
     def memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory for queries that wear a metric.
+        """Return the memory for a metric of queries.
 
         Args:
             metric: of the old space.
             sharpness: β.
             share: λ.
-            codec: as of :meth:`RememberedClasses.memory`.
+            codec: as in :meth:`RememberedClasses.memory`.
 
         Raises:
-            XcompatError: the codec does not fit what there is.
+            XcompatError: the codec does not fit the entries.
         """
         captions = len(self.new[0])
 
         def of_each_kind(rows_B: NDArray[np.int64], read: Sequence[Read]) -> Tensor:
             kinds = zip(read, (rows_B[rows_B < captions], rows_B[rows_B >= captions] - captions), strict=True)
-            return torch.cat([one(rows) for one, rows in kinds if len(rows)])  # rows are in their order
+            return torch.cat([one(rows) for one, rows in kinds if len(rows)])  # rows ascend: captions, then images
 
         def keys(new_ND: Rows) -> Read:
             return lambda rows: F.normalize(torch.from_numpy(np.array(new_ND[rows], np.float32)), dim=1)
@@ -220,13 +221,13 @@ class RememberedPairs:
 
 @dataclass(frozen=True)
 class _GroupMeans:
-    """Where groups of embeddings lie around the mean of all.
+    """Group means of embeddings, centred at the mean of all.
 
     Args:
         embeds_Nd: the embeddings, all readable.
-        mean_d: float64 mean of all, each normalised.
-        order_N: their numbers, group by group.
-        starts_C: where each group begins in that order, and where the last one ends.
+        mean_d: float64 mean of all normalised embeddings.
+        order_N: rows, sorted by group.
+        starts_C: the start of each group in that order, and the end of the last one.
     """
 
     embeds_Nd: Rows
@@ -236,14 +237,14 @@ class _GroupMeans:
 
     @classmethod
     def of(cls, embeds_Nd: Rows, groups_N: NDArray[np.int64]) -> Self:
-        """Look at embeddings (N, d) once; groups are numbered from 0, and none is empty."""
+        """Compute the mean of embeddings (N, d) in one pass; groups are numbered from 0, and none is empty."""
         starts = range(0, len(groups_N), ROWS)
         mean_d = torch.stack([_normalised(embeds_Nd[start : start + ROWS]).sum(0) for start in starts]).sum(0) / len(groups_N)
         starts_C = np.concatenate([[0], np.cumsum(np.bincount(groups_N))])
         return cls(embeds_Nd, mean_d, np.argsort(groups_N, kind="stable"), starts_C)
 
     def centred(self, groups_B: NDArray[np.int64]) -> Tensor:
-        """Return the means of some groups minus that of all, normalised: (B, d) float32."""
+        """Return the means of some groups minus the mean of all, normalised: (B, d) float32."""
         wanted_U, which_B = np.unique(groups_B, return_inverse=True)
         sizes_U = self.starts_C[wanted_U + 1] - self.starts_C[wanted_U]
         ends_U = np.cumsum(sizes_U)
@@ -271,9 +272,9 @@ def _fitted_gate(
 
     place_C = torch.full((len(new.counts_C),), -1)
     place_C[known_K] = torch.arange(len(known_K))
-    twice_N = np.flatnonzero((new.counts_C[torch.from_numpy(labels_N)] > 1).numpy())  # left out, one of one leaves nothing
+    twice_N = np.flatnonzero((new.counts_C[torch.from_numpy(labels_N)] > 1).numpy())  # the class keeps a mean without the sample
     if len(twice_N) == 0:
-        return torch.zeros(2)  # half open: nothing says what a known query looks like
+        return torch.zeros(2)  # half open: nothing shows what a known query looks like
     rows_S = np.sort(np.random.default_rng(0).permutation(twice_N)[:GATED])
     samples_SD = torch.from_numpy(np.array(new_ND[rows_S], np.float32))
     labels_S = torch.from_numpy(labels_N[rows_S])

@@ -1,4 +1,4 @@
-"""Which older spaces a model's queries can enter and in which form, and which model it is: the other part of the contract."""
+"""The part of the contract about older spaces: which ones a model's queries can search, in which form, and fingerprints."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from xcompat.models.query_memory import QueryMemory
 
 
 class SpacesModel(CheckpointModel):
-    """The part of :class:`~xcompat.models.base.CompatModel` that knows older spaces, and what identifies what lies in them."""
+    """The part of :class:`~xcompat.models.base.CompatModel` that knows older spaces and fingerprints."""
 
     embeds_in_memory: ClassVar[bool] = False
     """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
     maps_galleries: bool = False
-    """True when stored old embeddings are mapped towards the new model (:meth:`upgrade`), and queries stay as they are."""
+    """True for a map of stored old embeddings into the new space (:meth:`upgrade`), which leaves queries unchanged."""
     memory: QueryMemory | None
     _hashed: tuple[Any, str, str] | None = None
 
     def fingerprint(self) -> Fingerprint:
-        """Return the identity of this model: encoder, adapters, heads, preprocessing, and what it remembers."""
+        """Return the identity of this model: encoder, adapters, heads, preprocessing and memory."""
         return Fingerprint(self._digests()[1], self.name_or_path or type(self).__name__)
 
     def _digests(self) -> tuple[str, str]:
-        """Return the digest of the model without what it remembers, which nothing stored depends on, and of all of it."""
-        # a gallery asks with every query, and hashing gigabytes takes seconds
+        """Return the digests of the model without its memory, on which no stored embedding depends, and of the whole model."""
+        # cached: a gallery asks with every query, and hashing gigabytes takes seconds
         state = self._beside_weights(), Fingerprint.state(self)
         if self._hashed is None or self._hashed[0] != state:
             self._hashed = state, *self._hash(self._unrounded(), state[0])
@@ -46,16 +46,16 @@ class SpacesModel(CheckpointModel):
         return plain.digest, plain.derived(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
 
     def written_fingerprint(self) -> Fingerprint:
-        """Return the identity of what :meth:`save_pretrained` writes: of a model read in half precision, its rounded weights."""
+        """Return the identity of what :meth:`save_pretrained` writes; a model read in half precision writes rounded weights."""
         own = self.fingerprint()
         return own if self._read_from is None else Fingerprint(self._hash(self, self._beside_weights())[1], own.name)
 
     def _beside_weights(self) -> str:
-        """Return what a fingerprint covers beside the weights."""
+        """Return everything but the weights that a fingerprint covers, as JSON."""
         own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
-        # digests stand for models, whatever their names; that of an encoder outside covers its preprocessing
+        # digests identify models, whatever their names; an outside encoder's digest covers its preprocessing
         seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
         return json.dumps(own | seen, default=str)
 
@@ -65,23 +65,23 @@ class SpacesModel(CheckpointModel):
         return [version for version, _ in self._version_dims()]
 
     def _version_dims(self) -> list[tuple[Fingerprint, int]]:
-        """Return the versions whose galleries can be searched with the dimension of each, the nearest first."""
+        """Return the compatible versions and the dimension of each, the nearest first."""
         versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into the space of an older gallery, as its queries: :meth:`own_view`, and what it remembers.
+        """Turn own embeddings into queries of an older gallery: :meth:`own_view`, then the memory.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-            version: the gallery's version; None for the old model this one was trained for. Of others nothing is remembered.
+            version: the gallery's version; None for the old model this one was trained for, the only one that has a memory.
 
         Returns:
             (B, d) float32, L2-normalised.
 
         Raises:
-            FingerprintMismatchError: when the model was not made compatible with that version.
-            XcompatError: the model maps galleries, not queries, or these are no embeddings of its own.
+            FingerprintMismatchError: the model was not made compatible with that version.
+            XcompatError: the model maps galleries, not queries, or the embeddings cannot be its own.
         """
         self.require_version(version)
         if self.maps_galleries:
@@ -91,7 +91,7 @@ class SpacesModel(CheckpointModel):
         return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
 
     def _require_embeddings(self, embeds: Tensor) -> None:
-        """Refuse what cannot be own embeddings, in the words of whoever gave them."""
+        """Refuse an input that cannot be own embeddings."""
         name, dim = type(self).__name__, self.config.embedding_dim
         if not isinstance(embeds, Tensor):
             mend = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
@@ -100,7 +100,7 @@ class SpacesModel(CheckpointModel):
             raise XcompatError(f"{name} takes its own embeddings (B, {dim}), not {tuple(embeds.shape)}")
 
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into an older space, which they must have: here its number of first dimensions, normalised.
+        """Bring own embeddings into an older space, without the memory; by default their first d dimensions, normalised.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
@@ -114,16 +114,16 @@ class SpacesModel(CheckpointModel):
         return F.normalize(embeds[:, :dim].float(), dim=-1)
 
     def remember(self, memory: QueryMemory | None) -> Self:
-        """Let queries wear a metric and a memory, or nothing more; of a map of galleries, what it makes of stored embeddings.
+        """Give queries a metric and a memory, or take them away; in a map of galleries, the mapped stored embeddings get them.
 
         Args:
-            memory: what they remember, from new dimensions to old ones, for a map of galleries from old to new; None to forget.
+            memory: from new dimensions to old ones, for a map of galleries from old to new; None for no memory.
 
         Returns:
-            The model itself; its fingerprint is another, that of what it stores in galleries stays.
+            The model itself; its fingerprint changes, that of its stored embeddings does not.
 
         Raises:
-            XcompatError: the model has no old space, or the memory is of other dimensions.
+            XcompatError: the model has no old space, or the memory has other dimensions.
         """
         dims = self._dims_remembered()
         if memory is not None and memory.dims != dims:
@@ -136,24 +136,24 @@ class SpacesModel(CheckpointModel):
         return self
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
-        """Say how sure queries of the nearest older gallery are, where enough was held out to calibrate it (`xcompat map`).
+        """Return how sure queries of the nearest older gallery are, if the memory was calibrated (`xcompat map`).
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
 
         Returns:
-            (B,) float32 in (0, 1): how probable it is that each finds no less than the old model's own query; None where the
-            model cannot say, as one that maps galleries, whose queries lean on nothing.
+            (B,) float32 in (0, 1): each query's probability to find no less than the old model's query; None without a
+            calibration, and in a map of galleries, whose queries have no memory.
         """
         return self.memory.confidence(embeds) if self.memory is not None and self.is_confident else None
 
     @property
     def is_confident(self) -> bool:
-        """Return whether the model says how sure its queries are."""
+        """Return whether the model has a :meth:`confidence`."""
         return self.memory is not None and self.memory.calibration is not None and not self.maps_galleries
 
     def _dims_remembered(self) -> tuple[int, int]:
-        """Return the dimensions of the space that is mapped, in which keys lie, and of the one it is mapped to."""
+        """Return the dimension of the mapped space, in which keys lie, and of its target space."""
         if self.config.old is None:
             raise XcompatError(f"{type(self).__name__} brings no queries to an old space: leave memory out")
         new, old = self.config.embedding_dim, int(self.config.old["dim"])
@@ -166,8 +166,8 @@ class SpacesModel(CheckpointModel):
             version: the gallery's version; None for the old model this one was trained for.
 
         Raises:
-            FingerprintMismatchError: naming what it is compatible with.
-            XcompatError: when it is compatible with nothing.
+            FingerprintMismatchError: the model is compatible with other versions, which the error names.
+            XcompatError: it is compatible with nothing.
         """
         known = self.compatible_with
         if not known:
@@ -179,15 +179,15 @@ class SpacesModel(CheckpointModel):
             )
 
     def self_view(self, embeds: Tensor) -> Tensor:
-        """Return the form in which two of this model's own embeddings are compared (new/new): here as they are."""
+        """Return the form in which two of this model's own embeddings are compared (new/new); by default unchanged."""
         return embeds
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings towards the new model: :meth:`own_upgrade`, and what a map of galleries remembers.
+        """Map stored old embeddings into the new space: :meth:`own_upgrade`, then the memory of a map of galleries.
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) side-information stored with them, for methods that use it.
+            side_info: (B, S) their stored side-information, for methods that use it.
 
         Returns:
             The embeddings to store instead.
@@ -197,73 +197,73 @@ class SpacesModel(CheckpointModel):
 
     @property
     def reads_side_info(self) -> bool:
-        """Return whether a map of galleries reads side-information beside stored embeddings."""
+        """Return whether a map of galleries also reads side-information."""
         return False
 
     @property
     def writes_side_info(self) -> bool:
-        """Return whether it maps side-information to that of the new model, for the next update."""
+        """Return whether a map of galleries also maps side-information, for the next update (:meth:`upgrade_side`)."""
         return False
 
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
-        """Map stored side-information to that of the new model, where :attr:`writes_side_info`.
+        """Map stored side-information to the new model's side-information, if :attr:`writes_side_info`.
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) side-information stored with them.
+            side_info: (B, S) their stored side-information.
 
         Returns:
             (B, S') float32, L2-normalised.
 
         Raises:
-            XcompatError: this model maps none.
+            XcompatError: this model maps no side-information.
         """
         raise XcompatError("this model maps no side-information: train it with new_side_info")
 
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings towards the new model, remembering nothing; the identity unless a method maps galleries.
+        """Map stored old embeddings into the new space, without the memory; the identity unless a method maps galleries.
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) side-information stored with them, for methods that use it.
+            side_info: (B, S) their stored side-information, for methods that use it.
 
         Returns:
-            (B, D) float32, L2-normalised, where a method maps galleries.
+            (B, D) float32, L2-normalised, if the method maps galleries.
         """
         return old_embeds
 
     @property
     def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers that :meth:`view` for the nearest version normalises the output of (see :attr:`embed_layers`)."""
+        """Return the layers whose normalised output is the :meth:`view` for the nearest version (see :attr:`embed_layers`)."""
         return self.own_view_layers if self.memory is None else None
 
     @property
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers that :meth:`own_view` normalises the output of, likewise."""
+        """Return the layers whose normalised output is the :meth:`own_view`."""
         assert self.config.old is not None
         dims = self.config.embedding_dim, self.config.old["dim"]
         return () if dims[0] == dims[1] else (first_dims(*dims),)
 
     @property
     def stores_view(self) -> bool:
-        """Return whether a gallery of this model holds its view of the old space, so that a chain of updates shares one space."""
+        """Return whether this model's galleries hold its view of the old space, so that a chain of updates shares one space."""
         return bool(self.compatible_with) and not self.maps_galleries
 
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds: own embeddings that are stored remember nothing."""
+        """Return what a gallery of this model holds; stored embeddings never use the memory."""
         return self.own_view(embeds) if self.stores_view else embeds
 
     def embeds_fingerprint(self) -> Fingerprint:
-        """Return the identity of what the model embeds: of all but what it remembers."""
+        """Return the identity of the model's embeddings: of everything except its memory."""
         return Fingerprint(self._digests()[0], self.fingerprint().name)
 
     def stored_fingerprint(self) -> Fingerprint:
-        """Return the identity of what :meth:`stored` gives."""
+        """Return the identity of the embeddings that :meth:`stored` returns."""
         plain = self.embeds_fingerprint()
         return plain.derived("view") if self.stores_view else plain
 
     @property
     def stored_dim(self) -> int:
-        """Return the dimension of what :meth:`stored` gives."""
+        """Return the dimension of the embeddings that :meth:`stored` returns."""
         assert not self.stores_view or self.config.old is not None
         return self.config.old["dim"] if self.stores_view else self.config.embedding_dim

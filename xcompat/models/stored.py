@@ -1,4 +1,4 @@
-"""An old model that is gone: only what it once computed is left."""
+"""A lost old model, known by its stored embeddings or prototypes alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
 
 
 class StoredModel:
-    """Embeddings of images by their ids, or one prototype for each class, in the role of the old model (a :class:`FrozenModel`).
+    """Stored embeddings of images by id, or one prototype per class, in the old model's role (a :class:`FrozenModel`).
 
     Args:
         folder: holds ``image_embeds.npy`` (N, d) and ``image_ids.txt``, or ``prototypes.npy`` (C, d) and ``classes.txt``, one
             id or class name a line.
 
     Raises:
-        XcompatError: a file is missing, is no matrix of numbers, or does not have a line of its own for each row.
+        XcompatError: a file is missing or no matrix of numbers, or ids or names do not match its rows.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -55,40 +55,40 @@ class StoredModel:
 
     @property
     def name(self) -> str:
-        """Return what people call the model: its folder."""
+        """Return the model's name, which is its folder."""
         return self.fingerprint.name
 
     def describe_old(self) -> dict[str, Any]:
-        """Describe this model as the old one of a configuration."""
+        """Return this model's description for ``CompatConfig.old``."""
         return describe_old(self.fingerprint, self.dim)
 
     def require_embeddings(self, method: str) -> None:
-        """Refuse a method that learns from embeddings where only prototypes are known, by the method's name."""
+        """Refuse a method, by its name, that learns from embeddings if only prototypes are stored."""
         if self.embeds_Nd is None:
             raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
 
     def require_model(self, otherwise: str) -> NoReturn:
-        """Say that there is no model to embed anything."""
+        """Refuse, because no model can embed anything."""
         raise XcompatError(f"{self.name} {otherwise}")
 
     def lookup(self, ids: Sequence[str]) -> NDArray[np.float32]:
-        """Fetch the embeddings of images.
+        """Fetch the stored embeddings of images.
 
         Args:
-            ids: which images.
+            ids: the ids of the images.
 
         Returns:
             (len(ids), d) float32, L2-normalised.
 
         Raises:
-            XcompatError: only prototypes are known, or an image was never embedded, naming it.
+            XcompatError: only prototypes are stored, or an image, which the error names, has no embedding.
         """
         if self.embeds_Nd is None:
             raise XcompatError(
                 f"{self.name} holds class prototypes alone: no model can be judged on an old gallery of which no embedding is "
                 "known; set evaluation to null, or give the embeddings"
             )
-        ids = ids[:]  # a column of a data set, which would be read once for each of its rows
+        ids = ids[:]  # reads a data set's column once, not once per row
         place = {name: row for row, name in enumerate(self.ids)}
         missing = [name for name in ids if name not in place]
         if missing:
@@ -100,31 +100,28 @@ class StoredModel:
         return rows_Nd / np.linalg.norm(rows_Nd, axis=1, keepdims=True)
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return given prototypes in the order of ``classes`` (C, d), NaN where there is none; None when embeddings are known."""
+        """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
         if self.prototypes_Cd is None:
             return None
         return rows_by_class(torch.from_numpy(np.array(self.prototypes_Cd, dtype=np.float32)), self.classes, classes)
 
     def classifier_of(self, classes: Sequence[str]) -> None:
-        """Return none: it went with the model."""
+        """Return None; the classifier is lost with the model."""
 
 
 def is_stored(name: str) -> bool:
-    """Return whether a folder holds embeddings or prototypes in place of a model."""
+    """Return whether a folder holds stored embeddings or prototypes in place of a model."""
     return any((Path(name) / file).exists() for file in (EMBEDS, PROTOTYPES))
 
 
 def check_stored(folder: Path) -> bool:
-    """Refuse a folder of embeddings or prototypes without the names of their rows, before anything is read.
+    """Return whether an old model's folder holds embeddings or prototypes, before anything is read.
 
     Args:
         folder: of an old model.
 
-    Returns:
-        Whether it holds embeddings or prototypes.
-
     Raises:
-        XcompatError: it does, and the names are missing.
+        XcompatError: it does, without a file that names the rows.
     """
     for rows, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
         if (folder / rows).exists():
