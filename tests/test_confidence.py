@@ -119,7 +119,7 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert pairs.labels_N is not None
     leaning, hurt = list[float](), list[bool]()
     for fold in folds(pairs.labels_N, "open"):
-        memory = Known(pairs.take(fold.fit_F)).worn(choice.chosen.candidate)
+        memory = Known(pairs.take(fold.fit_F)).memory(choice.chosen.candidate)
         assert memory is not None
         line = Known(pairs.take(fold.fit_F)).line(choice.chosen.candidate.line)
         for rows in fold.searched.values():

@@ -148,7 +148,7 @@ def test_upgrades_of_galleries_remember_classes(
     labels, ids = test.labels(), np.arange(len(pictures))
     learned = load_labelled(LabelledSource(path=folders["train"]))
     shown = new.embed({"pixel_values": new.processor.images([Image.open(row["path"]) for row in learned.dataset["image"]])})
-    both = Known(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).worn(Candidate("none", share=0.5))
+    both = Known(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).memory(Candidate("none", share=0.5))
     assert both is not None
     side = [stored] if method == "fct" else []
     with torch.inference_mode():

@@ -293,7 +293,7 @@ def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monke
     assert done.exit_code == 0, done.output
     memory = AutoModel.from_pretrained(tmp_path / "out" / "model").memory
     assert memory.entries == 18 and getattr(memory, "codec", "float32") == (codec or "SQ8")
-    exact, asked = Known(load_paired(*sides), codec="float32").worn(guess), torch.from_numpy(new[0])
+    exact, asked = Known(load_paired(*sides), codec="float32").memory(guess), torch.from_numpy(new[0])
     assert exact is not None and torch.nn.functional.cosine_similarity(memory.recalled(asked), exact.recalled(asked)).min() > 0.98
 
 

@@ -85,7 +85,7 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
         sides.append((images.numpy(), side.embed(side.processor.texts(texts)).numpy()))
     rows = np.arange(len(pairs))
     captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
-    memory = Known(captioned).worn(Candidate("procrustes", sharpness=1e7, share=1e6))
+    memory = Known(captioned).memory(Candidate("procrustes", sharpness=1e7, share=1e6))
     assert memory is not None
     (new_images, new_texts), (old_images, old_texts) = sides
     for asked, found in ((new_texts, old_images), (new_images, old_texts)):

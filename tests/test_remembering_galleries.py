@@ -64,7 +64,7 @@ def turned() -> TurnedEmbeddings:
 
 
 def memory(codec: str | None = None, **settings: Any) -> QueryMemory:
-    worn = Known(turned(), codec=codec).worn(Candidate("procrustes", **{"sharpness": 20.0, "share": 0.7, **settings}))
+    worn = Known(turned(), codec=codec).memory(Candidate("procrustes", **{"sharpness": 20.0, "share": 0.7, **settings}))
     assert worn is not None
     return worn
 
@@ -222,7 +222,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     for fold in folds(given.labels_N, "open"):
         rows = fold.searched["half of them new"]
         labels, old, new = given.labels_N[rows], torch.from_numpy(given.new_ND[rows]), given.old_Nd[rows]
-        worn = Known(given.take(fold.fit_F)).worn(trial.candidate)
+        worn = Known(given.take(fold.fit_F)).memory(trial.candidate)
         assert worn is not None
         side = [torch.from_numpy(given.side_NS[rows])] if given.side_NS is not None else []
         gallery = worn(old, model.own_upgrade(old, *side)).numpy()

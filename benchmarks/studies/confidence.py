@@ -197,7 +197,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     pairs = captioned_pairs(stage, embedder)
     known = Known(pairs, lines={"xbt": lambda *_: model})
     choice = choose(pairs, lines=known.lines, beside_line=True)
-    model.remember(known.worn(choice.chosen.candidate, choice.confidence))
+    model.remember(known.memory(choice.chosen.candidate, choice.confidence))
     assert stage.settings.data.test is not None
     test = load_pair_test_set(stage.settings.data.test)
     new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, stage.models.frozen("old")))

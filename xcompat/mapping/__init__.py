@@ -1,4 +1,4 @@
-"""From two folders of embeddings to a map of queries, chosen by what each finds on items and classes that it was not shown."""
+"""From two folders of embeddings to a map of queries, chosen by retrieval on held-out items and classes."""
 
 from __future__ import annotations
 

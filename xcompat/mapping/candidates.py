@@ -1,4 +1,4 @@
-"""What a map can be made of: a line, the metric that queries wear on it, and what is remembered."""
+"""Candidates for a map: a linear map ("line"), a metric for queries, and a memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Solver = Callable[[Paired, Described], CompatModel]
 
 
 def solve_procrustes(pairs: Paired, old: Described) -> CompatModel:
-    """Return the centred rotation with its scale."""
+    """Solve for the centred rotation with a scale."""
     config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=True, scale=True)
     return ProcrustesModel(config).fit(pairs.batches()).eval()
 
 
 def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
-    """Return the ridge regression."""
+    """Solve for the ridge regression."""
     return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit(pairs.batches()).eval()
 
 
 LINES: dict[str, Solver] = {"procrustes": solve_procrustes, "ridge": solve_ridge}
-"""What brings the new space to the old one, by name."""
+"""Solvers of linear maps from the new space to the old one, by name."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Candidate:
     """A map of queries and its settings.
 
     Args:
-        line: what brings the new space to the old one, by its name.
+        line: name of the linear map from the new space to the old one.
         power: α of the metric; None for no metric.
         damping: ε of the metric.
         sharpness: β of the memory.
-        share: λ of the memory; 0 for none.
+        share: λ of the memory; 0 for no memory.
     """
 
     line: str
@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What people call it."""
+        """The candidate's parts, without their settings."""
         return self.line + " + metric" * (self.power is not None) + " + memory" * bool(self.share)
 
     def __str__(self) -> str:
@@ -70,17 +70,17 @@ class Candidate:
 
 
 GUESS = Candidate("procrustes")
-"""What is taken where nothing can be held out."""
+"""The candidate if no items can be held out."""
 
 
 class Known:
-    """What is learned from a training set, each part when a candidate first needs it.
+    """The parts of candidates, learned from a training set; each is computed when a candidate first needs it.
 
     Args:
         pairs: the training set.
-        old: the old model as ``describe_old`` gives it; made up if None.
-        lines: what solves each line, by its name.
-        codec: in which entries are kept (see :meth:`RememberedClasses.memory`); by how many they are if None.
+        old: the old model as ``describe_old`` gives it; a placeholder if None.
+        lines: the solver of each line, by name.
+        codec: of the memory's entries (see :meth:`RememberedClasses.memory`).
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Known:
         self._computed: dict[Hashable, Tensor] = {}
 
     def line(self, name: str) -> CompatModel:
-        """Return a line; it is solved once."""
+        """Return a linear map by name; it is solved once."""
         if name not in self._lines:
             self._lines[name] = self.lines[name](self.pairs, self.old)
         return self._lines[name]
 
     @cached_property
     def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
-        """Means and covariances of the new and of the old embeddings of labelled items."""
+        """Statistics of the new and of the old embeddings of labelled items."""
         pairs = self.pairs
         assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
         new, old = (ClassStatistics.of(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
@@ -121,17 +121,15 @@ class Known:
         """Return the metric of a candidate; it is solved once."""
         key = candidate.power, candidate.damping
         if key not in self._metrics:
-            self._metrics[key] = self._solved(*key)
+            if candidate.power is None:
+                self._metrics[key] = QueryMetric(self.pairs.dims[1])
+            else:
+                _, old = self._statistics
+                self._metrics[key] = QueryMetric.solve(old.mean_d, old.within_dd, candidate.power, candidate.damping)
         return self._metrics[key]
 
-    def _solved(self, power: float | None, damping: float) -> QueryMetric:
-        if power is None:
-            return QueryMetric(self.pairs.dims[1])
-        _, old = self._statistics
-        return QueryMetric.solve(old.mean_d, old.within_dd, power, damping)
-
-    def worn(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
-        """Return the metric and the memory of a candidate, which may say how sure queries are; None where it has neither."""
+    def memory(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
+        """Return the metric and the memory of a candidate, calibrated if a calibration is given; None if it has neither."""
         if candidate.power is None and not candidate.share:
             return None
         metric = self._metric(candidate)
@@ -146,13 +144,13 @@ class Known:
         return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
 
     def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable, *beside: np.ndarray) -> Tensor:
-        """Bring queries into the old space as a candidate would; of turned pairs, what is stored into the new one.
+        """Map queries into the old space by a candidate; with turned pairs, stored embeddings into the new space.
 
         Args:
             candidate: the candidate.
-            new_QD: what the new model made of them.
-            asked: which queries these are: what candidates share is computed once for them.
-            beside: what else the map reads (see :meth:`PairedEmbeddings.inputs`).
+            new_QD: new embeddings of the queries.
+            asked: identifies the queries; results that candidates share are computed once for them.
+            beside: further inputs of the map (see :meth:`PairedEmbeddings.inputs`).
 
         Returns:
             (Q, d) float32, L2-normalised.
@@ -165,15 +163,15 @@ class Known:
 
         with torch.inference_mode():
             own_Qd = self._once((asked, candidate.line), own)
-            if (memory := self.worn(candidate)) is None:
+            if (memory := self.memory(candidate)) is None:
                 return own_Qd
             recalled_Qd = self.recalled(candidate, new_QD, asked)
             return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
     @torch.inference_mode()
     def recalled(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
-        """Return what queries lean towards as a candidate remembers it (Q, d), as :meth:`queries` takes them."""
-        memory = self.worn(candidate)
+        """Return the old embeddings (Q, d) that queries recall from a candidate's memory; arguments as in :meth:`queries`."""
+        memory = self.memory(candidate)
         assert memory is not None
         of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
         return self._once((asked, *of_memory), lambda: memory.recalled(torch.from_numpy(np.array(new_QD, np.float32))))
@@ -185,11 +183,11 @@ class Known:
 
 
 def fit(candidate: Candidate, known: Known, confidence: Calibration | None = None) -> CompatModel:
-    """Return a candidate as a model like any other.
+    """Build a candidate's model.
 
     Args:
-        candidate: what it is made of.
-        known: the training set.
-        confidence: what says how sure its queries are, if they remember anything.
+        candidate: its parts and settings.
+        known: the parts, learned from a training set.
+        confidence: the calibration of its memory; None for none.
     """
-    return known.line(candidate.line).remember(known.worn(candidate, confidence))
+    return known.line(candidate.line).remember(known.memory(candidate, confidence))

@@ -1,4 +1,4 @@
-"""Which map a training set says is the best: by what each finds on items and classes that were held out."""
+"""The choice of a map: the candidate whose queries find most among held-out items and classes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from xcompat.mapping.paired import CaptionedEmbeddings, TurnedEmbeddings
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
-"""The share of the old query where both are asked."""
+"""The share of the old query in a mixture of both queries."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was tried and what is taken.
+    """All trials, and the chosen one.
 
     Args:
         trials: all, in the order of trying.
         chosen: the best of them (:attr:`objective`).
-        without_new_model: the old model with the metric and the memory of the best: what of its gain needs no new model; None
-            where it has neither.
-        floor: protocol -> metric -> what old queries find.
-        n_queries: protocol -> how many were asked.
-        learned_at_most: how many items, or captioned images, each fold learned from, where it could have learned from more.
-        than: the line that metric and memory were judged beside: both models may have learned from the very items that are held
-            out, and the old one more of them, so that gains over old queries say less than those over it; None for old queries.
-        mixed: the best with old queries half-way, where it finds no more than these; None where it does, and of galleries.
-        confidence: how sure queries of the best are, None where nothing says so.
-        no_confidence: why not.
-        of_galleries: whether it is stored embeddings that were mapped, and not queries.
+        without_new_model: the old model with the metric and the memory of the best, the part of its gain that needs no new model;
+            None if the best has neither.
+        floor: protocol -> metric -> value of old queries.
+        n_queries: protocol -> number of queries.
+        learned_at_most: the number of items, or captioned images, that each fold learned from, if there were more; else None.
+        than: the line whose gains were subtracted from those of metric and memory; None to compare with old queries. Both models
+            may have trained on the held-out items, the old one on more of them, and gains over old queries then say less.
+        mixed: the best, mixed half and half with old queries; only where the best map of queries finds no more than these.
+        confidence: the calibration of the best's memory; None without one.
+        no_confidence: why there is none.
+        of_galleries: whether the maps are of stored embeddings, not of queries.
     """
 
     trials: list[Trial]
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def objective(self) -> str:
-        """What was the best."""
+        """The criterion of the choice, in words."""
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
         careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"
@@ -64,11 +64,11 @@ class Choice:
 
 
 def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
-    """Return the best: of the largest worst gain over protocols and metrics, to a tenth of a point, then of the largest mean.
+    """Return the trial with the largest worst gain over protocols and metrics, to a tenth of a point, then the largest mean.
 
     Args:
         trials: one or more.
-        than: whose gains are taken off; those over old queries count if None.
+        than: the trial whose gains are subtracted; None for gains over old queries.
     """
 
     def worst(trial: Trial) -> float:
@@ -81,11 +81,11 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
 
 
 def careful(trials: Collection[Trial]) -> Trial:
-    """Return the best where its worst gain is surely above zero; else what gains most of what is close and remembers little.
+    """Return the best trial if its worst gain is surely above zero, else the best mean among close trials with the least memory.
 
-    Few items held out say little, and a memory that is too bold costs most on classes that nobody has shown, while the mildest
-    costs next to nothing there and gains on all others (after the rule of one standard error, Breiman et al. 1984, Classification
-    and Regression Trees §3.4.3).
+    Few held-out items are weak evidence. A memory with a large share costs most on unseen classes; the smallest share costs
+    almost nothing there and gains on all others (after the rule of one standard error, Breiman et al. 1984, Classification and
+    Regression Trees §3.4.3).
 
     Args:
         trials: one or more.
@@ -99,16 +99,16 @@ def careful(trials: Collection[Trial]) -> Trial:
 
 
 def joined(choices: Sequence[Choice]) -> Choice:
-    """Put choices among lines of several inputs of the same items together.
+    """Join the choices for several inputs of the map, such as layers of the new model, on the same items.
 
-    A layer that was trained on the very items that are held out finds more of them than of others, and the layers before it less
-    so: of inputs whose worst gains are within a standard error the one furthest from it is taken.
+    A layer that was trained on the held-out items finds more of them than of unseen items, and earlier layers less so. Among
+    inputs whose worst gain is within a standard error of the best, the one furthest from the last layer is therefore taken.
 
     Args:
-        choices: one or more, of what the new model ends in first.
+        choices: one or more, the new model's last layer first.
 
     Returns:
-        All their trials, and what one of them took.
+        The choice of the taken input, with the trials of all.
     """
     best = better(choice.chosen for choice in choices)
     taken = [choice for choice in choices if choice.chosen.worst >= best.worst - best.error][-1]
@@ -116,7 +116,7 @@ def joined(choices: Sequence[Choice]) -> Choice:
 
 
 def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Trial]:
-    """Try every line, then its metric, then the memory of what was best, and then finer settings of that."""
+    """Try every line with every metric, then memories on the best of these, then dampings of the best of those."""
     alone = [Candidate(name) for name in lines]
     trials = {than.candidate: than} if than is not None else {}
 
@@ -140,21 +140,21 @@ def choose(
     lines: Mapping[str, Solver] = LINES,
     beside_line: bool = False,
 ) -> Choice:
-    """Try what a map can be made of, a part after the other: a line, its metric, its memory, and then finer settings.
+    """Try candidates part by part: lines with metrics, memories, and finer settings.
 
     Args:
-        pairs: the training set, with classes or with captions; turned for maps of galleries, whose metric stays as it is.
+        pairs: the training set, with classes or with captions; turned for maps of galleries, which take no metric.
         searched: what is known of the classes that will be searched.
         seed: of the folds and of the intervals.
-        lines: what brings the new space to the old one, by name.
-        beside_line: whether metric and memory are judged beside the first line alone, and not beside old queries: of a model
-            that was trained, as the old one may have been, on the very items that are held out.
+        lines: the solver of each line, by name.
+        beside_line: whether metric and memory are compared with the first line alone instead of old queries, for a model that was
+            trained on the held-out items, as the old one may have been.
 
     Returns:
         Every trial, and the best.
 
     Raises:
-        NothingHeldOutError: neither is known, or there are too few items to hold any out.
+        NothingHeldOutError: neither classes nor captions are known, or there are too few items to hold any out.
     """
     held: HeldOut
     if isinstance(pairs, CaptionedEmbeddings):
@@ -169,7 +169,7 @@ def choose(
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
-    if chosen.candidate.power is not None or chosen.candidate.share:  # a rotation of old embeddings to themselves is none
+    if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
         without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if chosen.candidate.share and not held.of_galleries:

@@ -1,4 +1,4 @@
-"""``xcompat map``: from two folders of embeddings to a model, a table of what was tried, and the verdict."""
+"""``xcompat map``: from two folders of embeddings to a model, a table of trials, and the verdict."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def map_embeddings(
     overwrite: bool,
     codec: str | None = None,
 ) -> bool:
-    """Choose a map of queries by what is held out, solve it on everything, and write it as a model.
+    """Choose a map of queries on held-out items, solve it on everything, and write it as a model.
 
     Args:
-        old: what the old model made (see :func:`~xcompat.mapping.paired.load_paired`).
-        new: what the new model made of the same items.
+        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`).
+        new: the new model's embeddings of the same items.
         out: gets ``model`` and ``report.json``.
-        old_model: what the gallery was made with: a model, or the name that it goes by there; the name of ``old`` if None.
-        new_model: the model that embeds the queries; None where only embeddings are known, and queries come as such.
+        old_model: the gallery's model, or the gallery's name for it; the name of ``old`` if None.
+        new_model: the model that embeds the queries; None if only embeddings are known, and queries come as embeddings.
         searched: what is known of the classes that will be searched.
         seed: of the folds.
-        overwrite: whether anything may be replaced.
-        codec: in which a memory keeps its entries, as in :class:`~xcompat.models.remembered.RememberedPairs`.
+        overwrite: whether anything at ``out`` may be replaced.
+        codec: of the memory's entries, as in :meth:`RememberedClasses.memory`.
 
     Returns:
-        Whether new queries find more than old ones in everything that was held out.
+        Whether new queries find more than old ones by every protocol and metric.
 
     Raises:
-        XcompatError: the embeddings cannot be used, or ``out`` holds what this command did not make.
+        XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
     """
     silence_libraries()
     require_replaceable(out, MADE_BY, overwrite, (old, new))
@@ -99,7 +99,7 @@ def _choice(pairs: Paired, searched: Searched, seed: int) -> tuple[Choice | None
 
 
 def _described_old(name: str | None, path: Path, pairs: Paired) -> dict[str, Any]:
-    """Describe the gallery's model: loaded, or known by its name alone, as galleries that adopted an index know theirs."""
+    """Describe the gallery's model: loaded, or by its name alone, as in galleries that adopted an index."""
     dim = pairs.dims[1]
     if name is None:
         return describe_old(Fingerprint.from_string(path.stem), dim)
@@ -122,7 +122,7 @@ def _require_dim(model: Embedder, dim: int, option: str) -> None:
 
 
 def _document(choice: Choice | None, candidate: Candidate, pairs: Paired) -> dict[str, Any]:
-    """Gather everything that was measured for ``report.json``."""
+    """Gather the measurements for ``report.json``."""
     document: dict[str, Any] = {
         "items": len(pairs),
         "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,

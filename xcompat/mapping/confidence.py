@@ -1,8 +1,8 @@
-"""How sure a query is: how probable it is that it finds no less than the old model's, calibrated on what was held out.
+"""Confidence of queries: the probability to find no less than the old model's query, calibrated on held-out items.
 
-What a query leans on tells most of it: the length of what it recalls is the gate, which says how much the query looks like
-anything remembered, times how much of one mind the entries are that it resembles. The margin between the two nearest entries, and
-how far the query's own place is from what it recalls, add nothing that stays on other data (`benchmarks/studies/confidence.py`).
+The length of what a query recalls predicts it best. That length is the gate, which tells whether the query resembles any entry,
+times the agreement of the entries that it resembles. The margin between the two nearest entries, and the distance between the
+mapped query and what it recalls, add nothing that holds on other data (`benchmarks/studies/confidence.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from xcompat.evaluation.selective import Area, area_under_roc, calibration_error, risk_coverage
 
 FEWEST = 20
-"""Queries of a fold that are hurt, and such that are not, at least: fewer say nothing."""
+"""Least number of hurt queries, and of other ones, in a fold: fewer are no evidence."""
 COVERAGES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What held-out queries found, those of all protocols, which have about as many each.
+    """Results of held-out queries of all protocols, about equally many of each.
 
     Args:
-        leaning_Q: the length of what each recalls.
-        hurt_Q: whether each finds less than the old model's: average precision, or of captions the reciprocal rank, is lower.
-        folds_Q: the fold that each is of.
-        about_Q: what each is about, the same in several protocols.
+        leaning_Q: the length of what each query recalls.
+        hurt_Q: whether each is hurt: its average precision, or for captions its reciprocal rank, is below the old query's.
+        folds_Q: the fold of each.
+        about_Q: the item of each; several protocols ask about the same item.
     """
 
     leaning_Q: NDArray[np.float64]
@@ -38,15 +38,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The probability that a query is not hurt, a logistic function of its leaning, and how good it is on folds it is not of.
+    """A logistic function from a query's leaning to the probability that it is not hurt, with its quality on held-out folds.
 
     Args:
-        slope: of the function that is fitted on all folds.
-        offset: likewise.
-        area: how well the probability tells who is hurt.
+        slope: of the function, fitted on all folds.
+        offset: of the function, fitted on all folds.
+        area: AUROC of the probability, which tells hurt queries from others.
         error: the expected calibration error.
         hurt: the share of queries that are hurt.
-        risk: share of the queries, the surest first -> how many of these are hurt.
+        risk: share of the surest queries -> share of these that are hurt.
     """
 
     slope: float
@@ -58,13 +58,13 @@ class Calibration:
 
 
 def calibrate(evidence: Evidence) -> tuple[Calibration | None, str]:
-    """Fit the function.
+    """Fit the logistic function.
 
     Args:
-        evidence: of a candidate whose queries remember something.
+        evidence: of a candidate with a memory.
 
     Returns:
-        The calibration, or None and why there is none.
+        The calibration and an empty string, or None and the reason why there is none.
     """
     sides = [(evidence.folds_Q == fold, evidence.folds_Q != fold) for fold in np.unique(evidence.folds_Q)]
     fewest = min(np.bincount(evidence.hurt_Q[mine_Q], minlength=2).min() for mine_Q, _ in sides)

@@ -1,4 +1,4 @@
-"""What a training set can simulate: queries about items, and about classes, that a map was not shown."""
+"""Folds of a training set: held-out items and held-out classes simulate queries about unseen ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xcompat.errors import NothingHeldOutError
 from xcompat.models.old_knowledge import samples_of_classes
 
 Searched = Literal["known", "open", "unknown"]
-"""What a user says of the classes that will be searched: all in the training set, some, or nothing."""
+"""What a user knows of the classes that will be searched: all are in the training set, some are, or nothing."""
 
 PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "known": ("known classes",),
@@ -21,15 +21,15 @@ PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "unknown": ("known classes", "half of them new", "new classes"),
 }
 HELD_OUT = 0.3
-"""Share of the items of a class that is learned from which is not."""
+"""Share of a known class's items that is held out."""
 LEARNED = 100_000
-"""Items that a fold learns from at most: more take longer and change little."""
+"""Most items that a fold learns from: more take longer and change little."""
 QUERIES = 1000
-"""Held-out items of known classes, and of new ones, at most: each is a query, and each is searched."""
+"""Most held-out items of known classes, and of new classes; each is a query, and each is searched."""
 FEWEST = 4
-"""Items of a class of which some can be held out: two to find each other, two to learn from."""
+"""Least items of a class from which some are held out: two to find each other, two to learn from."""
 FEWEST_GROUPS = 10
-"""Captioned images of which some can be held out: fewer say nothing."""
+"""Least captioned images from which some are held out: fewer are no evidence."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Fold:
     """A split of a training set.
 
     Args:
-        fit_F: rows that are learned from.
-        searched: rows by protocol, which search each other.
+        fit_F: rows to learn from.
+        searched: protocol -> held-out rows that search each other.
     """
 
     fit_F: NDArray[np.int64]
@@ -46,11 +46,11 @@ class Fold:
 
 
 def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int = 0) -> Iterator[Fold]:
-    """Split a training set twice, so that each half of the classes is new once.
+    """Split a training set twice, so that each half of the classes is held out once.
 
     Args:
         labels_N: classes of the items.
-        searched: which protocols are wanted; with ``known`` no class is held out.
+        searched: chooses the protocols; with ``known`` no class is held out.
         seed: of the split.
 
     Yields:
@@ -81,14 +81,14 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
 
 
 def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Split captioned images twice; nothing that is searched shares an image or a caption with what is learned from.
+    """Split captioned images twice; held-out groups share no image and no caption with the groups to learn from.
 
     Args:
-        n_groups: how many groups of images and captions there are.
+        n_groups: the number of groups of images and captions.
         seed: of the split.
 
     Yields:
-        Groups that are learned from, and others that search each other, twice.
+        Groups to learn from, and held-out groups that search each other, twice.
 
     Raises:
         NothingHeldOutError: there are too few to hold any out.
@@ -104,13 +104,13 @@ def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int
 
 
 def _split(rows: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return what is learned from and what is held out of a class; the second fold holds out others where all are learned."""
+    """Return a class's rows to learn from and its held-out rows; with known classes, the second fold holds out other rows."""
     held = max(2, round(HELD_OUT * len(rows))) if len(rows) >= FEWEST else 0
     rows = np.roll(rows, number * held)
     return rows[held:], rows[:held]
 
 
 def _enough(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return whole groups until there are enough rows."""
+    """Return whole groups, as many as make :data:`QUERIES` rows."""
     ends = np.cumsum([len(group) for group in groups])
     return np.concatenate(groups[: int(np.searchsorted(ends, QUERIES)) + 1])

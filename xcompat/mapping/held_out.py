@@ -1,4 +1,4 @@
-"""What is held out of a training set, and what candidates find on it beside the old model."""
+"""Held-out parts of a training set, and the results of candidates on them compared with the old model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from xcompat.models.codes import AS_THEY_ARE
 RESAMPLES = 1000
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
-_STANDARD_ERRORS = 1.96  # from the mean to the end of an interval of 95 %
+_STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
-"""Of the number of a fold, the protocol, and rows of what is asked there: queries in the old space."""
+"""From a fold's number, a protocol, and rows of some pairs to these rows' queries in the searched space."""
 
 
 class Measured(NamedTuple):
-    """What queries of one fold find by one protocol.
+    """Results of the queries of one fold by one protocol.
 
     Args:
         fold: its number.
         protocol: its name.
         found: metric -> value of each query.
-        quality_Q: what each finds as one number: average precision, or of captions the reciprocal rank.
-        about_Q: what each is about.
+        quality_Q: each query's result as one number: average precision, or for captions the reciprocal rank.
+        about_Q: the item of each query.
     """
 
     fold: int
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate finds on what was held out, beside old queries on the same gallery.
+    """A candidate's gains over old queries on the same held-out gallery.
 
     Args:
         candidate: the candidate.
@@ -87,10 +87,10 @@ class Trial:
 
 
 class HeldOut(ABC):
-    """Folds of a training set, what is learned from each, and what old queries find there.
+    """Folds of a training set, the candidates' parts learned from each, and the results of old queries.
 
     Args:
-        lines: what solves each line.
+        lines: the solver of each line, by name.
         seed: of the folds and of the intervals.
     """
 
@@ -99,7 +99,7 @@ class HeldOut(ABC):
     powers: Sequence[float]
     of_galleries = False
     learned_rows: list[NDArray[np.int64]]
-    """What each fold learns from."""
+    """Rows, or groups, that each fold learns from."""
 
     def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
         self.lines, self.seed = lines, seed
@@ -109,14 +109,14 @@ class HeldOut(ABC):
 
     @abstractmethod
     def learned(self) -> Iterable[Paired]:
-        """Return what is learned from in each fold."""
+        """Return the pairs that each fold learns from."""
 
     @abstractmethod
     def measured(self, queries: Queries) -> list[Measured]:
         """Measure every query of every fold.
 
         Args:
-            queries: brings what is asked to the old space.
+            queries: brings queries to the searched space.
         """
 
     def found_by_old(self) -> list[Measured]:
@@ -125,10 +125,10 @@ class HeldOut(ABC):
 
     @abstractmethod
     def with_old_queries(self) -> HeldOut:
-        """Return the same with the old model in the place of the new one."""
+        """Return the same folds with the old model in place of the new one."""
 
     def queries_of(self, candidate: Candidate) -> Queries:
-        """Return what brings queries to the old space as a candidate does, with what each fold teaches it."""
+        """Return a candidate's map of queries, learned from each fold."""
 
         def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             new_QD, *beside = side.inputs(rows_Q)
@@ -137,7 +137,7 @@ class HeldOut(ABC):
         return queries
 
     def evidence(self, candidate: Candidate) -> Evidence:
-        """Gather which queries of a candidate find less than old ones, and how much each leans on what is remembered."""
+        """Measure for each query whether a candidate hurts it, and the length of what it recalls."""
         leaning = list[NDArray[np.float64]]()
         queries = self.queries_of(candidate)
 
@@ -153,7 +153,7 @@ class HeldOut(ABC):
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
     def try_(self, candidate: Candidate, old_share: float = 0.0) -> Trial:
-        """Measure a candidate, perhaps with a share of the old query in each (:func:`~xcompat.heads.slerp`)."""
+        """Measure a candidate; with a share, its queries are mixed with old ones (:func:`~xcompat.heads.slerp`)."""
         new = self.queries_of(candidate)
 
         def mixed(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
@@ -193,11 +193,11 @@ class HeldOutClasses(HeldOut):
         return self.found(queries, _stay)
 
     def found(self, asked: Queries, searched: Queries) -> list[Measured]:
-        """Measure what every held-out item finds among the others.
+        """Measure every held-out item as a query among the others.
 
         Args:
-            asked: brings items to where they search.
-            searched: brings items to where they are searched.
+            asked: embeds items as queries.
+            searched: embeds items as gallery entries.
         """
         parts = []
         for number, fold in enumerate(self.folds):
@@ -217,10 +217,10 @@ class HeldOutClasses(HeldOut):
 
 
 class HeldOutGalleries(HeldOutClasses):
-    """Items as the new model embeds them, that search what a map of galleries makes of others; sides of the pairs are turned.
+    """New embeddings of items that search mapped old embeddings of others; the sides of the pairs are turned.
 
-    No metric is tried: worn by what is mapped alone it would part that from queries, which stay as they are, and from items that
-    the new model stores beside it.
+    No metric is tried: it would transform mapped embeddings alone, away from queries and from entries that the new model stores
+    in the same gallery.
     """
 
     powers = ()
@@ -284,12 +284,12 @@ class HeldOutCaptions(HeldOut):
 
 
 def _stay(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
-    """Return items as they lie in the space that others are brought to."""
+    """Return the items' own embeddings in the searched space."""
     return side.old_Nd[rows_Q]
 
 
 def _joined(parts: Sequence[Measured]) -> Values:
-    """Put the folds of each protocol behind one another."""
+    """Concatenate the folds of each protocol."""
     return {
         protocol: {
             metric: np.concatenate([each.found[metric] for each in parts if each.protocol == protocol]).astype(np.float64)

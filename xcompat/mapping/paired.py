@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from xcompat.arrays import map_array, read_lines
 from xcompat.errors import XcompatError
@@ -21,19 +22,19 @@ from xcompat.models.old_knowledge import Rows
 KINDS = ("image", "text")
 LABELS = "labels.txt"
 UNIT = 1e-2
-"""How far from 1 the length of an embedding may be: float16 rounds by less."""
-_CHECKED = 65536  # rows at once
+"""Largest deviation of an embedding's length from 1; float16 rounds by less."""
+_CHECKED = 65536  # rows read at a time
 
 
 @dataclass(frozen=True)
 class PairedEmbeddings:
-    """What both models made of the same items.
+    """Embeddings of the same items by both models.
 
     Args:
         new_ND: float embeddings of the new model, L2-normalised.
-        old_Nd: float embeddings of the old model, row by row of the same items.
-        labels_N: int64 class of each item; None where they are not known.
-        notes: what a reader must know of how they were brought together, one sentence each.
+        old_Nd: float embeddings of the old model, of the same items row by row.
+        labels_N: int64 class of each item; None if the classes are unknown.
+        notes: sentences for the user about how the sides were joined.
     """
 
     new_ND: Rows
@@ -51,7 +52,7 @@ class PairedEmbeddings:
         return self.new_ND.shape[1], self.old_Nd.shape[1]
 
     def together(self) -> PairedEmbeddings:
-        """Return all items as one set: these."""
+        """Return all items as one set, this one."""
         return self
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -64,48 +65,49 @@ class PairedEmbeddings:
         return int(self.labels_N.max()) + 1 if self.labels_N is not None else 0
 
     def take(self, rows_R: NDArray[np.int64]) -> Self:
-        """Return some of the items; all in their order are left where they are."""
+        """Return some of the items; all of them in order are not copied."""
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
         return replace(self, new_ND=self.new_ND[rows_R], old_Nd=self.old_Nd[rows_R], labels_N=labels_R, notes=())
 
     def of_old(self) -> Self:
-        """Return the same items with the old model in the place of the new one."""
+        """Return the same items with the old model in place of the new one."""
         return replace(self, new_ND=self.old_Nd)
 
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return what a map reads of some of the items: new embeddings."""
+        """Return the inputs of a map for some of the items: new embeddings."""
         return (self.new_ND[rows_R],)
 
 
 @dataclass(frozen=True)
 class TurnedEmbeddings(PairedEmbeddings):
-    """The same for a map of galleries, old and new turned: ``new_ND`` is what the old model made, ``old_Nd`` what the new did.
+    """Pairs for a map of galleries, with turned sides: ``new_ND`` are the old model's embeddings, ``old_Nd`` the new model's.
 
     Args:
-        side_NS: side-information stored beside old embeddings, for a map that reads it.
+        side_NS: stored side-information of the old embeddings, for a map that reads it.
     """
 
     side_NS: Rows | None = None
 
+    @override
     def take(self, rows_R: NDArray[np.int64]) -> Self:
-        """Return some of the items; embeddings of all in their order are left where they are."""
         return replace(super().take(rows_R), side_NS=self.side_NS[rows_R] if self.side_NS is not None else None)
 
+    @override
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return what a map reads of some of the items: old embeddings, and their side-information."""
+        """Return the inputs of a map for some of the items: old embeddings and their side-information, if there is any."""
         return (*super().inputs(rows_R), *([self.side_NS[rows_R]] if self.side_NS is not None else []))
 
 
 @dataclass(frozen=True)
 class CaptionedEmbeddings:
-    """What both models made of images and of their captions.
+    """Embeddings of images and of their captions by both models.
 
     Args:
-        images: the images; their class is the number of their group.
-        texts: the captions, likewise: a caption describes the images of its group, and each group has both.
-        notes: as those of :class:`PairedEmbeddings`.
+        images: the images; a label is the number of an image's group.
+        texts: the captions, labelled likewise: a caption describes the images of its group, and each group has both.
+        notes: as in :class:`PairedEmbeddings`.
     """
 
     images: PairedEmbeddings
@@ -114,15 +116,15 @@ class CaptionedEmbeddings:
 
     @classmethod
     def whole(cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = ()) -> Self:
-        """Bring images and captions together, without those whose group, of a number below 0 or not, lacks the other kind.
+        """Join images and captions, without groups that lack either or have a number below 0.
 
         Args:
-            images: with the number of their group for a class.
-            texts: likewise.
-            notes: what a reader must know.
+            images: labelled by their group.
+            texts: labelled by their group.
+            notes: as in the class.
 
         Raises:
-            XcompatError: nothing has both.
+            XcompatError: no group has both.
         """
         assert images.labels_N is not None and texts.labels_N is not None
         both_K = np.intersect1d(images.labels_N, texts.labels_N)
@@ -132,11 +134,11 @@ class CaptionedEmbeddings:
         return cls(images, texts, notes).take(both_K)
 
     def of_old(self) -> CaptionedEmbeddings:
-        """Return the same items with the old model in the place of the new one."""
+        """Return the same items with the old model in place of the new one."""
         return replace(self, images=self.images.of_old(), texts=self.texts.of_old())
 
     def __len__(self) -> int:
-        """Return how many embeddings each model made."""
+        """Return the number of embeddings of each model."""
         return len(self.images) + len(self.texts)
 
     @property
@@ -145,13 +147,13 @@ class CaptionedEmbeddings:
         return self.images.dims
 
     def together(self) -> PairedEmbeddings:
-        """Return all items as one set: images, and then captions."""
+        """Return all items as one set: images, then captions."""
         sides = self.images, self.texts
         new_ND, old_Nd = (np.concatenate([getattr(side, name)[:] for side in sides]) for name in ("new_ND", "old_Nd"))
         return PairedEmbeddings(new_ND, old_Nd, np.concatenate(self.groups))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks of new and old embeddings, of images and then of captions."""
+        """Yield blocks of new and old embeddings of images, then of captions."""
         return chain(self.images.batches(), self.texts.batches())
 
     @property
@@ -161,7 +163,7 @@ class CaptionedEmbeddings:
         return self.images.labels_N, self.texts.labels_N
 
     def take(self, groups_K: NDArray[np.int64]) -> Self:
-        """Return what belongs to some of the groups, numbered anew."""
+        """Return the items of some groups; the groups are renumbered."""
         sides = []
         for side, groups in zip((self.images, self.texts), self.groups, strict=True):
             rows = np.flatnonzero(np.isin(groups, groups_K))
@@ -170,11 +172,11 @@ class CaptionedEmbeddings:
 
 
 def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
-    """Number what belongs together: an image and its captions, and all images of captions that read alike.
+    """Number the groups of images and captions: an image and its captions, and all images with the same caption.
 
     Args:
         image_ids: N ids.
-        text_ids: M ids of the images that the captions describe; one that is no image's gives a group without images.
+        text_ids: M ids of the images that the captions describe; an unknown id makes a group without images.
         texts: M captions.
 
     Returns:
@@ -197,7 +199,7 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
 
 @dataclass(frozen=True)
 class _Side:
-    """What one model made of one kind of items: ``ids`` is None where rows stand for items, ``labels`` where none are known."""
+    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order."""
 
     path: Path
     embeds_ND: NDArray[Any]
@@ -206,7 +208,7 @@ class _Side:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """Return what names each item: its id, and which of several captions of one id it is."""
+        """Return the key of each item: its id, and its number among captions with the same id."""
         seen = Counter[str]()
         keys = []
         for name in self.ids or []:
@@ -216,16 +218,16 @@ class _Side:
 
 
 def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
-    """Read what both models made, and bring it into one order.
+    """Read both models' embeddings and bring them into one order.
 
     Args:
-        old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (an id a line), or the same of ``text_``, and perhaps
-            ``labels.txt`` (a class a line); or with both, a text's id being that of the image it describes; or a bare ``.npy``
-            whose rows are those of the other.
-        new: likewise; classes that either side knows count.
+        old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and perhaps
+            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or a bare
+            ``.npy`` file with the same rows as the other side's.
+        new: likewise; either side may have the classes.
 
     Returns:
-        The items that both have, in the order of the old side: images with their captions where both sides hold both.
+        The items of both sides, in the order of the old side: images with captions if both sides have both.
 
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
@@ -257,7 +259,7 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
 
 
 def _paired(old: _Side, new: _Side) -> tuple[PairedEmbeddings, list[str]]:
-    """Bring one kind of items into one order; return them with their ids."""
+    """Return one kind of items in one order, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = np.unique(labels, return_inverse=True)[1].astype(np.int64) if labels is not None else None
@@ -267,7 +269,7 @@ def _paired(old: _Side, new: _Side) -> tuple[PairedEmbeddings, list[str]]:
 
 
 def _read_sides(path: Path) -> dict[str, _Side]:
-    """Return what one model made, by the kind of items."""
+    """Return one model's embeddings by kind of items."""
     if path.is_file():
         return {"row": _Side(path, _embeddings(path))}
     if not path.is_dir():
@@ -294,7 +296,7 @@ def _read_side(path: Path, kind: str, captioned: bool) -> _Side:
 
 
 def _embeddings(path: Path) -> NDArray[Any]:
-    """Map embeddings into memory and look at each once."""
+    """Memory-map embeddings and check the length of each."""
     embeds_ND = map_array(path)
     if embeds_ND.ndim != 2 or not embeds_ND.size or embeds_ND.dtype.kind != "f":
         raise XcompatError(f"{path} holds {embeds_ND.dtype} of shape {embeds_ND.shape}; embeddings are floats, N x D")
@@ -311,7 +313,7 @@ def _embeddings(path: Path) -> NDArray[Any]:
 
 
 def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
-    """Return the rows of the items that both sides have, in the order of the old one."""
+    """Return the rows of common items in each side, in the order of the old side, and notes."""
     if old.ids is None or new.ids is None:
         if len(old.embeds_ND) != len(new.embeds_ND):
             raise XcompatError(
@@ -320,7 +322,7 @@ def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.i
             )
         rows_N = np.arange(len(old.embeds_ND))
         return rows_N, rows_N, ()
-    each, other = Counter(old.ids), Counter(new.ids)  # of captions that are more on one side nothing says which is which
+    each, other = Counter(old.ids), Counter(new.ids)  # captions of an id can be matched only if both sides have equally many
     places, keys = {key: row for row, key in enumerate(new.keys) if each[key[0]] == other[key[0]]}, old.keys
     old_rows_N = np.array([row for row, key in enumerate(keys) if key in places], np.int64)
     if not len(old_rows_N):
@@ -337,7 +339,7 @@ def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.i
 def _same_classes(
     old: _Side, new: _Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]
 ) -> NDArray[np.str_] | None:
-    """Return the class of each item, as the side that knows it says."""
+    """Return the class of each item, from the side that has classes; if both have, they must agree."""
     found = [np.array(side.labels)[rows_N] for side, rows_N in ((old, old_rows_N), (new, new_rows_N)) if side.labels is not None]
     if len(found) == 2 and (found[0] != found[1]).any():
         row = int(np.flatnonzero(found[0] != found[1])[0])
@@ -348,5 +350,5 @@ def _same_classes(
 
 
 def _picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
-    """Return rows; all in their order are left on disk."""
+    """Return some rows; all of them in order stay on disk."""
     return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else embeds_ND[rows_N]

@@ -1,4 +1,4 @@
-"""What a choice of maps shows: a table on the terminal, plain words, and JSON."""
+"""The output of a choice of maps: a table on the terminal, sentences, and JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from xcompat.report.wording import gain, gain_with_interval, interval, metric_na
 
 
 def choice_table(choice: Choice) -> Table:
-    """Show the best of each kind: what its queries find more than old ones.
-
-    Args:
-        choice: what was tried.
-    """
+    """Return a table of the best candidate of each kind and its gains over old queries."""
     title = "points over old queries on what was held out, with 95 % intervals"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.add_column("candidate", overflow="fold")
@@ -44,14 +40,7 @@ def _cells(trial: Trial) -> list[str]:
 
 
 def said_of(choice: Choice) -> list[str]:
-    """Say in plain words what was found.
-
-    Args:
-        choice: what was tried.
-
-    Returns:
-        Sentences.
-    """
+    """Return the results of a choice in sentences."""
     best = choice.chosen
     held = []
     if choice.learned_at_most is not None:
@@ -78,13 +67,13 @@ def said_of(choice: Choice) -> list[str]:
 
 
 def _least(trial: Trial) -> str:
-    """Say what a trial finds least beside old queries, and where."""
+    """Return a trial's smallest gain over old queries, with its metric and protocol."""
     protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
     return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
 
 
 def _said_of_confidence(choice: Choice) -> str:
-    """Say how well queries know whether they find less than the old model's."""
+    """Return a sentence on the quality of the confidence, or on why there is none."""
     found = choice.confidence
     if found is None:
         return f"No query says how sure it is: {choice.no_confidence}."
@@ -99,11 +88,7 @@ def _said_of_confidence(choice: Choice) -> str:
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
-    """Return everything that was measured.
-
-    Args:
-        choice: what was tried.
-    """
+    """Return all measurements of a choice as JSON."""
     without = choice.without_new_model
     return {
         "objective": choice.objective,

@@ -67,7 +67,7 @@ def remember(stage: Stage, model: CompatModel) -> None:
     except NothingHeldOutError as error:
         candidate = Candidate(method, **GUESSES[kind])
         notice(f"{error}: what {'galleries' if kind == 'galleries' else 'queries'} remember is a guess")
-    model.remember(known.worn(candidate, choice.confidence if choice is not None else None))
+    model.remember(known.memory(candidate, choice.confidence if choice is not None else None))
     record(stage, candidate, choice, known)
 
 
@@ -89,7 +89,7 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
         choice: what was tried; None where nothing could be.
         known: what was learned from.
     """
-    memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).worn(candidate)
+    memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).memory(candidate)
     said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
     write_json(stage.paths.folder / CHOICE, said | (as_json(choice) if choice is not None else {}))
     if memory is not None:
