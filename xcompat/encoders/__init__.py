@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor", "reading_model"]
 
 MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
-"""One of which is in every folder that holds a model, or a run that ended with one."""
+"""Every folder of a model, or of a run that ended with one, has one of these files."""
 
 
 class EncoderSource(BaseModel):
@@ -32,11 +32,11 @@ class EncoderSource(BaseModel):
     Args:
         name: folder, Hub name (``timm/...`` among them), or ``hf-hub:`` and a Hub name for open_clip's format.
         revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether code from the repository may run; off unless said so here.
-        model_type: the architecture it is expected to have (transformers' name, which is ``timm_wrapper`` for timm, or
-            ``open_clip``): checked on loading, and what a dry run builds a stand-in of.
-        image_size: side of the square images it is given, in pixels; what it was made for when None. Convolutional image encoders
-            of transformers read any.
+        trust_remote_code: whether code from the repository may run; off by default.
+        model_type: the expected architecture (transformers' name, which is ``timm_wrapper`` for timm, or ``open_clip``); loading
+            checks it, and a dry run builds a stand-in of it.
+        image_size: side of its square input images, in pixels; None for the model's own. Convolutional image encoders of
+            transformers take any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +53,7 @@ class EncoderSource(BaseModel):
 
     @classmethod
     def described(cls, description: dict[str, Any]) -> EncoderSource:
-        """Return where an encoder came from, read at the size it was read at.
+        """Return the source of a described encoder, with its image size.
 
         Args:
             description: ``Encoder.description``, as stored in a checkpoint's configuration.
@@ -67,16 +67,16 @@ class EncoderSource(BaseModel):
 
     @property
     def library(self) -> str:
-        """Return which library reads it: open_clip for its own prefix or folder layout, else transformers."""
+        """Return the library that reads the model: open_clip for its own prefix or folder layout, else transformers."""
         folder = Path(self.name)
         own = (folder / "open_clip_config.json").exists() and not (folder / "config.json").exists()
         return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
 
     def check_folder(self) -> None:
-        """Refuse a name that can only be a folder and is not there or holds no model; what has the form of a Hub name passes.
+        """Refuse a folder that does not exist or holds no model; a name in the form of a Hub name passes.
 
         Raises:
-            XcompatError: naming the folder, and the one that is meant.
+            XcompatError: the folder is missing, with the nearest name, or holds no model.
         """
         if is_local(self.name) and not Path(self.name).exists():
             raise XcompatError(f"the model folder {self.name} does not exist; {nearest_path(self.name)}")
@@ -96,7 +96,7 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
         The encoder, its weights freshly initialised.
 
     Raises:
-        XcompatError: when the library is unknown.
+        XcompatError: the library is unknown.
     """
     library = description["library"]
     if library == "transformers-image":
@@ -126,7 +126,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         The encoder (float32, evaluation mode) and its processor.
 
     Raises:
-        XcompatError: when it does not exist, is not safetensors, or embeds no images.
+        XcompatError: the model does not exist, is not safetensors, or embeds no images.
 
     Example:
         >>> import tempfile
@@ -159,13 +159,13 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
 
 @contextmanager
 def reading_model(name: str) -> Iterator[None]:
-    """Say in one line that a model cannot be loaded, whatever the library that reads it raises in the block.
+    """Turn every error of a library that reads a model in the block into one line.
 
     Args:
         name: of the model.
 
     Raises:
-        XcompatError: a file or revision is missing, weights are damaged, or a configuration is none or does not fit them.
+        XcompatError: a file or revision is missing, weights are damaged, or the configuration is invalid or does not fit them.
     """
     try:
         with _fetching(name), _without_load_report():
@@ -178,16 +178,13 @@ def reading_model(name: str) -> Iterator[None]:
         raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}") from error
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
-    except Exception as error:  # each library has its own ways to say that a configuration is none
+    except Exception as error:  # libraries raise errors of many types for an invalid configuration
         raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
 
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Leave out the tables that transformers logs of a file's keys: what is missing is an error here, in one line.
-
-    Whoever asked transformers for more than warnings still gets them.
-    """
+    """Silence transformers' tables of missing keys, which are an error here; a more verbose setting of the user's stays."""
     from transformers import logging
 
     verbosity = logging.get_verbosity()
@@ -201,7 +198,7 @@ def _without_load_report() -> Iterator[None]:
 
 @contextmanager
 def _fetching(name: str) -> Iterator[None]:
-    """Make room for a whole copy where one in the Hub's cache turns out to be damaged."""
+    """Delete a model's damaged files from the Hub's cache if loading fails, so that the next attempt fetches them anew."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -255,7 +252,7 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
     try:
         with _fetching(source.name):
             return _load_processor(description, source)
-    except Exception as error:  # transformers and tokenizers have many ways to say that a file is missing or damaged
+    except Exception as error:  # transformers and tokenizers raise errors of many types for missing or damaged files
         if isinstance(error, XcompatError | ImportError | MemoryError) or getattr(error, "errno", None) is not None:
             raise
         reason = what_failed(error)

@@ -1,4 +1,4 @@
-"""LoRA through PEFT and visual prompts of our own, since PEFT has none: on, off bit for bit, and merged."""
+"""LoRA through PEFT, and our own visual prompts, which PEFT lacks: adapters can be switched off bit for bit, and merged."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LoraSettings(BaseModel):
         rank: r of the two factors.
         alpha: the update is scaled by alpha / rank.
         dropout: on the input of the first factor.
-        targets: names of linear layers (their last component, such as ``q_proj``); None takes every linear layer of the
-            towers' repeated blocks.
-        towers: which towers get it; None for all that the encoder has.
+        targets: names of linear layers (their last component, such as ``q_proj``); None for every linear layer of the towers'
+            repeated blocks.
+        towers: the towers to adapt; None for all.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -34,7 +34,7 @@ class LoraSettings(BaseModel):
 
 
 class AdapterConfig(BaseModel):
-    """What is added to a frozen encoder.
+    """The adapters of a frozen encoder.
 
     Args:
         lora: LoRA settings, or None for no LoRA.
@@ -47,7 +47,7 @@ class AdapterConfig(BaseModel):
 
 
 class VisualPrompts(nn.Module):
-    """Learned tokens appended after the patch tokens, so that a class token stays first (xbt.txt §3.3).
+    """Learned tokens after the patch tokens, so that a class token stays first (xbt.txt §3.3).
 
     Args:
         count: number of prompts n.
@@ -57,12 +57,8 @@ class VisualPrompts(nn.Module):
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
         self.tokens = nn.Parameter(torch.empty(count, width))
+        nn.init.normal_(self.tokens, std=0.02)  # as vision transformers initialise their class token
         self.enabled = True
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the tokens from N(0, 0.02²), as vision transformers draw their class token."""
-        nn.init.normal_(self.tokens, std=0.02)
 
     def forward(self, tokens_BNW: Tensor) -> Tensor:
         """Return ``(B, N + n, W)``."""
@@ -73,12 +69,12 @@ class VisualPrompts(nn.Module):
 
 
 def _block_linears(tower: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of the tower's repeated blocks: what lies under a ModuleList, not heads or projections."""
+    """Return the linear layers inside the tower's repeated blocks, which excludes heads and projections."""
     blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return {
         name: module
         for name, module in tower.named_modules()
-        # NonDynamicallyQuantizableLinear is nn.MultiheadAttention's own projection, which bypasses its forward
+        # exact type: nn.MultiheadAttention bypasses the forward of its projection, a NonDynamicallyQuantizableLinear
         if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in blocks) and "crossattention" not in name
     }
 
@@ -87,11 +83,11 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
     """Replace linear layers of the towers by LoRA layers, in place.
 
     Args:
-        towers: ``image`` and, where there is one, ``text`` tower.
+        towers: the ``image`` tower and the ``text`` tower if there is one.
         settings: rank, scale, dropout, targets.
 
     Raises:
-        XcompatError: when a target matches no layer or a tower does not exist.
+        XcompatError: a target matches no layer, or a tower does not exist.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -158,7 +154,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
 
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
-    """Switch every LoRA layer and prompt under ``module`` off inside the block, leaving ``requires_grad`` as it was."""
+    """Switch every LoRA layer and prompt under ``module`` off inside the block; ``requires_grad`` stays the same."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -180,7 +176,7 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(module: nn.Module) -> None:
-    """Fold each LoRA update into its linear layer and put the plain layer back in its place."""
+    """Fold each LoRA update into its linear layer, and restore the plain layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in [(n, m) for n, m in module.named_modules() if isinstance(m, BaseTunerLayer)]:

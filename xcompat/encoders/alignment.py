@@ -1,4 +1,4 @@
-"""Weights where results do not depend on the file they came from."""
+"""Memory alignment of weights, so that embeddings do not depend on the layout of the weights' file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ALIGNMENT = 64
 
 @torch.no_grad()
 def own_memory(module: nn.Module) -> None:
-    """Move weights out of the file they were mapped from, in place.
+    """Copy unaligned weights out of their memory-mapped file, in place.
 
-    In a mapped safetensors file a weight lies at any multiple of 8 bytes, and MKL computes a product in another order when
-    an operand is not aligned: two files with the same weights, bit for bit, gave embeddings that differ in their last bits.
+    In a mapped safetensors file a weight starts at any multiple of 8 bytes, and MKL computes products of unaligned operands in
+    another order: two files with bitwise equal weights gave embeddings that differ in their last bits.
 
     Args:
-        module: on any device; only what lies unaligned on the CPU is copied.
+        module: on any device; only unaligned weights on the CPU are copied.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:

@@ -1,4 +1,4 @@
-"""Encoders that transformers' own auto classes load, without this library: how they are called there, and their folder."""
+"""Encoders that transformers' auto classes load without this library: the calls that embed there, and the folder to write."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xcompat.encoders.image_encoder import ImageEncoder, ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import TransformersEncoder, TransformersProcessor
 
-MODELS: Any = transformers.MODEL_MAPPING
-PROCESSORS: Any = transformers.PROCESSOR_MAPPING  # both from the class of a configuration
+MODELS: Any = transformers.MODEL_MAPPING  # both map a configuration's class
+PROCESSORS: Any = transformers.PROCESSOR_MAPPING
 
 
 class Call(NamedTuple):
-    """How the class that ``AutoModel`` loads gives the features of one modality.
+    """How a class that ``AutoModel`` loads computes the features of one modality.
 
     Args:
-        method: its method.
-        output: name of what is read of the method's output.
-        pooling: what is made of an output per token or position; None where features come out as they are.
+        method: the name of its method.
+        output: the attribute of the method's output that holds the features.
+        pooling: how outputs per token or position become features; None if the output is the features.
     """
 
     method: str
@@ -33,15 +33,15 @@ class Call(NamedTuple):
 
 
 def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
-    """Return how ``AutoModel`` and ``AutoProcessor`` alone give an encoder's features.
+    """Return how ``AutoModel`` and ``AutoProcessor`` alone compute an encoder's features.
 
     Args:
         encoder: of any library.
 
     Returns:
-        The call for ``image`` and, where there is a text tower, for ``text``. None where it takes more than they know: visual
-        prompts, BLIP's retrieval heads, SigLIP 2's grid of patches, a projection or stem beside the architecture, timm (whose
-        transform takes no grey pictures) and open_clip.
+        The call for ``image`` and, if there is a text tower, for ``text``. None for encoders beyond these classes: with visual
+        prompts, BLIP's retrieval heads, SigLIP 2's grid of patches, an added projection or stem, of timm (whose transform takes
+        no grey pictures) or of open_clip.
     """
     model = encoder.model
     if encoder.prompts is not None or type(model) is not MODELS.get(type(getattr(model, "config", None)), None):
@@ -55,7 +55,7 @@ def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
 
 @torch.no_grad()
 def _image_call(encoder: ImageEncoder) -> Call:
-    """Ask the model itself, with a blank picture."""
+    """Find the call from the model's output for a blank image."""
     device = next(encoder.parameters()).device
     blank = torch.zeros(1, 3, *encoder.description["image_size"], dtype=encoder.dtype, device=device)
     name, features = encoder.read_output(blank)
@@ -65,10 +65,10 @@ def _image_call(encoder: ImageEncoder) -> Call:
 
 
 def save_for_auto_classes(encoder: Encoder, processor: Processor, folder: str | Path) -> None:
-    """Write an encoder that has :func:`auto_calls`, LoRA merged, in float32, as ``AutoModel`` and ``AutoProcessor`` read it.
+    """Write an encoder that has :func:`auto_calls` for ``AutoModel`` and ``AutoProcessor``, in float32 and with LoRA merged.
 
     Args:
-        encoder: left as it is.
+        encoder: not changed.
         processor: its preprocessing.
         folder: an existing folder.
     """
@@ -78,7 +78,7 @@ def save_for_auto_classes(encoder: Encoder, processor: Processor, folder: str | 
     encoder.save_pretrained(folder)
     assert isinstance(processor, ImageOnlyProcessor | TransformersProcessor)
     image_processor: Any = copy.deepcopy(processor.image_processor)
-    image_processor.do_convert_rgb = True  # what this library does before it calls one
+    image_processor.do_convert_rgb = True  # this library converts images before it calls the processor
     if isinstance(processor, ImageOnlyProcessor):
         image_processor.save_pretrained(folder)
     else:

@@ -1,4 +1,4 @@
-"""The one small interface behind which every library of encoders hides."""
+"""The interface that all encoder libraries implement."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DEFAULT_LOGIT_SCALE = 1 / 0.07
 
 
 Space = Literal["own", "stored"]
-"""``own``: what a model makes of an item. ``stored``: what its gallery holds of it, which may be its view of an older space."""
+"""``own``: a model's embedding of an item. ``stored``: what its gallery holds, which may be its view of an older space."""
 
 
 class EmbedsBatches(ABC):
-    """An encoder, a compatible model, or what the last layer of either reads."""
+    """An encoder, a compatible model, or the penultimate features of either."""
 
     @abstractmethod
     def embed_images(self, pixel_values: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class EmbedsBatches(ABC):
         """Embed tokenised texts: (B, L) int64 to (B, D) float32."""
 
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds: its embeddings, unless it shares an older space."""
+        """Return what a gallery of this model holds: the embeddings, unless it shares an older space."""
         return embeds
 
     def embed(self, batch: Mapping[str, Tensor], space: Space = "own") -> Tensor:
@@ -47,10 +47,10 @@ class EmbedsBatches(ABC):
 
         Args:
             batch: from the processor.
-            space: in which the embeddings are to lie.
+            space: of the embeddings.
 
         Returns:
-            (B, D) float32; in the space ``stored`` (B, d).
+            (B, D) float32, or (B, d) in the space ``stored``.
         """
         if "pixel_values" in batch:
             embeds = self.embed_images(batch["pixel_values"])
@@ -60,12 +60,12 @@ class EmbedsBatches(ABC):
 
     @property
     def text_encoder(self) -> Encoder | None:
-        """Return the encoder inside that reads texts as they are; None where another model stands between."""
+        """Return the encoder that embeds texts directly; None if another model processes them first."""
         return None
 
 
 class Encoder(nn.Module, EmbedsBatches):
-    """An image tower and, unless ``has_text`` is False, a text tower that ends in the same space.
+    """An image tower and, unless ``has_text`` is False, a text tower in the same space.
 
     Args:
         model: the library's own module.
@@ -76,10 +76,10 @@ class Encoder(nn.Module, EmbedsBatches):
     library: ClassVar[str]
     has_text: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
-    """Parts of parameter names that embeddings do not depend on: training them would leave gradients undefined."""
+    """Parts of the names of parameters that do not affect embeddings, and would get no gradients in training."""
     image_head_name: ClassVar[str | None] = None
-    """What the library calls the layer that ends its image towers, if that is a layer."""
-    model: Any  # what the library's own module offers is known to its subclass only
+    """The library's name of the last layer of its image towers; None if they do not end in a layer."""
+    model: Any  # only the subclass knows its library's type
     prompts: VisualPrompts | None
 
     def __init__(self, model: nn.Module, embedding_dim: int, description: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Encoder(nn.Module, EmbedsBatches):
         self._keeps_statistics = False
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, but leave batch norms beside LoRA as they are: moved statistics could not be switched off."""
+        """Set training mode; with LoRA, batch norms keep evaluation mode, because changed statistics cannot be switched off."""
         super().train(mode)
         if self._keeps_statistics:
             for module in self.model.modules():
@@ -127,13 +127,13 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def image_head(self) -> nn.Linear | None:
-        """Return the linear layer whose output are the image features; None if they do not come out of one."""
+        """Return the linear layer whose output are the image features; None without such a layer."""
         head = getattr(self.model, self.image_head_name, None) if self.image_head_name is not None else None
         return head if isinstance(head, nn.Linear) else None
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """Return the layer whose output are the image tower's tokens, where visual prompts go; None if there is none."""
+        """Return the layer whose output are the image tower's tokens, to which visual prompts are appended; None without one."""
         return None
 
     @property
@@ -143,15 +143,15 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return whether texts that begin alike can be computed together, as :mod:`xcompat.encoders.prefixes` does."""
+        """Return whether texts can share computed prefixes (:mod:`xcompat.encoders.prefixes`)."""
         return False
 
     def rebuild_masks(self) -> None:
-        """Restore buffers that checkpoints do not hold; most models have none."""
+        """Restore buffers that are missing in checkpoints; most models have none."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model in its own library's format, without xcompat in it."""
+        """Write the model in its own library's format, readable without xcompat."""
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed preprocessed images.
@@ -188,7 +188,7 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def logit_scale(self) -> float:
-        """Return the factor on cosine similarities in the model's own training (exp of the stored logarithm)."""
+        """Return the factor on cosine similarities in the model's own training (the exponential of the stored logarithm)."""
         parameter = getattr(self.model, "logit_scale", None)
         return math.exp(float(parameter)) if parameter is not None and not parameter.is_meta else DEFAULT_LOGIT_SCALE
 
@@ -196,10 +196,10 @@ class Encoder(nn.Module, EmbedsBatches):
         """Return the identity of architecture, weights and preprocessing together.
 
         Args:
-            processor: the preprocessing the embeddings are made with.
+            processor: the preprocessing of the embeddings.
 
         Returns:
-            The fingerprint; neither the name, the folder nor the library version enter it.
+            The fingerprint, which does not depend on the name, the folder or the library's version.
         """
         parts = {
             "library": self.library,
@@ -209,13 +209,13 @@ class Encoder(nn.Module, EmbedsBatches):
         return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
 
     def add_adapters(self, config: AdapterConfig) -> None:
-        """Put LoRA and visual prompts on the towers; both start as the identity up to the prompts' tokens.
+        """Add LoRA and visual prompts to the towers; LoRA starts as the identity.
 
         Args:
             config: ranks, targets and the number of prompts.
 
         Raises:
-            XcompatError: when the towers cannot take them.
+            XcompatError: the towers cannot take them.
         """
         if config.lora is not None:
             inject_lora(self.towers, config.lora)
@@ -236,8 +236,8 @@ class Encoder(nn.Module, EmbedsBatches):
         return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
 
     def image_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that embeddings of images depend on, adapters among them."""
-        # some of the text's lie outside its tower
+        """Return the parameters that image embeddings depend on, including adapters."""
+        # some of the text's parameters lie outside its tower
         beside = ("model.text", "model.token_embedding", "model.positional_embedding", "model.ln_final")
         tower = self.towers.get("text")
         texts = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
@@ -254,7 +254,7 @@ class Encoder(nn.Module, EmbedsBatches):
             yield
 
     def merge_adapters(self) -> None:
-        """Fold LoRA into the weights and drop it; prompts stay, as they are part of the input."""
+        """Fold LoRA into the weights and remove it; prompts stay, because they are part of the input."""
         merge_lora(self)
         self._keeps_statistics = False
 
@@ -263,7 +263,7 @@ _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 def _architecture(config: Any) -> Any:  # noqa: ANN401 - nested JSON
-    """Drop what does not change embeddings from a configuration, at every level."""
+    """Return a configuration without the keys that do not affect embeddings, at every level."""
     if isinstance(config, dict):
         return {key: _architecture(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
     return config

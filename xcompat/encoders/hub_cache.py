@@ -1,4 +1,4 @@
-"""What lies in the cache of the Hub: files are called after a digest of what they hold, so that damaged ones can be told."""
+"""The Hub's cache: its files are named after a digest of their contents, which reveals damaged ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 _SMALL, _LARGE = 40, 64
-"""Digits in the name of a small file, SHA-1 as git or a mirror takes it, and in that of a large one, SHA-256."""
+"""Digits in the name of a small file (SHA-1, computed as git or a mirror does) and of a large file (SHA-256)."""
 
 
 def drop_damaged(name: str) -> list[str]:
-    """Delete the files of a model in the Hub's cache that are not what they are called after, so that they are fetched anew.
+    """Delete a model's files in the Hub's cache that do not match their digest, so that they are fetched anew.
 
-    Nothing else looks: a file that was cut short, or that the Hub changed while it was sent, stays for ever.
+    The Hub's client does not check: a file that was truncated, or that changed on the Hub during the transfer, would stay.
 
     Args:
-        name: of the model; a folder here has no cache.
+        name: of the model; a local folder has no cache.
 
     Returns:
-        Names of the files, sorted.
+        Names of the deleted files, sorted.
     """
     if Path(name).exists():
         return []
@@ -39,15 +39,15 @@ def drop_damaged(name: str) -> list[str]:
 
 
 def require_fetched(name: str, file: str, revision: str) -> None:
-    """Fetch a file that a model may have; transformers does without one that the Hub fails to send, as if there were none.
+    """Fetch an optional file of a model; transformers would treat a failed download like a missing file.
 
     Args:
-        name: of the model; a folder here has its files.
+        name: of the model; nothing is fetched for a local folder.
         file: in its repository.
         revision: branch, tag or commit.
 
     Raises:
-        OSError: it cannot be fetched, nor be known to be missing.
+        OSError: the download failed, and whether the file exists is unknown.
     """
     if Path(name).exists() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(name, file, revision=revision) is not None:
         return
@@ -60,7 +60,7 @@ def _is_whole(blob: Path) -> bool:
         if len(blob.name) == _LARGE:
             return hashlib.file_digest(file, "sha256").hexdigest() == blob.name
         if len(blob.name) != _SMALL:
-            return True  # of a server with names of its own
+            return True  # the server names files in its own way
         held = file.read()
     as_git_does = b"blob %d\0" % len(held) + held
     return blob.name in (hashlib.sha1(each, usedforsecurity=False).hexdigest() for each in (as_git_does, held))

@@ -1,4 +1,4 @@
-"""What the image models of transformers lack: a stem for small images, and timm's own initial weights."""
+"""Additions to transformers' image models: a stem for small images, and timm's own initial weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xcompat.errors import XcompatError
 
 
 class TimmModel(TimmWrapperModel):
-    """A model of timm that starts from the weights timm gives it; transformers would draw every layer from N(0, 0.02²)."""
+    """A model of timm with timm's initial weights; transformers would initialise every layer from N(0, 0.02²)."""
 
     def post_init(self) -> None:
-        """Finish construction, on the meta device as transformers does: there it restores buffers that are not saved."""
+        """Finish construction; only on the meta device, where transformers restores unsaved buffers, its initialisation runs."""
         if not any(parameter.is_meta for parameter in self.timm_model.parameters()):
             for module in self.timm_model.modules():
                 module._is_hf_initialized = True
@@ -44,9 +44,9 @@ class SmallStemResNet(ResNetModel):
 def small_stem_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class that builds an architecture with ``stem: small``.
 
-    The ImageNet stem, a 7x7 convolution and a max-pool of stride 2 each, leaves 8x8 of 32x32 pixels. The small one, a 3x3
-    convolution of stride 1 without pooling, is what ResNets for CIFAR have (He et al. 2016, §4.2). Its weights have another
-    shape, so that a model without it refuses them.
+    The ImageNet stem, a 7x7 convolution and a max-pool of stride 2 each, reduces 32x32 pixels to 8x8. The small stem, a 3x3
+    convolution of stride 1 without pooling, is that of ResNets for CIFAR (He et al. 2016, §4.2). Its weights have another shape,
+    so a model without it refuses them.
 
     Args:
         config: of a ResNet, transformers' own or timm's.
@@ -55,7 +55,7 @@ def small_stem_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         The class, whose models save ``stem`` in their ``config.json``.
 
     Raises:
-        XcompatError: when the architecture has no such stem.
+        XcompatError: the architecture has no such stem.
     """
     classes: dict[str, type[PreTrainedModel]] = {"resnet": SmallStemResNet, "timm_wrapper": SmallStemTimm}
     if config.model_type not in classes:

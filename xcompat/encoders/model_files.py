@@ -1,4 +1,4 @@
-"""The files of a saved model: who may read them, and what they were, so that a damaged one is named and never embeds."""
+"""The files of a saved model: their permissions, and their checksums, so that a damaged model is refused."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PATTERNS = (
     "merges.txt",
     "*.model",
 )
-"""Names of the files that a model and its preprocessing are read from."""
+"""Name patterns of the files of a model and its preprocessing."""
 
 
 def open_weights(folder: str | Path, config: str = "config.json") -> None:
-    """Give weights the permissions of the configuration beside them: safetensors writes them for their owner alone.
+    """Give weights the permissions of their configuration; safetensors makes them readable for their owner alone.
 
     Args:
-        folder: where a model was saved just now; other files in it are the user's.
-        config: name of its configuration.
+        folder: of a model that was just saved.
+        config: name of its configuration file.
     """
     beside = Path(folder) / config
     if beside.exists():  # only the first process of several writes
@@ -39,7 +39,7 @@ def open_weights(folder: str | Path, config: str = "config.json") -> None:
 
 
 def record_model(folder: str | Path) -> None:
-    """Keep what the files of a model are that was saved just now.
+    """Write the checksums of a model that was just saved.
 
     Args:
         folder: the model's.
@@ -48,14 +48,14 @@ def record_model(folder: str | Path) -> None:
 
 
 def require_whole(folder: str | Path, in_part: bool = False) -> None:
-    """Refuse a model whose files are not what they were when it was saved; one without a record passes.
+    """Refuse a model whose files changed since it was saved; a model without checksums passes.
 
     Args:
         folder: the model's.
-        in_part: whether files may be missing, as where only some were fetched.
+        in_part: whether files may be missing, because only some were fetched.
 
     Raises:
-        XcompatError: naming the first one that has changed.
+        XcompatError: a file has changed; the error names the first.
     """
     folder = Path(folder)
     try:

@@ -1,4 +1,4 @@
-"""Faster matrix products on a CPU for as long as weights do not change."""
+"""Faster matrix products on a CPU while weights do not change."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 512
-"""Rows for which oneDNN lays the weights out; others are computed as exactly, a little slower."""
+"""Number of input rows that oneDNN optimises the weight layout for; other numbers are as exact, and a little slower."""
 
 
 @contextmanager
 def packed_linears(module: nn.Module) -> Iterator[None]:
-    """Compute every float32 ``nn.Linear`` on a CPU with weights laid out once for oneDNN.
+    """Compute every float32 ``nn.Linear`` on a CPU with weights packed once for oneDNN.
 
-    PyTorch hands float32 products to MKL, which lays the weights out anew in every call and is slow on processors of other
-    makers: 170-205 GFLOP/s on two cores of an AMD EPYC where oneDNN reaches 226. While the block lasts the weights are held
-    twice. Results differ from ``nn.Linear`` by rounding only. Elsewhere than on a CPU, and with a PyTorch without the operators,
-    which it may drop, nothing happens.
+    PyTorch uses MKL for float32 products, which packs the weights anew in every call and is slow on processors of other makers:
+    170-205 GFLOP/s on two cores of an AMD EPYC where oneDNN reaches 226. Inside the block the weights are held twice. Results
+    differ from ``nn.Linear`` by rounding only. On other devices, and with a PyTorch without these private operators, the block
+    changes nothing.
 
     Args:
-        module: frozen; a change of its weights inside the block would not be seen.
+        module: frozen; the block ignores changes of its weights.
 
     Example:
         >>> linear, inputs = nn.Linear(8, 4), torch.ones(2, 8)

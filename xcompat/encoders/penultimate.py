@@ -1,4 +1,4 @@
-"""Penultimate features: what the last linear layer of an image tower reads, before it makes an embedding of it."""
+"""Penultimate features: the input of the last linear layer of an image tower, whose output is the embedding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ IMAGES_ALONE = "penultimate features are of images alone, and there are texts to
 
 
 class Penultimate(nn.Module, EmbedsBatches):
-    """A frozen model, of which only the input of its last linear layer is wanted.
+    """A frozen model that returns the input of its last linear layer instead of embeddings.
 
     Args:
-        model: what embeds images, and offers that layer as ``image_head``.
-        name: what people call the model.
+        model: embeds images, and has that layer as ``image_head``.
+        name: the model's name, for errors.
 
     Raises:
-        XcompatError: its embedding does not come out of a linear layer.
+        XcompatError: its embedding is not the output of a linear layer.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ class Penultimate(nn.Module, EmbedsBatches):
 
     @property
     def head(self) -> nn.Linear:
-        """Return the layer that makes embeddings, before normalisation, of the features."""
+        """Return the layer that maps the features to embeddings before normalisation."""
         return self.model.image_head
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
@@ -64,5 +64,5 @@ class Penultimate(nn.Module, EmbedsBatches):
         return features_BP.float()
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Refuse texts, whose last layer is another one."""
+        """Refuse texts, which do not pass that layer."""
         raise XcompatError(IMAGES_ALONE)

@@ -1,4 +1,4 @@
-"""Texts that begin alike, embedded together: a causal text tower computes every distinct beginning once."""
+"""Shared prefixes: a causal text tower computes every distinct beginning of a batch's texts once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from xcompat.encoders.base import Encoder
 
 TREE = 128
-"""Most tokens in a tree: a larger one shares more, but each of its tokens is compared with all others."""
+"""Most tokens in a tree: a larger tree shares more, but the cost of attention grows with its square."""
 
-UNSEEN = torch.finfo(torch.float16).min  # every type of weights and of autocast holds it, and its exponential is 0
+UNSEEN = torch.finfo(torch.float16).min  # every type of weights and of autocast can hold it, and its exponential is 0
 
 
 @dataclass(frozen=True)
 class PrefixTrees:
-    """Texts as paths from the roots of T trees, whose N nodes are the distinct prefixes of their texts.
+    """Texts as paths in T trees; the N nodes of a tree are the distinct prefixes of its texts.
 
     Args:
         token_ids_TN: last token of each prefix; 0 where a tree has fewer nodes.
         depths_TN: position of that token in its texts.
-        sees_TNN: which nodes a node attends to, its ancestors and itself.
+        sees_TNN: whether a node attends to another: to its ancestors and itself.
         ends_B: node at which each text ends, counted over all trees.
     """
 
@@ -43,8 +43,8 @@ def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], 
 
     Args:
         token_ids_BL: padded texts.
-        lengths_B: tokens of each that count, at least 1.
-        limit: most nodes in a tree; a longer text is a tree alone.
+        lengths_B: number of tokens of each without padding, at least 1.
+        limit: most nodes in a tree; a longer text has a tree of its own.
 
     Returns:
         The trees, which hold texts in lexicographic order.
@@ -57,11 +57,11 @@ def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], 
     order_B, shared_B = _in_order(token_ids_BL, lengths_B)
     sorted_BL, sorted_lengths_B = token_ids_BL[order_B], lengths_B[order_B]
     tree_B = _cut(sorted_lengths_B, shared_B, limit)
-    shared_B = np.where(np.diff(tree_B, prepend=-1) > 0, 0, shared_B)  # no tree reads another
+    shared_B = np.where(np.diff(tree_B, prepend=-1) > 0, 0, shared_B)  # trees share nothing
     columns_L = np.arange(token_ids_BL.shape[1])
     new_BL = (columns_L >= shared_B[:, None]) & (columns_L < sorted_lengths_B[:, None])
     numbers_BL = np.where(new_BL, np.cumsum(new_BL).reshape(new_BL.shape) - 1, 0)
-    nodes_BL = np.maximum.accumulate(numbers_BL, axis=0)  # a shared token is the last new one above it
+    nodes_BL = np.maximum.accumulate(numbers_BL, axis=0)  # a shared token is the last new token above it in its column
     rows_V, depths_V = np.nonzero(new_BL)
     tree_V = tree_B[rows_V]
     sizes_T = np.bincount(tree_V)
@@ -79,20 +79,20 @@ def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], 
 
 
 def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
-    """Cut texts, sorted by length, into batches of at most so many tokens, padding counted.
+    """Cut texts, sorted by length, into batches with a limited number of tokens, including padding.
 
     Args:
-        lengths: tokens of each text.
-        tokens_per_batch: most tokens in a batch; a longer text makes a batch alone.
+        lengths: number of tokens of each text.
+        tokens_per_batch: most tokens in a batch; a longer text has a batch of its own.
 
     Yields:
-        Row numbers; together every row once.
+        Row numbers; every row occurs once.
 
     Example:
         >>> [rows.tolist() for rows in length_sorted_batches([3, 9, 3, 4], 8)]
         [[1], [3, 0], [2]]
     """
-    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: what does not fit in memory shows at once
+    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: a lack of memory shows at once
     start = 0
     while start < len(order):
         longest = max(lengths[order[start]], 1)
@@ -106,10 +106,10 @@ def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) ->
 
     Args:
         token_ids: tokens of each text.
-        tokens_per_batch: most nodes in a batch, padding of its trees counted; a longer text makes a batch alone.
+        tokens_per_batch: most nodes in a batch, including padding of its trees; a longer text has a batch of its own.
 
     Yields:
-        Row numbers; together every row once.
+        Row numbers; every row occurs once.
 
     Example:
         >>> [rows.tolist() for rows in prefix_batches([[1, 5, 9], [1, 2, 9], [1, 5, 9]], 4)]
@@ -128,14 +128,14 @@ def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) ->
 
 @contextmanager
 def shared_prefixes(encoder: Encoder) -> Iterator[None]:
-    """Embed texts, without gradients, by computing each distinct prefix of a batch once.
+    """Compute each distinct prefix of a batch of texts once inside the block, without gradients.
 
-    In a causal tower a token's state depends on nothing behind it: captions that begin with "a man" share the states of these
-    words, and what follows the end token is never computed. Results differ by rounding only. Nothing changes for an encoder
-    that does not say :attr:`Encoder.shares_prefixes`, with gradients, or where an attention mask is given.
+    In a causal tower a token's state does not depend on later tokens: captions that begin with "a man" share the states of these
+    words, and padding is never computed. Results differ by rounding only. The block changes nothing for an encoder without
+    :attr:`Encoder.shares_prefixes`, with gradients, or with an attention mask.
 
     Args:
-        encoder: whose ``text_features`` are to be computed so.
+        encoder: whose ``text_features`` compute this way.
 
     Example:
         >>> from xcompat.encoders.standins import stand_in
@@ -168,9 +168,9 @@ def _text_features(encoder: Encoder, input_ids: Tensor, attention_mask: Tensor |
 
 
 def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a CLIPTextModel, whose parts are untyped
-    """Return the tower's last states (B, W) where texts end.
+    """Return the tower's last states (B, W) at the ends of texts.
 
-    The tower's parts are called one by one: as a whole it refuses more tokens than a text may have, and computes all last states.
+    The tower's layers are called one by one: the whole tower refuses trees longer than a text, and computes all last states.
     """
     embeddings, device = tower.embeddings, tower.device
     token_ids_TN, depths_TN, ends_B = (
@@ -183,12 +183,12 @@ def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a C
     for layer in layers:
         states_TNW = layer(states_TNW, mask_T1NN)
     states_TNW = states_TNW + last.self_attn(last.layer_norm1(states_TNW), mask_T1NN)[0]
-    states_BW = states_TNW.flatten(0, 1)[ends_B]  # nothing reads the last layer's other states
+    states_BW = states_TNW.flatten(0, 1)[ends_B]  # the last layer's other states are not needed
     return tower.final_layer_norm(states_BW + last.mlp(last.layer_norm2(states_BW)))
 
 
 def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lexicographic order of texts, and how many tokens each shares with the one before it in that order."""
+    """Return the lexicographic order of texts, and the number of tokens that each shares with its predecessor in that order."""
     kept_BL = np.where(np.arange(token_ids_BL.shape[1]) < lengths_B[:, None], token_ids_BL, -1)
     order_B = np.lexsort(kept_BL.T[::-1])
     same_BL = kept_BL[order_B[1:]] == kept_BL[order_B[:-1]]
@@ -197,7 +197,7 @@ def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> 
 
 
 def _cut(lengths_B: NDArray[np.int64], shared_B: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Return each sorted text's tree, filling one after the other."""
+    """Return each sorted text's tree; trees are filled one after the other."""
     trees, tree, size = [], -1, limit
     for length, shared in zip(lengths_B.tolist(), shared_B.tolist(), strict=True):
         size += length - shared

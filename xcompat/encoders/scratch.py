@@ -1,4 +1,4 @@
-"""Encoders that start from nothing: small models trained in a recipe, and tiny stand-ins for dry runs and tests."""
+"""Encoders with random weights: small models to train in a recipe, and tiny stand-ins for dry runs and tests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class ScratchSource(BaseModel):
-    """An encoder to be trained from random weights; the tokenizer of an image-text one is learned from the training texts.
+    """An encoder to train from random weights; an image-text encoder learns its tokenizer from the training texts.
 
     Args:
-        model: a transformers configuration with its ``model_type``. Of an image-text model: ``text_config``,
-            ``vision_config``, ``projection_dim``; the tokens' count and special ids are filled in. Of an image model: what its
-            configuration class has, such as ``depths`` of a ``resnet``; a model of timm is a ``timm_wrapper`` with its
+        model: a transformers configuration with its ``model_type``. An image-text model has ``text_config``, ``vision_config``
+            and ``projection_dim``; vocabulary size and special ids are filled in. An image model has the options of its
+            configuration class, such as ``depths`` of a ``resnet``; a model of timm is a ``timm_wrapper`` with its
             ``architecture`` and ``model_args``.
-        vocab_size: most tokens the byte-level BPE tokenizer may have.
-        image_size: side of the square images of an image model, in pixels; None for what its configuration says, or 224.
+        vocab_size: most tokens of the byte-level BPE tokenizer.
+        image_size: side of an image model's square images, in pixels; None for its configuration's, or 224.
         stem: ``small`` for a ResNet on images of 32 or 64 pixels: a 3x3 convolution of stride 1 and no pooling.
-        mean: grey value in [0, 1] taken off the pixels.
-        std: what the pixels are divided by after that.
+        mean: grey value in [0, 1] that is subtracted from the pixels.
+        std: divisor of the pixels after that.
 
     Example:
         >>> source = ScratchSource(model={"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16]}, image_size=32)
@@ -66,28 +66,28 @@ class ScratchSource(BaseModel):
 
     @property
     def image_only(self) -> bool:
-        """Return whether the architecture has no text tower, and so needs no texts."""
+        """Return whether the architecture has no text tower."""
         return "text_config" not in CONFIG_MAPPING[self.model["model_type"]].sub_configs
 
 
 FROM_SCRATCH = "from scratch"
-"""The name of an encoder that was never loaded from anywhere."""
+"""The name of an encoder that was not loaded."""
 _EVERY_CONFIGURATION = {field.name for field in fields(PreTrainedConfig)}
 
 
 def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed: int = 0) -> tuple[Encoder, Processor]:
-    """Build an encoder with random weights and, for an image-text one, a tokenizer learned from texts.
+    """Build an encoder with random weights; an image-text encoder gets a tokenizer learned from texts.
 
     Args:
         source: the architecture.
-        texts: what the tokenizer learns from; not looked at for an image model.
+        texts: for the tokenizer; an image model ignores them.
         seed: of the weights.
 
     Returns:
         The encoder and its processor.
 
     Raises:
-        XcompatError: when the architecture cannot be built, or takes no such images.
+        XcompatError: the architecture cannot be built, or does not take such images.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
         "name": FROM_SCRATCH,
         "revision": None,
         "config": config.to_dict(),
-        # A pooler with a linear layer only stands between the class token and what reads it.
+        # a pooler with a linear layer would come between the class token and the embedding
         "pooler": pooler is None or not any(isinstance(module, torch.nn.Linear) for module in pooler.modules()),
     }
     if config.model_type == "timm_wrapper":
@@ -122,7 +122,7 @@ def _image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedMod
         edge = _edge(source, config)
         if hasattr(config, "image_size"):
             config.image_size = edge
-        if config.model_type == "timm_wrapper":  # which keeps the preprocessing here
+        if config.model_type == "timm_wrapper":  # timm keeps the preprocessing in the configuration
             resizing = {"input_size": [3, edge, edge], "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic"}
             config.pretrained_cfg = resizing | {"mean": [source.mean] * 3, "std": [source.std] * 3}
         model = build_image_model(config)
@@ -140,7 +140,7 @@ def _edge(source: ScratchSource, config: PreTrainedConfig) -> int:
 
 
 def _square_images(edge: int, source: ScratchSource) -> BaseImageProcessor:
-    """Return an image processor that resizes to a square, aspect ratio not kept, and normalises."""
+    """Return an image processor that resizes to a square, regardless of the aspect ratio, and normalises."""
     from transformers import CLIPImageProcessorPil
 
     size = {"height": edge, "width": edge}
@@ -168,15 +168,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: in
     instead (a legacy of old checkpoints): hence pad 0, eos 1, bos 2. Copy the three ids into the text config.
 
     Args:
-        texts: what to learn the merges from; their order does not matter.
-        vocab_size: tokens in all, with 256 bytes and 3 special tokens; the texts may give fewer.
-        max_length: tokens a text may have with bos and eos, the model's ``max_position_embeddings``.
+        texts: to learn the merges from, in any order.
+        vocab_size: most tokens, including 256 bytes and 3 special tokens.
+        max_length: most tokens of a text with bos and eos, the model's ``max_position_embeddings``.
 
     Returns:
         A tokenizer that lower-cases and can encode any text.
 
     Raises:
-        XcompatError: no text, or a vocabulary too small for the bytes.
+        XcompatError: there is no text, or the vocabulary is too small for the bytes.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Tiny encoders of every supported architecture with random weights: dry runs and tests need shapes, not knowledge."""
+"""Tiny encoders of every supported architecture with random weights, for dry runs and tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
 
 
 def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
-    wide = {"initializer_range": 0.5}  # .02 would shrink every difference, layer after layer, below what float32 keeps
+    wide = {"initializer_range": 0.5}  # with .02 every layer would shrink differences, until float32 cannot hold them
     return {
         "resnet": {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
         "mobilenet_v1": {"depth_multiplier": dim / 1024, "min_depth": dim, **wide},
@@ -65,7 +65,7 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
         The encoder in evaluation mode and its processor.
 
     Raises:
-        XcompatError: for an architecture without a stand-in.
+        XcompatError: the architecture has no stand-in.
 
     Example:
         >>> encoder, processor = stand_in("clip", dim=8)
@@ -108,7 +108,7 @@ def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
 
 
 def save_stand_in(folder: str | Path, model_type: str = "clip", dim: int = 16, seed: int = 0) -> str:
-    """Write a stand-in as its library would, so that it is loaded like any model.
+    """Write a stand-in in its library's format, so that it loads like any model.
 
     Args:
         folder: made if missing.
