@@ -1,4 +1,4 @@
-"""Embed a data set once: sharded, memory-mapped, resumed shard by shard after a kill, written by all ranks."""
+"""Embed a data set once, into memory-mapped shards that all ranks write, and that a killed run resumes one by one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cor
 if TYPE_CHECKING:
     import datasets
 
-TOKENS_PER_BATCH = 512  # activations of short captions stay in the caches of a CPU; a GPU is fed by MANY_TOKENS
-MANY_TOKENS = 65536
+TOKENS_PER_BATCH = 512  # on a CPU, whose caches hold the activations of so many
+MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
 __all__ = ["EmbeddingCache", "decoding", "embed_images", "embed_rows", "embed_texts", "images_per_batch"]
@@ -60,15 +60,15 @@ def embed_texts(
     shard_rows: int = 65536,
     tokens_per_batch: int | None = None,
 ) -> EmbeddingCache:
-    """Embed texts once, sorted inside each shard so that beginnings are shared, or else so that little is padded.
+    """Embed texts once, sorted inside each shard so that batches share prefixes, or have little padding.
 
     Args:
         embedder: the frozen model.
         texts: any sequence that yields lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
-        path: folder of the cache; a finished one is opened, an unfinished one continued, and what is damaged made anew.
+        path: folder of the cache; a finished cache is opened, an unfinished one continued, and damaged shards are embedded again.
         data_digest: identifies the texts and their order.
         shard_rows: texts per shard, the unit of resuming.
-        tokens_per_batch: size of a batch in tokens, padding counted; beginnings that are shared count once.
+        tokens_per_batch: size of a batch in tokens, including padding; shared prefixes count once.
 
     Returns:
         The cache.
@@ -85,7 +85,7 @@ def embed_texts(
         return [(rows, _pinned(embedder.processor.pad([token_ids[row] for row in rows]), embedder.device)) for rows in batches]
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
-        # a GPU embeds one shard while the next is tokenised; on a CPU that would take the model's cores
+        # a GPU embeds one shard while the next is tokenised; on a CPU, tokenising would take the model's cores
         prepared = map(prepare, shards) if on_cpu else map_in_threads(prepare, shards, threads=1)
         with _as_fast_as_it_goes(embedder):
             for batches in waiting.of(prepared):
@@ -111,14 +111,14 @@ def embed_images(
     shard_rows: int = 4096,
     max_bad_share: float = 0.01,
 ) -> EmbeddingCache:
-    """Embed images once; one that cannot be read becomes a row of NaN and is named.
+    """Embed images once; an unreadable image becomes a row of NaN, and a message names it.
 
     Args:
         embedder: the frozen model.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
-        path: folder of the cache; a finished one is opened, an unfinished one continued, and what is damaged made anew.
+        path: folder of the cache; a finished cache is opened, an unfinished one continued, and damaged shards are embedded again.
         data_digest: identifies the images and their order.
-        shard_rows: images per shard, the unit of resuming; best a multiple of 64, as every batch is a part of one shard.
+        shard_rows: images per shard, the unit of resuming; best a multiple of 64, because no batch spans two shards.
         max_bad_share: stop when more than this share of the images cannot be read.
 
     Returns:
@@ -136,7 +136,7 @@ def embed_images(
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         rows = [row for shard in shards for row in range(shard.start, shard.stop)]
-        # no batch belongs to two shards, and decoding does not stop between them
+        # batches divide a shard evenly, so that one stream of decoding serves all shards
         most = images_per_batch(model.processor, model.device)
         size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
         batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting)
@@ -155,18 +155,18 @@ def embed_rows(
     bad: BadSamples | None = None,
     waiting: Waiting | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-    """Embed images, decoding the next ones while a GPU computes; on a CPU, whose cores the model takes, between its batches.
+    """Embed images; a GPU computes while the next ones are decoded, a CPU decodes between batches.
 
     Args:
         embedder: the frozen model.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
-        rows: which, in this order.
+        rows: the rows to embed, in this order.
         batch_size: images embedded at a time.
-        bad: counts those that cannot be read, which are left out.
-        waiting: counts the seconds in which the model had nothing to do.
+        bad: counts unreadable images, which are left out.
+        waiting: counts the seconds in which the model waits for images.
 
     Yields:
-        Row numbers, and their embeddings (B, d) on the model's device, which a GPU may still be computing.
+        Row numbers, and their embeddings (B, d) on the model's device; a GPU may not have finished them.
     """
 
     def prepare(images: list[Image]) -> dict[str, Tensor]:
@@ -180,30 +180,30 @@ def embed_rows(
 
 
 def images_per_batch(processor: Processor, device: torch.device) -> int:
-    """Return how many images a model embeds fastest at a time: on a CPU, few of many pixels.
+    """Return the fastest batch size for a model's images; on a CPU, larger images come in smaller batches.
 
     Args:
-        processor: knows the size that the model reads.
-        device: what it computes on.
+        processor: knows the image size of the model.
+        device: of the model.
     """
     height, width = processor.image_size
     return min(max(PIXELS_PER_BATCH // (height * width), 1), IMAGES_PER_BATCH) if device.type == "cpu" else IMAGES_PER_BATCH
 
 
 def decoding(device: torch.device) -> dict[str, Any]:
-    """Return how :func:`~xcompat.data.iterate_images` decodes for a model on a device: by how many threads, and whether ahead."""
+    """Return the arguments of :func:`~xcompat.data.iterate_images` for a device: threads, and whether they decode ahead."""
     if device.type == "cpu":
         return {"threads": cores(device), "ahead": False}
     return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
 
 
 def _pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Put a batch for a GPU into memory that it copies from by itself; out of any other it copies while who asks waits."""
+    """Move a batch for a GPU to pinned memory, from which copies run asynchronously."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches]:
-    """Deal batches of ascending rows, none of two shards, to their shards, which number their rows from 0."""
+    """Distribute batches of ascending rows to shards, whose rows are numbered from 0; no batch spans two shards."""
     ahead = next(batches, None)
 
     def of(shard: slice) -> Batches:
@@ -230,11 +230,11 @@ def _embed(
         raise XcompatError(f"there are no {kind} to embed; check the data section")
     _check_plan(path, info)
     if is_main_process():
-        clear_leftovers(path)  # of a kill; those of processes that live are theirs
+        clear_leftovers(path)  # of killed processes; files of live ones stay
     mine = _to_embed(path, info)
     if mine:
         _embed_shards(path, info, mine, embed_shards)
-    bad.share()  # waits until all have written
+    bad.share()  # waits until all ranks have written
     if is_main_process() and not _is_finished(path, info):
         write_json(path / "cache.json", asdict(info))
     barrier()
@@ -242,8 +242,8 @@ def _embed(
 
 
 def _to_embed(path: Path, info: CacheInfo) -> list[int]:
-    """List this process's shards that are missing or damaged; what is damaged on any process is said."""
-    begun = not (path / "cache.json").exists()  # then shards may be missing
+    """List this process's missing or damaged shards; a notice names those that are damaged on any process."""
+    begun = not (path / "cache.json").exists()  # in an unfinished cache missing shards are no damage
     missing, damaged = [], []
     for shard in range(rank(), info.shards, world_size()):
         try:
@@ -274,17 +274,17 @@ def _embed_shards(
             places, parts = [], []
             for places_B, embeds_BD in batches:
                 places.append(places_B)
-                parts.append(embeds_BD)  # stays on its device: a GPU waits for no copy before the shard's end
+                parts.append(embeds_BD)  # stays on its device: a GPU copies once per shard
                 rate_of(bar, task, len(places_B), info.kind, waiting)
             if writing is not None:
-                writing.result()  # the model goes on while one shard is written, and only one
+                writing.result()  # at most one shard is being written while the model goes on
             writing = writer.submit(_write_shard, path, shard, info, part.stop - part.start, places, parts)
         if writing is not None:
             writing.result()
 
 
 def _is_finished(path: Path, info: CacheInfo) -> bool:
-    """Return whether ``cache.json`` is there, and says what the cache holds."""
+    """Return whether ``cache.json`` exists and describes this cache."""
     try:
         return replace(read_info(path), name=info.name) == info
     except XcompatError:
@@ -294,7 +294,7 @@ def _is_finished(path: Path, info: CacheInfo) -> bool:
 def _write_shard(
     path: Path, shard: int, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]
 ) -> None:
-    """Write one shard; rows without a place are NaN."""
+    """Write one shard; rows without an embedding are NaN."""
     embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
     if parts:
         embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
@@ -307,18 +307,18 @@ def _write_shard(
 
 
 def _as_fast_as_it_goes(embedder: Embedder) -> AbstractContextManager[None]:
-    """Lay weights out for a CPU, where a model computes in their precision."""
+    """Pack the weights of a float32 model on a CPU (:func:`packed_linears`); autocast computes in another precision."""
     return nullcontext() if embedder.autocast is not None else packed_linears(embedder.model)
 
 
 def _sharing(embedder: Embedder) -> Encoder | None:
-    """Return the encoder that computes what texts share once; None without one, and on a GPU, which would wait for the trees."""
+    """Return the encoder that shares prefixes of texts; None if it cannot, and on a GPU, which would wait for the trees."""
     encoder = embedder.model.text_encoder
     return encoder if encoder is not None and encoder.shares_prefixes and embedder.device.type == "cpu" else None
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:
-    """Refuse to continue a folder that was begun with another model or other data."""
+    """Refuse to continue a cache of another model or other data."""
     written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
     if written:
         begun: Any = read_json(written[0])

@@ -1,4 +1,4 @@
-"""Small modules that methods put on top of an encoder, and what brings two of their embeddings together."""
+"""Small modules that methods put on top of an encoder, and the interpolation of two queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from xcompat.errors import XcompatError
 
 OPPOSITE = 1e-6
-"""Distance from opposite, in radians, under which it is float32's rounding that says which way an arc takes."""
+"""Angle from opposite, in radians, below which float32 rounding would choose the direction of an arc."""
 
 
 class Projection(nn.Sequential):
@@ -56,11 +56,11 @@ class Projection(nn.Sequential):
 
 
 def first_dims(dim: int, kept: int) -> nn.Linear:
-    """Return the layer that gives the first dimensions of its input as they are.
+    """Return the linear layer that keeps the first dimensions of its input.
 
     Args:
         dim: D, dimension of the input.
-        kept: d, how many are kept; D for all.
+        kept: d, the number of kept dimensions.
 
     Example:
         >>> first_dims(3, 2)(torch.tensor([1.0, 2.0, 3.0])).tolist()
@@ -74,10 +74,10 @@ def first_dims(dim: int, kept: int) -> nn.Linear:
 class ForwardTransform(nn.Module):
     """h, the map from an old embedding and its side-information into the new space (fct.txt §3.2, Appendix D.1).
 
-    Each input goes through Linear-BN-ReLU twice, 256 wide; both together through Linear-BN-ReLU twice, 2048 wide, and a Linear.
-    Without side-information there is one branch, where the paper feeds zeros to a second, which then is a constant. The output
-    is normalised in training and inference, as in Appendix D.7: caches hold unit vectors and galleries are searched by cosine.
-    d = S = D = 128 give 5.72 M parameters.
+    Each input passes Linear-BN-ReLU twice, 256 wide; their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
+    Without side-information there is one branch; the paper feeds zeros to a second, whose output is then constant. The output is
+    normalised in training and inference, as in Appendix D.7, because caches hold unit vectors and galleries are searched by
+    cosine. d = S = D = 128 give 5.72 M parameters.
 
     Args:
         old_dim: d, dimension of the old embeddings.
@@ -100,7 +100,7 @@ class ForwardTransform(nn.Module):
 
         Args:
             old_Bd: old embeddings, L2-normalised.
-            side_BS: side-information of the same items; its length does not matter, so bits may stand for floats.
+            side_BS: side-information of the same items, of any length; bits are fine.
 
         Returns:
             (B, D) float32, L2-normalised.
@@ -121,12 +121,12 @@ def _normed_layers(width: int, hidden: int) -> nn.Sequential:
 class ResidualBottleneck(nn.Module):
     """x ↦ x + Σ_k b_k(x), each path Linear(D, 16)-BN-PReLU-Linear(16, 16)-BN-PReLU-Linear(16, D)-BN-PReLU (Wang et al. 2020).
 
-    The last normalisation of each path starts at 0, and the block so at the identity.
+    The scale of each path's last normalisation starts at 0, so the block starts as the identity.
 
     Args:
         dim: D.
         width: of the bottleneck.
-        paths: how many there are.
+        paths: number of parallel paths.
     """
 
     def __init__(self, dim: int, width: int = 16, paths: int = 4) -> None:
@@ -142,17 +142,17 @@ class ResidualBottleneck(nn.Module):
         self.paths = nn.ModuleList(path() for _ in range(paths))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Add what every path makes of each row."""
+        """Add the outputs of all paths to each row."""
         return x_BD + sum(path(x_BD) for path in self.paths)
 
 
 class OrthogonalTransform(nn.Module):
-    """x ↦ Q·x with a learnable orthogonal Q: lengths and angles stay (bt2.txt Lemmas 2 and 3; T_⊥ of oca.txt §3.2).
+    """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (bt2.txt Lemmas 2 and 3; T_⊥ of oca.txt §3.2).
 
-    Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays
-    orthogonal through any optimiser step; its determinant stays 1. There is no bias, which would move the origin from
-    which angles are seen. It starts at the identity, where the papers draw A at random: a new model begins with its space
-    unturned. ``weight`` is Q, computed at every call; what is saved is ``parametrizations.weight.original``.
+    Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays orthogonal
+    through any optimiser step, with determinant 1. There is no bias, which would change angles. Q starts at the identity, so a
+    new space starts unrotated; the papers initialise A at random. ``weight`` is Q, computed at every call; checkpoints hold
+    ``parametrizations.weight.original``.
 
     Args:
         dim: D.
@@ -170,7 +170,7 @@ class OrthogonalTransform(nn.Module):
         parametrizations.orthogonal(self, "weight", orthogonal_map="matrix_exp", use_trivialization=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Stay in float32 when a model is brought to half precision, in which there is no matrix exponential."""
+        """Stay in float32 when a model is converted to half precision, which has no matrix exponential."""
 
         def unrounded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -179,7 +179,7 @@ class OrthogonalTransform(nn.Module):
         return super()._apply(unrounded, recurse)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Turn every row.
+        """Transform every row.
 
         Args:
             x_BD: of any length.
@@ -187,29 +187,28 @@ class OrthogonalTransform(nn.Module):
         Returns:
             (B, D) of the same lengths, in at least float32.
         """
-        with torch.autocast(x_BD.device.type, enabled=False):  # bf16 products would bend angles
+        with torch.autocast(x_BD.device.type, enabled=False):  # bf16 rounding would change angles
             weight_DD = self.weight
             return F.linear(x_BD.to(torch.promote_types(x_BD.dtype, weight_DD.dtype)), weight_DD)
 
 
 def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
-    """Mix new and old queries along the shortest arc between their directions, for a search of the old gallery by both models.
+    """Mix new and old queries along the shortest arc between their directions, to search the old gallery with both models.
 
     slerp(n, o; t) = (sin((1 - t)·Ω)·n + sin(t·Ω)·o) / sin Ω with cos Ω = n·o (Shoemake 1985, Animating Rotation with Quaternion
-    Curves). It is computed as (1 - t)·sinc((1 - t)·Ω) / sinc(Ω), and likewise for o, of an angle from both n - o and n + o, so
-    that directions that are close or equal, and their gradients, are no special case. Either row may be NaN; so is the mix then.
+    Curves). The weight of n is computed as (1 - t)·sinc((1 - t)·Ω) / sinc(Ω), that of o likewise, with Ω from both n - o and
+    n + o, so that close or equal directions, and their gradients, are no special case. A NaN in either row makes the mix NaN.
 
     Args:
-        new_Bd: queries of the new model in the old space, as its ``view`` makes them, of any length but 0.
-        old_Bd: the old model's queries for the same things, of any length but 0.
-        share: t, the weight of the old query from 0, the new query alone, to 1, the old query alone.
+        new_Bd: queries of the new model in the old space, from its ``view``, of any length but 0.
+        old_Bd: the old model's queries for the same items, of any length but 0.
+        share: t, the weight of the old query, from 0 (the new query alone) to 1 (the old query alone).
 
     Returns:
         (B, d) float32, L2-normalised.
 
     Raises:
-        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite: arcs of every direction, all
-            equally short, lead from one to the other.
+        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite, where no arc is the shortest.
 
     Example:
         >>> mixed = slerp(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]]), share=1 / 3)  # a third of the way, 30°
