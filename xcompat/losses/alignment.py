@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.errors import XcompatError
-from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_blocks, mean_of_known, rows_of_labels
+from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_blocks, loss_dtype, mean_of_known, rows_of_labels
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor) -> Tensor:
         5.0
     """
     _require_one_shape(new_BD, old_BD)
-    return torch.linalg.vector_norm((new_BD - old_BD).to(_exact(new_BD, old_BD)), dim=-1).mean()
+    return torch.linalg.vector_norm((new_BD - old_BD).to(loss_dtype(new_BD, old_BD)), dim=-1).mean()
 
 
 def ace_loss(
@@ -132,12 +132,8 @@ def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: flo
 
 
 def _one_minus_cosine(a_BD: Tensor, b_BD: Tensor) -> Tensor:
-    dtype = _exact(a_BD, b_BD)
+    dtype = loss_dtype(a_BD, b_BD)
     return 1 - F.cosine_similarity(a_BD.to(dtype), b_BD.to(dtype), dim=-1)
-
-
-def _exact(a_BD: Tensor, b_BD: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(a_BD.dtype, b_BD.dtype), torch.float32)
 
 
 def _require_one_shape(new_BD: Tensor, old_BD: Tensor) -> None:

@@ -139,7 +139,7 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
             "the batch has fewer than two samples of every class, or samples of one class only, and makes no triplet; "
             "draw several samples of each of several classes into every batch"
         )
-    embeds_BD = F.normalize(features_BD.to(torch.promote_types(features_BD.dtype, torch.float32)), dim=-1)
+    embeds_BD = F.normalize(features_BD.to(loss_dtype(features_BD)), dim=-1)
     # a matrix product would lose small distances in rounding
     distance_BB = torch.cdist(embeds_BD, embeds_BD, compute_mode="donot_use_mm_for_euclid_dist")
     farthest_B = distance_BB.masked_fill(~positive_BB, -torch.inf).amax(dim=1)
@@ -203,6 +203,11 @@ class ClassificationHead(nn.Module):
         return ", ".join([self.kind, *given])
 
 
+def loss_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the precision in which a loss of these tensors is computed: the widest of theirs, at least float32."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
 def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list[Tensor]:
     """Apply a function to blocks of rows; with several blocks, the backward pass computes each again to save memory.
 
@@ -258,7 +263,7 @@ def _losses(
             f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; of "
             "expanded features give the old dimensions only"
         )
-    dtype = functools.reduce(torch.promote_types, (embeds_BD.dtype, weight_CD.dtype, torch.float32))
+    dtype = loss_dtype(embeds_BD, weight_CD)
     embeds_BD, weight_CD = embeds_BD.to(dtype), weight_CD.to(dtype)
     if scale is not None:
         embeds_BD, weight_CD = F.normalize(embeds_BD, dim=-1), F.normalize(weight_CD, dim=-1)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from xcompat.distributed import gather_with_grad, is_distributed, mean_over_ranks, rank
 from xcompat.errors import XcompatError
-from xcompat.losses.classification import mean_of_known
+from xcompat.losses.classification import loss_dtype, mean_of_known
 
 
 def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> Tensor:
@@ -133,7 +133,7 @@ def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: flo
             f"new and old embeddings must have one shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; of expanded "
             "features give the old dimensions only"
         )
-    dtype = torch.promote_types(torch.promote_types(new_BD.dtype, old_BD.dtype), torch.float32)
+    dtype = loss_dtype(new_BD, old_BD)
     new_BD, old_BD = F.normalize(new_BD.to(dtype), dim=-1), F.normalize(old_BD.to(dtype), dim=-1)
     all_new_GD, all_old_GD, all_labels_G = gather_with_grad(new_BD), gather_with_grad(old_BD), gather_with_grad(labels_B)
     same_BG = labels_B[:, None] == all_labels_G

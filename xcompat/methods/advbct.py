@@ -83,7 +83,6 @@ class AdvBctModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the sum of CE, the boundary loss and the adversarial loss."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):

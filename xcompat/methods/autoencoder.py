@@ -40,7 +40,6 @@ class AutoencoderModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error of the reconstruction."""
         return F.mse_loss(self.decoder(output["features"]), F.adaptive_avg_pool2d(batch["pixel_values"], SIDE))
 
 

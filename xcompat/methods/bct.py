@@ -26,7 +26,6 @@ class BctModel(PrototypedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of both classifiers' CE."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = self.old_classification_loss(features_BD, labels_B)
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

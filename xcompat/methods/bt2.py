@@ -131,7 +131,6 @@ class Bt2Model(PrototypedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of the four terms."""
         config, labels_B, features, own = self.config, batch["labels"], output["features"], output["new_part"]
         loss = self.classification_loss(own if config.classified == "new_part" else features, labels_B)
         loss = loss + config.independent_weight * angular_alignment_loss(own, batch["new_embeds"])

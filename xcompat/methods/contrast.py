@@ -36,7 +36,6 @@ class ContrastModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of CE and RACT."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         near_Bd = self.old_features(features_BD)
         compatible = ract_loss(near_Bd, batch["old_embeds"], labels_B, config.temperature, config.topk_negatives)

@@ -28,7 +28,6 @@ class DirectModel(ProjectedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the sum of L_c between new images and old texts and between new texts and old images."""
         scale = self.config.logit_scale
         of_images = clip_contrastive_loss(output["image_embeds"], batch["old_text_embeds"], scale)
         return of_images + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale)

@@ -133,7 +133,6 @@ class FctModel(CompatModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of h, plus that of g if the map has g."""
         loss = self._loss(output["image_embeds"], batch["new_embeds"])
         if self.side_transform is not None:
             mapped = self.side_transform(batch["old_embeds"], batch["side_info"])

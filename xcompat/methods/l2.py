@@ -35,7 +35,6 @@ class L2Model(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of CE and the distance to old embeddings."""
         features_BD, labels_B = output["features"], batch["labels"]
         compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), batch["old_embeds"])
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

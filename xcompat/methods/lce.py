@@ -88,7 +88,6 @@ class LceModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of both losses."""
         if self.target_centres_CT is None:
             raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, labels_B = output["image_embeds"], batch["labels"]

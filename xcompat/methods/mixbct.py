@@ -67,7 +67,6 @@ class MixBctModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss of the mixture."""
         labels_B, credible_B = batch["labels"], batch["credible"]
         # draws credible samples at random by the highest numbers; -1 loses to all
         draw_B = torch.rand(len(labels_B), device=labels_B.device).masked_fill(~credible_B, -1)

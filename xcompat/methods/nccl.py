@@ -84,7 +84,6 @@ class NcclModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of CE and both neighbourhood losses."""
         if self.bank_Qd is None or self.bank_labels_Q is None:
             raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
         config, features_BD, labels_B, old_Bd = self.config, output["features"], batch["labels"], batch["old_embeds"]

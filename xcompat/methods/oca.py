@@ -46,7 +46,6 @@ class OcaModel(PrototypedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return CE of the transformed features plus the compatible terms."""
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         old_features_Bd = self.old_features(features_BD)
         compatible = ace_loss(

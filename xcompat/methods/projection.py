@@ -82,5 +82,4 @@ class ProjectionModel(CompatModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c."""
         return clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], self.config.logit_scale)

@@ -91,14 +91,9 @@ class QueryMapModel(CompatModel):
                     "input penultimate needs the new model, whose last layer it takes; use from_encoder or a recipe"
                 )
             self.head = nn.Linear(new_dim, config.encoder["dim"])
-        self.linear: nn.Linear | None = None
-        self.network: Projection | None = None
-        if config.shape != "projection":
-            self.linear = nn.Linear(new_dim, old_dim)
-        if config.shape != "linear":
-            self.network = Projection(new_dim, old_dim)
-        if config.shape == "residual":
-            assert self.network is not None
+        self.linear = nn.Linear(new_dim, old_dim) if config.shape != "projection" else None
+        self.network = Projection(new_dim, old_dim) if config.shape != "linear" else None
+        if self.linear is not None and self.network is not None:
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
         self.bank_Nd = None  # rows are fetched batch by batch: the bank need not fit into memory

@@ -89,7 +89,6 @@ class RbtModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of the three losses."""
         if self.prototypes_CT is None:
             raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, target_BT, labels_B = output["image_embeds"], self.target(batch), batch["labels"]

@@ -67,5 +67,4 @@ class ResidualMlpModel(LearnedMapModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return mean(1 − cos) between mapped and target embeddings."""
         return angular_alignment_loss(output["image_embeds"], self.target(batch))

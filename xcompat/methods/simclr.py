@@ -58,6 +58,5 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return NT-Xent of both views."""
         second_BD = F.normalize(self.features(batch["second_pixel_values"]).float(), dim=-1)
         return nt_xent_loss(output["image_embeds"], second_BD, self.config.temperature)

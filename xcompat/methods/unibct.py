@@ -99,7 +99,6 @@ class UniBctModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the weighted sum of CE to the classifier and CE to the refined prototypes."""
         if self._old is None:
             raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
         features_BD, labels_B = output["features"], batch["labels"]

@@ -35,5 +35,4 @@ class XbtModel(ProjectedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return L_c between synthetic old embeddings of images and of their texts."""
         return clip_contrastive_loss(output["image_embeds"], output["text_embeds"], self.config.logit_scale)

@@ -19,7 +19,7 @@ from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import ROWS, Rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moments:
     """First and second moments of paired embeddings, summed in float64 over batches, so that any number of rows fits in memory.
 
@@ -50,21 +50,14 @@ class Moments:
         Raises:
             XcompatError: there are no pairs.
         """
-        moments: Moments | None = None
+        count, sums = 0, list[Tensor]()
         for new_BD, old_Bd in batches:
             new, old = new_BD.double(), old_Bd.double()
-            if moments is None:
-                dims = new.shape[1], old.shape[1]
-                zeros = [torch.zeros(s, dtype=torch.float64) for s in ((dims[0],), (dims[1],), (dims[0], dims[0]), dims)]
-                moments = cls(0, *zeros)
-            moments.count += len(new)
-            moments.new_D += new.sum(0)
-            moments.old_d += old.sum(0)
-            moments.new_new_DD += new.T @ new
-            moments.new_old_Dd += new.T @ old
-        if moments is None or moments.count == 0:
+            parts = [new.sum(0), old.sum(0), new.T @ new, new.T @ old]
+            count, sums = count + len(new), list(map(torch.add, sums, parts)) if sums else parts
+        if not count:
             raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
-        return moments
+        return cls(count, *sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the mean new embedding (D,) and the mean old embedding (d,)."""
