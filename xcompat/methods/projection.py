@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
-from xcompat.fingerprint import Fingerprint
-from xcompat.heads import Projection
 from xcompat.losses import clip_contrastive_loss
-from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
+from xcompat.models.projected import PhiModel
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -30,7 +25,7 @@ class ProjectionConfig(CompatConfig):
     noise_std: float = 0.05
 
 
-class ProjectionModel(CompatModel):
+class ProjectionModel(PhiModel):
     """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (xbt.txt Eqn. 3).
 
     No encoder is in memory. The paper pretrains on texts alone; training on images is its ablation (h).
@@ -54,22 +49,6 @@ class ProjectionModel(CompatModel):
     loss_of_embeddings = True
     embeds_in_memory = True
     citation = "Towards cross-modal backward-compatible representation learning for vision-language models (XBT), Eqn. 3"
-
-    def __init__(self, config: ProjectionConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        assert config.old is not None
-        self.projection = Projection(config.embedding_dim, config.old["dim"])
-        self.post_init()
-
-    @override
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ."""
-        return self.projection(embeds)
-
-    @property
-    @override
-    def own_view_layers(self) -> Iterable[nn.Module] | None:
-        return self.projection
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:

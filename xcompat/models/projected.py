@@ -1,4 +1,4 @@
-"""An encoder with φ on top: the shape that XBT and its direct baselines share."""
+"""Models with φ: alone, or on top of an encoder as in XBT and its direct baselines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,26 @@ from xcompat.outputs import Batch, CompatOutput
 TrainedPart = Literal["none", "layer_norm", "all"]
 
 
+class PhiModel(CompatModel):
+    """A model whose view of the old space is φ of its embeddings."""
+
+    def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        assert config.old is not None
+        self.projection = Projection(config.embedding_dim, config.old["dim"])
+        self.post_init()
+
+    @override
+    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Map new embeddings into the old space: φ."""
+        return self.projection(embeds)
+
+    @property
+    @override
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        return self.projection
+
+
 class ProjectedConfig(CompatConfig):
     """Configuration of an encoder with φ.
 
@@ -30,7 +50,7 @@ class ProjectedConfig(CompatConfig):
     train_projection: TrainedPart = "all"
 
 
-class ProjectedModel(CompatModel):
+class ProjectedModel(PhiModel):
     """An encoder, its adapters and φ; a subclass writes the :meth:`loss`.
 
     Args:
@@ -42,12 +62,6 @@ class ProjectedModel(CompatModel):
     encoder: Encoder
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
     loss_of_embeddings = True
-
-    def __init__(self, config: ProjectedConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        assert config.old is not None
-        self.projection = Projection(config.embedding_dim, config.old["dim"])
-        self.post_init()
 
     def set_trainable(self) -> None:
         """Freeze everything except adapters, prompts and the parts that the configuration names."""
@@ -63,16 +77,6 @@ class ProjectedModel(CompatModel):
     def start_from(self, projection: nn.Module) -> None:
         """Copy the weights of a pretrained φ."""
         self.projection.load_state_dict(projection.get_submodule("projection").state_dict())
-
-    @override
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Map new embeddings into the old space: φ."""
-        return self.projection(embeds)
-
-    @property
-    @override
-    def own_view_layers(self) -> Iterable[nn.Module] | None:
-        return self.projection
 
     def self_view(self, embeds: Tensor) -> Tensor:
         """Return φ of own embeddings: the loss trains that space, and the paper's new/new compares in it."""
