@@ -132,11 +132,12 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
     from peft.tuners.lora import LoraLayer
     from safetensors.torch import save_file
 
-    weights: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    for name, layer in layers.items():
-        weights[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A["default"].weight.detach().cpu().contiguous()
-        weights[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B["default"].weight.detach().cpu().contiguous()
+    weights = {
+        f"base_model.model.{name}.{side}.weight": layer.get_parameter(f"{side}.default.weight").detach().cpu().contiguous()
+        for name, layer in layers.items()
+        for side in ("lora_A", "lora_B")
+    }
     config = LoraConfig(
         base_model_name_or_path=base,
         revision=revision,
@@ -149,7 +150,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
     )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
 
 
 @contextmanager
