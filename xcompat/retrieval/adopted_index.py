@@ -1,4 +1,4 @@
-"""An adopted faiss index when it is opened: one that is no longer what was adopted is refused, never searched."""
+"""Open an adopted faiss index; one that has changed since it was adopted is refused, never searched."""
 
 from __future__ import annotations
 
@@ -26,22 +26,15 @@ from xcompat.retrieval.manifest import (
 )
 
 SAMPLED, BLOCK_BYTES = 64, 4096
-"""How many blocks of a file are looked at whenever it is opened, head and tail among them."""
-_HEAD = struct.Struct("<4siq")  # every index begins so: its kind, the dimension, the number of vectors
+"""Number and size of the blocks that are compared whenever a file is opened, its head and tail among them."""
+_HEAD = struct.Struct("<4siq")  # the head of every faiss index: its kind, dimension and number of vectors
 
 Stamp = tuple[int, int]
-"""Size and time of the last write (ns)."""
+"""Size in bytes and time of the last write in ns."""
 
 
 class AdoptedIndex(FaissIndex):
-    """An index outside the gallery, of which a segment may know the first rows alone; it is watched while it is open.
-
-    Args:
-        index: as faiss read it.
-        metric: of the gallery.
-        record: the segment.
-        stamp: of the file when it was read.
-    """
+    """An index outside the gallery; a segment may use only its first rows, and each access checks that it is unchanged."""
 
     def __init__(self, index: Any, metric: Metric, record: SegmentRecord, stamp: Stamp) -> None:  # noqa: ANN401 - faiss has no types
         super().__init__(index, metric)
@@ -50,14 +43,14 @@ class AdoptedIndex(FaissIndex):
 
     @property
     def rows(self) -> int:
-        """Number of vectors that the segment knows."""
+        """Number of vectors that the segment uses."""
         return self._known
 
     @override
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Rows that were added behind the known ones are not found."""
+        """Search only the rows that the segment uses; vectors added later are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
             kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
@@ -71,7 +64,7 @@ class AdoptedIndex(FaissIndex):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Refuse what a file says that is written anew meanwhile: it is mapped, and its new bytes show at once."""
+        """Refuse results if the file changes meanwhile: it is memory-mapped, so new bytes are visible at once."""
         self._require_same()
         yield
         self._require_same()
@@ -82,18 +75,10 @@ class AdoptedIndex(FaissIndex):
 
 
 def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> AdoptedIndex:
-    """Open the adopted index of a segment, if it is what it was.
-
-    Args:
-        record: the segment.
-        metric: of the gallery.
-        gallery: its folder, for messages.
-
-    Returns:
-        The index.
+    """Open the adopted index of a segment, if it has not changed.
 
     Raises:
-        XcompatError: it is missing, or vectors were added, removed or altered: which, and how to mend it.
+        XcompatError: the index is missing, or vectors were added, removed or altered; says which, and how to mend it.
     """
     assert record.adopted is not None
     path = Path(record.adopted)
@@ -107,16 +92,10 @@ def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> Adopte
 
 
 def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:
-    """Describe an index file, so that it is known again.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Size and checksum, and what is compared whenever it is opened.
+    """Return size and checksum of an index file, and the facts that are compared whenever it is opened.
 
     Raises:
-        XcompatError: it is no index, or is written to while it is read.
+        XcompatError: the file does not exist, or is written to while it is read.
     """
     stamp = stamp_of(path)
     seen = AdoptedRecord(mtime_ns=stamp[1], sample=sampled_checksum(path), rows=_rows_in(path) or 0)
@@ -127,7 +106,7 @@ def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return size and time of the last write of an adopted index; refuse one that is not there."""
+    """Return size and time of the last write of an adopted index; refuse one that does not exist."""
     try:
         stat = path.stat()
     except OSError:
@@ -136,7 +115,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def sampled_checksum(path: Path) -> str:
-    """Return XXH3-128 of blocks at equal distances, the first and the last bytes among them."""
+    """Return XXH3-128 of evenly spaced blocks of a file, its first and last bytes among them."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -149,14 +128,14 @@ def sampled_checksum(path: Path) -> str:
 
 
 def read_state(folder: Path, generation: int | None) -> Manifest:
-    """Read a state of a gallery, an earlier one with what is known since of the index that it adopted.
+    """Read a state of a gallery; an earlier one gets the newest record of its adopted index.
 
-    Rows that were added to an index, and taken over, change none of those before: an earlier state finds its own in the longer
-    file.
+    Rows that were added to the index and taken over leave the rows before them as they are: an earlier state finds its own rows
+    in the longer file.
 
     Args:
-        folder: the gallery.
-        generation: which; None for the current one.
+        folder: the gallery's folder.
+        generation: number of the state; None for the current one.
 
     Returns:
         The manifest.
@@ -180,7 +159,7 @@ def _newest(record: SegmentRecord, known: list[SegmentRecord]) -> SegmentRecord:
 
 
 def _is_same(path: Path, record: SegmentRecord, stamp: Stamp) -> bool:
-    """Return whether a file is what was adopted; all of it is read where its time is another, as a copy's is."""
+    """Return whether a file is the one that was adopted; it is read in full if its time differs, as a copy's does."""
     seen, known = record.adopted_seen, record.adopted_file
     if known is None or known.size != stamp[0]:
         return False
@@ -191,12 +170,12 @@ def _is_same(path: Path, record: SegmentRecord, stamp: Stamp) -> bool:
 
 @lru_cache(maxsize=64)
 def _checksum(path: Path, stamp: Stamp) -> FileRecord:
-    """Return size and checksum of all of a file, read once in a process until it changes."""
+    """Return size and checksum of a whole file; a process reads it once until its stamp changes."""
     return file_record(path)
 
 
 def _change(path: Path, record: SegmentRecord, gallery: Path) -> str:
-    """Say what became of an adopted index, and how to mend it."""
+    """Describe how an adopted index has changed, and how to mend it."""
     rows, adopted = _rows_in(path), _rows_adopted(record)
     back = "put the index back as it was"
     if rows is None:
@@ -217,7 +196,7 @@ def _rows_adopted(record: SegmentRecord) -> int:
 
 
 def _rows_in(path: Path) -> int | None:
-    """Return how many vectors the head of an index file names; faiss itself may crash on a damaged one."""
+    """Return the number of vectors in the head of an index file, read without faiss, which may crash on a damaged one."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(b"I"):

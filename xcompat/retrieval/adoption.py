@@ -1,4 +1,4 @@
-"""Adopt a faiss index that is in use already, and take over what is added to it later."""
+"""Adopt a faiss index that is already in use, and take over vectors that are added to it later."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
 
 SIGNATURES_FILE = "signatures.npy"
-"""One number of each vector, by which it is known again: its projection on one direction."""
+"""One number per vector, by which it is recognised: its projection on one random direction."""
 LOOKED_AT_ONCE = 16384
 Known: TypeAlias = tuple[FileRecord, AdoptedRecord]
-_UNIT, _SHORTENED = 0.05, 0.5  # how far lengths are from 1 by rounding; how short quantisers make what was of length 1
-_SAME = 1e-5  # relative: what another processor's rounding makes of a signature
+_UNIT, _SHORTENED = 0.05, 0.5  # deviation from length 1 by rounding; least length of unit vectors after quantisation
+_SAME = 1e-5  # relative difference of signatures that another processor's rounding causes
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at all vectors of an index found.
+    """Facts about all vectors of an index.
 
     Args:
-        kind: what faiss calls the index.
+        kind: faiss's name of the index.
         dim: d.
-        metric: by which a gallery around it compares.
-        lengths: least, median and greatest length of vectors that are not zero.
-        unit: whether vectors were made of length 1, which quantisers shorten a little.
-        zeros: how many are zero.
-        signatures_N: float32.
+        metric: how a gallery with this index compares embeddings.
+        lengths: least, median and greatest length of the vectors that are not zero.
+        unit: whether the vectors had length 1 before a quantiser shortened them.
+        zeros: number of zero vectors.
+        signatures_N: (N,) float32, see :data:`SIGNATURES_FILE`.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Look:
 
     @property
     def length(self) -> float:
-        """The length to which a model's embeddings are brought."""
+        """The length to which a model's queries and new embeddings are scaled."""
         return 1.0 if self.unit else self.lengths[1]
 
 
@@ -82,7 +82,7 @@ def adopt_faiss(
     model_or_fingerprint: Model,
     metadata: Sequence[dict[str, Any] | None] | None,
 ) -> tuple[Manifest, Look]:
-    """Make a gallery around an index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
+    """Make a gallery of a faiss index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
     if not was_not_reported(folder):
         require_empty(folder)
     if not index_file.is_file():
@@ -109,7 +109,7 @@ def adopt_faiss(
 
 
 def _the_same(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> Manifest | None:
-    """Return the state of a gallery if it is the one that would be made now."""
+    """Return the manifest of the gallery in a folder if adopting the index now would make the same; else None."""
     there = read_manifest(folder)
     wanted = there.model_copy(update={"generation": 0, "metric": look.metric, "versions": (version,), "by": "adopt"})
     if there != wanted:
@@ -122,7 +122,7 @@ def _the_same(folder: Path, path: Path, known: Known, items: Items, version: Ver
 
 
 def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> None:
-    """Take over what was added to an adopted index (see :meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
+    """Take over vectors added to an adopted index (see :meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
     gallery, manifest = staging.base, staging.base.manifest
     segment = next((segment for segment in gallery.segments if segment.record.adopted is not None), None)
     if segment is None:
@@ -141,27 +141,28 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
     else:
         items = _all_items(gallery, segment, ids, metadata, index.rows, path)
         new = _write(gallery.path, path, known, items, version, look)
-        new = new.model_copy(update={"extends": _states(old)})
+        assert old.adopted_file is not None
+        new = new.model_copy(update={"extends": (old.adopted_file.xxh3, *old.extends)})
         if segment.kept is not None:
             extended, gone = Segment(gallery.path, new, gallery.backend), np.flatnonzero(~segment.kept)
-            new = removed_rows(gallery.path, extended, manifest.generation + 1, gone)
+            new = removed_rows(extended, manifest.generation + 1, gone)
     staging.publish("resync", segments=tuple(new if record is old else record for record in manifest.segments))
 
 
 def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> Look:
-    """Read every vector of an index once: whether queries can be compared with it, and what it is known by later.
+    """Read every vector of an index once: check that it can be searched, and compute lengths and signatures.
 
     Args:
-        index: as it was opened.
+        index: the opened index.
         path: its file.
-        known: what that was before it was opened.
-        ids: of its vectors, for messages.
+        known: the file's record from before it was opened.
+        ids: ids of its vectors, for messages.
 
     Returns:
-        What was found.
+        The facts.
 
     Raises:
-        XcompatError: a vector is not finite, all are zero, the index gives none back, or is written to meanwhile.
+        XcompatError: a vector is not finite, all are zero, the index returns no vectors, or is written to meanwhile.
     """
     direction_d = np.random.default_rng(0).choice([-1.0, 1.0], index.dim) / np.sqrt(index.dim)
     lengths_N, signatures_N = np.empty(index.rows), np.empty(index.rows, np.float32)
@@ -185,7 +186,7 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
         raise XcompatError(f"all {index.rows} vectors of {path} are zero; nothing can be found among them")
     least, median, most = float(some_N.min()), float(np.median(some_N)), float(some_N.max())
     unit = max(1 - least, most - 1) < _UNIT
-    if not unit and not _exact(index.index):  # a quantiser's centroids lie inside the sphere, most of them
+    if not unit and not _exact(index.index):  # most centroids of a quantiser lie inside the sphere
         unit = _SHORTENED < median < 1 + _UNIT
     metric: Metric = "l2" if index.metric == "l2" else "cosine" if unit else "ip"
     zeros = index.rows - some_N.size
@@ -193,7 +194,7 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
 
 
 def _open(path: Path) -> FaissIndex:
-    """Open an index by its own metric."""
+    """Open an index with the metric that it was built for."""
     try:
         index = open_faiss(path, "ip")
     except XcompatError as error:
@@ -217,7 +218,7 @@ def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArra
 
 
 def _exact(index: Any) -> bool:  # noqa: ANN401 - faiss has no types
-    """Return whether an index keeps vectors as they were."""
+    """Return whether an index stores vectors unquantised."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -226,7 +227,7 @@ def _exact(index: Any) -> bool:  # noqa: ANN401 - faiss has no types
 
 
 def _write(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> SegmentRecord:
-    """Write ids, metadata and signatures of an index that stays where it is."""
+    """Write a segment with ids, metadata and signatures; its index stays where it is."""
     name = secrets.token_hex(8)
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
@@ -243,12 +244,6 @@ def _write(folder: Path, path: Path, known: Known, items: Items, version: Versio
         adopted_file=known[0],
         adopted_seen=known[1].model_copy(update={"rows": len(items)}),
     )
-
-
-def _states(record: SegmentRecord) -> tuple[str, ...]:
-    """Return the checksums of an index in this state and in those before."""
-    assert record.adopted_file is not None
-    return record.adopted_file.xxh3, *record.extends
 
 
 def _require_first(index: FaissIndex, look: Look, segment: Segment, version: VersionRecord, path: Path) -> None:
@@ -282,7 +277,7 @@ def _all_items(
     rows: int,
     path: Path,
 ) -> Items:
-    """Return ids and metadata of an index that was added to; what is known keeps its own."""
+    """Return ids and metadata of all vectors of a grown index; known vectors keep theirs."""
     old_ids, more = segment.ids(np.arange(segment.record.rows)), rows - segment.record.rows
     names = list(ids or [])
     if len(names) != rows:

@@ -1,4 +1,4 @@
-"""Where the vectors of segments live and are searched: faiss index files, or a Milvus."""
+"""Where the vectors of segments are stored and searched: in faiss index files, or in a Milvus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
-from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss
+from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss, write_faiss
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
 INDEX_FILE = "index.faiss"
@@ -32,7 +32,7 @@ class VectorIndex(Protocol):
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more, of rows that are kept."""
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
@@ -42,7 +42,7 @@ class VectorIndex(Protocol):
         """Whether every vector is compared, so that there is no parameter to set."""
 
     def set_parameters(self, parameters: str) -> None:
-        """Set how hard the index looks."""
+        """Set the search effort."""
 
 
 class Backend(Protocol):
@@ -51,28 +51,23 @@ class Backend(Protocol):
     metric: Metric
 
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment; return the index they are searched by."""
+        """Store the vectors of a segment; return the name of the index that searches them."""
 
     def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
         """Open the vectors of a segment."""
 
     def keeps(self, index: str) -> bool:
-        """Return whether an index gives back vectors as they were, so that they need not be kept beside it."""
+        """Return whether an index returns its vectors unchanged, so that no copy of them is needed."""
 
     def drop(self, name: str) -> None:
-        """Forget the vectors of a segment that no generation names any more, if there are any."""
+        """Delete vectors outside the folder of a segment that no generation names any more."""
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return one line for what is missing of vectors that are in no file of the segment."""
+        """Return one line if vectors outside the segment's files are missing."""
 
 
 class FaissBackend(Backend):
-    """Index files inside the gallery's folder.
-
-    Args:
-        metric: how vectors are compared.
-        factory: faiss factory string of indexes to come.
-    """
+    """Index files inside the gallery's folder, compared by ``metric``; ``factory`` is the faiss string of new ones."""
 
     def __init__(self, metric: Metric, factory: str) -> None:
         self.metric, self.factory = metric, factory
@@ -80,7 +75,7 @@ class FaissBackend(Backend):
     @override
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
         index, used = build_faiss(self.factory, dim, self.metric, blocks, rows)
-        index.write(folder / INDEX_FILE)
+        write_faiss(index.index, folder / INDEX_FILE)
         return used
 
     @override
@@ -95,16 +90,16 @@ class FaissBackend(Backend):
 
     @override
     def drop(self, name: str) -> None:
-        """Its file goes with its folder."""
+        """Do nothing: the index file is deleted with its folder."""
 
     @override
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Its file is one of the segment's."""
+        """Return nothing: the index is one of the segment's files."""
         return []
 
 
 def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str | None:
-    """Refuse a place for vectors before a gallery is made that needs it.
+    """Check, before a gallery is made, that its vectors can be stored.
 
     Args:
         metric: how vectors are compared.
@@ -113,7 +108,7 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         milvus: URI of a Milvus; None for faiss.
 
     Returns:
-        The URI, a file's path in full, so that the gallery can be opened from elsewhere; None for faiss.
+        The URI as :func:`milvus_uri` returns it; None for faiss.
 
     Raises:
         XcompatError: there is no such metric, faiss knows no such index, or no Milvus answers.
@@ -133,12 +128,12 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
 
 
 def milvus_uri(place: str) -> str:
-    """Return the URI of a Milvus, a file's path in full, so that a gallery can be opened from elsewhere."""
+    """Return the URI of a Milvus; a file's path becomes absolute, so that the gallery opens from any working folder."""
     return place if "://" in place else str(Path(place).resolve())
 
 
 def open_backend(manifest: Manifest) -> Backend:
-    """Return what holds the vectors of a gallery."""
+    """Return the backend that a manifest names."""
     if manifest.milvus is not None:
         from xcompat.retrieval.milvus_index import MilvusBackend
 

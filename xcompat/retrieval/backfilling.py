@@ -1,4 +1,4 @@
-"""Embed the pictures of a gallery anew with a newer model, within a budget, in an order that is random and stays the same."""
+"""Re-embed the pictures of a gallery with a newer model, within a budget, in an order that is random but fixed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from xcompat.distributed import from_main_process
 from xcompat.embedding import embed_rows, images_per_batch
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import Added, add_rows, load_pictures, origins_of
+from xcompat.retrieval.ingestion import Added, add_pictures, load_pictures, origins_of
 from xcompat.retrieval.segment import id_hashes
 
 IMAGES_TRIED = 64
-"""Pictures that are embedded to estimate how long all will take."""
+"""Pictures that are embedded to estimate the time for all."""
 
 
 class Backfill:
-    """Pictures of a gallery that are to be embedded anew.
+    """Pictures of a gallery that are to be re-embedded.
 
     Args:
         gallery: the gallery.
-        pictures: where its pictures are.
+        pictures: path of its pictures.
         embedder: the newer model.
         budget: most pictures to embed; None for all.
 
@@ -42,7 +42,7 @@ class Backfill:
         self.items = min(budget or len(self.remaining), len(self.remaining))
 
     def seconds(self) -> float:
-        """Estimate from a few pictures how long it takes, changing nothing."""
+        """Estimate the time from a few pictures, without changing the gallery."""
         size = images_per_batch(self.embedder.processor, self.embedder.device)
         tried, started = self.remaining[:IMAGES_TRIED].tolist(), time.perf_counter()
         embedded = list(embed_rows(self.embedder, self.dataset, tried, size, bad=BadSamples(1.0, len(tried))))
@@ -50,7 +50,7 @@ class Backfill:
         return (time.perf_counter() - started) / max(count, 1) * self.items
 
     def run(self) -> Added:
-        """Put new embeddings in the place of old ones, in the order of :attr:`remaining`, until the budget is spent.
+        """Replace old embeddings by new ones, in the order of :attr:`remaining`, until the budget is spent.
 
         Returns:
             The counts.
@@ -59,26 +59,27 @@ class Backfill:
             XcompatError: another process writes, or too many pictures cannot be read.
         """
         rows = from_main_process(lambda: self.remaining[: self.items])
-        return add_rows(self.gallery, self.dataset, rows, self.embedder, replace=True)
+        return add_pictures(self.gallery, self.dataset, self.embedder, replace=True, rows=rows)
 
 
 def remaining_rows(gallery: Gallery, dataset: hf.Dataset, embedder: Embedder) -> NDArray[np.int64]:
-    """Return the pictures that are in a gallery, embedded by another model, in the order of hashes of their ids.
+    """Return the pictures of a gallery that another model embedded, ordered by hashes of their ids.
 
-    That order is random with respect to what they show, and the same in every call: the next one goes on where this one stops.
-    Scores are standardised per version, so what is embedded anew should be like what is left. Orders that choose (folder by
-    folder, hubs, what is mapped worst) make two versions that differ, and find less (``benchmarks/studies/mixed_gallery.py``).
+    That order does not depend on what the pictures show, and is the same in every call: the next call continues where this one
+    stops. Search standardises scores per version, so re-embedded pictures should be a random sample of all. Orders that choose
+    (folder by folder, hubs, worst mapped first) make two versions that differ, and find less
+    (``benchmarks/studies/mixed_gallery.py``).
 
     Args:
         gallery: the gallery.
         dataset: its pictures, perhaps among others.
-        embedder: the model.
+        embedder: the newer model.
 
     Returns:
         Row numbers of the data set.
 
     Raises:
-        XcompatError: none of the pictures is there.
+        XcompatError: none of the pictures is in the gallery.
     """
     ids = dataset[ID][:]
     rows = np.flatnonzero([origin not in (None, embedder.fingerprint) for origin in origins_of(gallery, ids)])

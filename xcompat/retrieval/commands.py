@@ -1,4 +1,4 @@
-"""What ``xcompat gallery`` does, and how it says so."""
+"""The verbs of ``xcompat gallery``, with their console output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHOWN = 10
 
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
-    """Make a gallery around a faiss index; a model that cannot be loaded is known by its name alone."""
+    """Adopt a faiss index; a model that cannot be loaded is identified by its name alone."""
     names = read_ids(ids)
     version: Model
     try:
@@ -65,17 +65,7 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
 
 
 def read_ids(file: Path) -> list[str]:
-    """Read one id a line, as any editor writes them: with a byte order mark or carriage returns, and empty lines at the end.
-
-    Args:
-        file: a text file in UTF-8.
-
-    Returns:
-        The ids.
-
-    Raises:
-        XcompatError: it cannot be read.
-    """
+    """Read one id per line of a UTF-8 file; accept a byte order mark, carriage returns, and empty lines at the end."""
     try:
         return file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +73,7 @@ def read_ids(file: Path) -> list[str]:
 
 
 def resync(gallery: Gallery, ids: Path | None) -> None:
-    """Take over what was added to an adopted index."""
+    """Take over vectors that were added to an adopted index."""
     before, items = gallery.generation, len(gallery)
     now = gallery.resync(read_ids(ids) if ids is not None else None)
     done = "as it was" if now == before else f"taken over: {len(gallery) - items:,} more items, generation {now}"
@@ -96,7 +86,7 @@ def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> 
 
 
 def build(folder: Path, pictures: Path, embedder: Embedder, index: str | None, milvus: str | None) -> None:
-    """Embed pictures into a new gallery, or go on with one that was begun; none is made where there are no pictures."""
+    """Embed pictures into a new gallery, or continue an unfinished one; no gallery is made if there are no pictures."""
     loaded = load_pictures(pictures)
     if (folder / CURRENT).exists():
         _require_place(Gallery.open(folder).manifest, index, milvus)
@@ -107,7 +97,7 @@ def build(folder: Path, pictures: Path, embedder: Embedder, index: str | None, m
 
 
 def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
-    """Refuse to go on with a gallery whose vectors are kept in another way than is asked for."""
+    """Refuse to continue a gallery that was made with another index or Milvus than the options name."""
     wanted = {"index": index, "milvus": milvus_uri(milvus) if milvus is not None else None}
     for name, value in wanted.items():
         there = getattr(manifest, name)
@@ -119,7 +109,7 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 
 
 def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool) -> None:
-    """Embed pictures into a gallery; a model whose queries cannot search what is there would split it in two."""
+    """Embed pictures into a gallery; refuse a model that cannot search what is stored: the gallery would be split in two."""
     require_views(asking(embedder), gallery.manifest)
     added = add_pictures(gallery, pictures, embedder, replace)
     more = [f"{added.present:,} were there already"] if added.present else []
@@ -130,17 +120,16 @@ def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bo
 def search(
     gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str], fallback: Fallback | None = None
 ) -> None:
-    """Print what is nearest to a text or a picture, and how sure the query is where its model says so."""
+    """Print the items nearest to a text or a picture, and the query's confidence if its model has one."""
     wanted, model = dict(map(wanted_values, where)), asking(embedder)
-    require_views(model, gallery.manifest)  # a model that has changed need not embed anything
+    require_views(model, gallery.manifest)  # refuse before anything is embedded
     if fallback is not None:
         fallback.require(model, gallery.manifest)
     embeds_1D, old_queries = query_embeddings(embedder, query), None
-    if (old := fallback) is not None:
-        old_1d = old.old_queries(
-            model, gallery.manifest, embeds_1D, lambda _: old.model.embed(_query_batch(old.model.processor, query))
-        )
-        old_queries = OldQueries(old.model, old_1d, old.share)
+    if fallback is not None:
+        old = fallback.model
+        old_1d = fallback.old_queries(model, gallery.manifest, embeds_1D, lambda _: old.embed(_query_batch(old.processor, query)))
+        old_queries = OldQueries(old, old_1d, fallback.share)
     hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries)[0]
     table = Table("", "score", "id", "version", "metadata")
     for place, hit in enumerate(hits, 1):
@@ -148,22 +137,18 @@ def search(
         table.add_row(str(place), f"{hit.score:.3f}", literal(hit.id), literal(short(hit.version)), literal(about))
     console.print(table if hits else "nothing found")
     if hits and (confidence := hits[0].confidence) is not None:
-        instead = f"; {literal(old.model.name)} was asked instead" if old is not None and confidence < old.below else ""
+        instead = ""
+        if fallback is not None and confidence < fallback.below:
+            instead = f"; {literal(fallback.model.name)} was asked instead"
         said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
         console.print(said, soft_wrap=True)
 
 
 def wanted_values(pair: str) -> tuple[str, list[Any]]:
-    """Return what ``KEY=VALUE`` asks of metadata: the value as text, and what it is in JSON, where that is not text.
-
-    Args:
-        pair: as typed.
-
-    Returns:
-        Key and values, of which one must be there.
+    """Return the key of a filter ``KEY=VALUE`` and the accepted values: the text, and what it means as JSON.
 
     Raises:
-        XcompatError: it has no ``=``.
+        XcompatError: the filter has no ``=`` or no key.
 
     Example:
         >>> wanted_values("colour=red"), wanted_values("year=2020"), wanted_values("in stock=true")
@@ -179,7 +164,7 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
 
 
 def query_embeddings(embedder: Embedder, query: str) -> Tensor:
-    """Embed a text, or the picture that a path names, as the model itself does: (1, D)."""
+    """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
     return embedder.embed(_query_batch(embedder.processor, query), "own")
 
 
@@ -188,29 +173,28 @@ def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
 
 
 def asking(embedder: Embedder) -> Model:
-    """Return the model in the role of the query's: a compatible one itself, which knows its views."""
+    """Return the query model: the compatible model itself, which knows its views, or else the embedder."""
     return embedder.model if isinstance(embedder.model, CompatModel) else embedder
 
 
 def short(version: Fingerprint) -> str:
-    """Return a fingerprint with the last part of its name: folders are long."""
+    """Return a fingerprint with only the last part of its name, which may be a long path."""
     return str(Fingerprint(version.digest, public_name(version.name)))
 
 
 def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
-    """Map stored embeddings to a newer model, on the first process alone, which writes."""
+    """Map stored embeddings to the space of a newer model; only the first process works, as it alone writes."""
     model = embedder.model
     if not isinstance(model, CompatModel):
         raise XcompatError(
             f"{embedder.name} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill"
         )
     if is_main_process():
-        map_stored(gallery, model, dry_run)
+        _map_stored(gallery, model, dry_run)
     barrier()
 
 
-def map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
-    """Say what it takes to map stored embeddings, and map them."""
+def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
     plan = plan_upgrade(gallery, model)
     cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
@@ -222,7 +206,7 @@ def map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
 
 
 def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
-    """Embed pictures of a gallery anew, as many as are asked for, in one random order for all calls."""
+    """Re-embed pictures of a gallery within a budget, in a random order that is the same in all calls."""
     require_views(asking(embedder), gallery.manifest)
     plan = Backfill(gallery, pictures, embedder, budget)
     remaining = len(plan.remaining)
@@ -233,7 +217,7 @@ def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int |
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:
-    """Print what is in a gallery, what fits it, and its history."""
+    """Print a gallery's versions, the queries that fit them, and its history."""
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
@@ -254,10 +238,10 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
 
 
 def verify(gallery: Gallery) -> bool:
-    """Print what is damaged; return whether nothing is."""
+    """Print damaged files; return whether there are none."""
     try:
         wrong = gallery.damage()
-    except GenerationGoneError:  # what is there now is as good to verify
+    except GenerationGoneError:  # verify the state that has replaced this one
         return verify(Gallery.open(gallery.path))
     for line in wrong:
         console.print(f"[red]✗[/] {literal(line)}")
@@ -267,9 +251,9 @@ def verify(gallery: Gallery) -> bool:
 
 
 def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) -> bool:
-    """Print which embeddings a model made; return whether none is of another origin than its name says."""
+    """Print which stored embeddings a model made; return whether all were made by the model that their version names."""
     findings = examine(gallery, pictures, embedder, sample)
-    table = Table("", *(literal(short(finding.version)) for finding in findings))  # upright: it fits a terminal of 80 columns
+    table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_told(finding) for finding in findings]
     for name in rows[0] if rows else ():
         table.add_row(name, *(row[name] for row in rows))
@@ -282,7 +266,7 @@ def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) ->
 
 
 def _told(finding: Finding) -> dict[str, str]:
-    """Return what the doctor found of a version, line by line."""
+    """Return the lines of the doctor's table for one version."""
     made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
     low, high = finding.interval
     seen = {
@@ -297,14 +281,14 @@ def _told(finding: Finding) -> dict[str, str]:
 
 
 def rollback(gallery: Gallery, generation: int | None) -> None:
-    """Return to an earlier state, the one before this unless another is named."""
+    """Return to an earlier state, by default to the one before the current."""
     generation = gallery.generation - 1 if generation is None else generation
     now = gallery.rollback(generation)
     console.print(f"[green]✓[/] back at generation {generation}, which is now {now}: {len(gallery):,} items")
 
 
 def compact(gallery: Gallery) -> None:
-    """Tidy a gallery up."""
+    """Compact a gallery."""
     freed = gallery.compact()
     console.print(f"[green]✓[/] {len(gallery.segments)} segments; {decimal(max(freed, 0))} freed")
 

@@ -1,4 +1,4 @@
-"""Make one tidy generation of a gallery, and forget how it came about."""
+"""Compact a gallery: join small segments, drop removed rows, and delete earlier generations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from xcompat.retrieval.staging import FLUSH_BYTES, Staging
 
 
 def compact_gallery(staging: Staging) -> None:
-    """Join small segments, drop removed rows, and delete whatever only earlier generations name.
-
-    Args:
-        staging: of the gallery.
-    """
+    """Join small segments, drop removed rows, and delete earlier generations with the files that only they name."""
     gallery = staging.base
     untidy = _untidy(gallery)
     with progress_bar() as bar:
@@ -35,7 +31,7 @@ def compact_gallery(staging: Staging) -> None:
 
 
 def _untidy(gallery: Snapshot) -> list[Segment]:
-    """Return the segments that are worth writing anew: with removed rows, of another index, or small ones beside others."""
+    """Return the segments to rewrite: those with removed rows, and small or differently indexed ones that can join others."""
     found = []
     for segment in gallery.segments:
         record = segment.record
@@ -48,5 +44,5 @@ def _untidy(gallery: Snapshot) -> list[Segment]:
 
 
 def folder_size(folder: Path) -> int:
-    """Return the bytes of all files of a gallery."""
+    """Return the size of all files of a gallery in bytes."""
     return sum(path.stat().st_size for path in files_below(folder) if path.is_file())

@@ -1,4 +1,4 @@
-"""Which model made what a gallery holds: a sample of it is embedded anew and compared with what is stored."""
+"""Find out which model made a gallery's embeddings: embed a sample of its pictures again and compare."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, ow
 from xcompat.retrieval.segment import Segment, id_hashes
 
 SAMPLE = 400
-"""Pictures of each version that are embedded anew: 1 % of another origin among them is missed once in 55 times."""
+"""Pictures of each version that are embedded again: if 1 % are of another origin, one sample in 55 misses all of them."""
 SAMPLED, WAYS = 16, 3
-"""Pictures on which other ways of preparing them are tried, and most ways that are told apart."""
+"""Pictures on which other ways of preprocessing are tried, and the most ways that are told apart."""
 SAME, EXACT = 0.995, 0.9999
-"""Cosines that half precision stays above but for a few pictures, and above which nothing is left to explain."""
+"""Cosines above which embeddings are the same up to half precision, and above which no difference needs an explanation."""
 OTHER = 0.98
-"""Cosine below which an embedding is another's, where the model is known to make the rest of them exactly."""
+"""Cosine below which an embedding is another model's, if the model makes the rest exactly."""
 _95 = 1.959964
 Prepare: TypeAlias = Callable[[list[Image]], Tensor]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a look at one stored version.
+    """The result for one stored version.
 
     Args:
-        version: under which model's name the embeddings are stored.
-        items: how many there are.
-        looked_at: how many were embedded anew.
-        claimed: whether that name is the model's that was asked about.
-        made: how many that model made, by the way in which their pictures were prepared: empty for its own.
-        cosine: between stored and new ones that it made, in the median; NaN where it made none.
-        limit: the cosine that divides them.
-        foreign: ids of those that are of another origin than the rest, or than the name says.
-        length: of the stored ones, in the median.
-        note: what else one must know.
+        version: the model under whose name the embeddings are stored.
+        items: number of its embeddings.
+        looked_at: number of pictures that were embedded again.
+        claimed: whether the examined model has that name.
+        made: way of preprocessing -> number of embeddings that the model made so; the empty string is the model's own way.
+        cosine: median cosine between the embeddings that the model made and the stored ones; NaN if it made none.
+        limit: cosine from which on an embedding counts as made by the model.
+        foreign: ids of embeddings of another origin than the rest, or than the name says.
+        length: median length of the stored embeddings.
+        note: anything else that the user must know.
     """
 
     version: Fingerprint
@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Share of another origin in the sample."""
+        """Share of embeddings of another origin in the sample."""
         return len(self.foreign) / self.looked_at if self.looked_at else 0.0
 
     @property
@@ -77,14 +77,14 @@ class Finding:
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927, eq. 4), which holds for shares near 0 too.
+    """Return the 95 % confidence interval of a share (Wilson 1927, eq. 4), which holds for shares near 0 too.
 
     Args:
-        count: how many have it.
-        total: of how many that were drawn.
+        count: number of hits.
+        total: size of the sample.
 
     Returns:
-        Its ends.
+        Both ends of the interval.
 
     Example:
         >>> [round(end, 3) for end in wilson(0, 100)], [round(end, 3) for end in wilson(50, 100)]
@@ -99,19 +99,19 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 
 def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
-    """Embed a sample of each stored version anew, and say what of it the model made.
+    """Embed a sample of each stored version again, and find out which embeddings the model made.
 
     Args:
         gallery: the gallery.
-        pictures: where its pictures are; ids are paths below the folder, as when it was built.
+        pictures: its pictures; ids are paths below the folder, as when the gallery was built.
         embedder: the model.
-        sample: how many pictures of each version.
+        sample: number of pictures of each version.
 
     Returns:
         One finding for each version.
 
     Raises:
-        XcompatError: none of the pictures is there.
+        XcompatError: none of the pictures is in the gallery.
     """
     dataset = pictures if isinstance(pictures, hf.Dataset) else load_pictures(pictures)
     ids = dataset[ID][:]
@@ -131,14 +131,7 @@ def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embed
 
 
 class Stored:
-    """Stored embeddings of some pictures, to be compared with new ones.
-
-    Args:
-        gallery: the gallery.
-        version: whose.
-        dataset: the pictures.
-        rows: of the data set.
-    """
+    """Stored embeddings of some pictures, to be compared with new ones."""
 
     def __init__(self, gallery: Gallery, version: Fingerprint, dataset: hf.Dataset, rows: NDArray[np.int64]) -> None:
         self.dataset, self.rows, self.length = dataset, rows, gallery.manifest.version(version.digest).length
@@ -150,19 +143,19 @@ class Stored:
             if segment.record.version == version.digest:
                 places, found = segment.rows_of(self.ids, hashes_n)
                 self.vectors_nd[places] = segment.vectors(found) if len(found) else 0
-                if segment.record.adopted is not None:  # all others keep vectors as they were
+                if segment.record.adopted is not None:  # other segments store their vectors unquantised
                     self.adopted.append((segment, places))
 
     def fresh(self, embedder: Embedder, prepare: Prepare, places: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Embed pictures anew.
+        """Embed pictures again.
 
         Args:
             embedder: the model.
-            prepare: makes pixels of pictures.
-            places: which pictures, by their place among all.
+            prepare: the preprocessing, from pictures to pixels.
+            places: (n,) positions of the pictures in :attr:`rows`.
 
         Returns:
-            (n, d) as the gallery would store them; NaN of pictures that cannot be read.
+            (n, d) as the gallery would store them; NaN for pictures that cannot be read.
         """
         fresh_nd = np.full_like(self.vectors_nd, np.nan)
         rows = self.rows[places].tolist()
@@ -170,21 +163,21 @@ class Stored:
         size, bad = images_per_batch(embedder.processor, embedder.device), BadSamples(1.0, len(rows))
         for kept, pixels in iterate_images(self.dataset, size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device)):
             fresh_nd[[place_of[row] for row in kept.tolist()]] = embedder.embed({PIXEL_VALUES: pixels}).numpy(force=True)
-        for segment, inside in self.adopted:  # what a quantiser makes of both is compared
+        for segment, inside in self.adopted:  # quantise the new embeddings as the stored ones are
             readable = inside[np.isfinite(fresh_nd[inside, 0])]
             assert isinstance(segment.index, FaissIndex)
             fresh_nd[readable] = segment.index.as_stored(self.length * fresh_nd[readable])
         return fresh_nd[places]
 
     def cosines(self, fresh_nd: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Compare embeddings with what is stored at some places; -1 where there is none to compare."""
+        """Return the cosines of embeddings with the stored ones at some positions; -1 for embeddings that are NaN."""
         one, other = fresh_nd.astype(np.float64), self.vectors_nd[places].astype(np.float64)
         lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
         return np.nan_to_num(np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-12), nan=-1)
 
 
 def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
-    """Compare, look for another preparation where something differs, and divide what one model made from the rest."""
+    """Compare embeddings, try other ways of preprocessing where they differ, and separate the model's from the rest."""
     fresh_nd = stored.fresh(embedder, embedder.processor.images, np.arange(len(stored.rows)))
     every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
     if not len(every):
@@ -224,7 +217,7 @@ def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
 
 
 def _other_preparation(stored: Stored, embedder: Embedder, left: NDArray[np.int64]) -> tuple[Preparation, Preparation]:
-    """Return the way of preparing pictures that agrees best with what is left to explain, and the model's own."""
+    """Return the preprocessing that agrees best with the embeddings left to explain, and the model's own."""
     tried = left[np.linspace(0, len(left) - 1, min(SAMPLED, len(left))).astype(np.int64)]
     rows = stored.rows[tried].tolist()
     read: list[list[Image]] = [images for _, images in iterate_images(stored.dataset, SAMPLED, rows=rows, prepare=list)]
@@ -232,24 +225,21 @@ def _other_preparation(stored: Stored, embedder: Embedder, left: NDArray[np.int6
 
     def agreement(way: Preparation) -> float:
         cosines_n = stored.cosines(stored.fresh(embedder, way, tried), tried)
-        return float(np.quantile(cosines_n, 0.75))  # some may be foreign, whatever the way
+        return float(np.quantile(cosines_n, 0.75))  # a quantile: some may be another model's
 
     return nearest_preparation(own, agreement), own
 
 
 def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
-    """Return the cosine that divides what a model made from what it did not.
+    """Return the cosine that separates embeddings that a model made from all others.
 
-    Where it made the upper tenth exactly, whatever is not nearly the same is another's, and so is whatever is as near to other
-    pictures. Where it made even these only nearly, by
-    a preparation that is none of those tried, the middle between these and other pictures divides.
+    If the upper tenth of cosines shows that the model made these exactly, an embedding is another model's when its cosine is
+    below ``OTHER``, or nearer to that of different pictures than to 1. If even the upper tenth agrees only nearly, because the
+    preprocessing was none of those tried, the limit is the middle between the upper tenth and different pictures.
 
     Args:
-        cosines_n: between stored and new embeddings.
-        chance: what they are between different pictures, in the median.
-
-    Returns:
-        The limit.
+        cosines_n: (n,) between stored and new embeddings of the same picture.
+        chance: median cosine between different pictures.
 
     Example:
         >>> exactly, nearly = np.array([0.1, 1.0, 1.0]), np.array([0.1, 0.95, 0.95])

@@ -1,4 +1,4 @@
-"""The default index of a segment: any faiss index that a factory string names, read from disk without being loaded."""
+"""The default index of a segment: any faiss index that a factory string names, memory-mapped from disk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric
 
 EXACT = "Flat"
-PER_CENTROID = 39  # below so many samples for each centroid faiss itself warns that clusters mean little
-TRAINED_ON = 200_000
+PER_CENTROID = 39  # faiss warns about poor clusters if it has fewer samples per centroid
+TRAINED_ON = 200_000  # vectors
 WRITTEN_AT_ONCE = 1 << 22  # bytes
 _DAMAGED = "it is damaged: bring it back as it was, or write it again"
 
@@ -25,14 +25,14 @@ class FaissIndex:
     """A faiss index, its rows numbered from 0.
 
     Args:
-        index: the index; one with an ``IndexIDMap`` around it is used without it.
-        metric: how scores are made: the higher, the nearer.
+        index: faiss's own index; an ``IndexIDMap`` around it is taken off.
+        metric: how vectors are compared.
     """
 
     def __init__(self, index: Any, metric: Metric) -> None:  # noqa: ANN401 - faiss has no types
         import faiss
 
-        self._owner = index  # what faiss hands out of it is gone when it is
+        self._owner = index  # faiss frees the index inside an IndexIDMap with it
         index = faiss.downcast_index(index)
         if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
             index = faiss.downcast_index(index.index)
@@ -44,7 +44,7 @@ class FaissIndex:
                 f"the faiss index compares by {kind}, the gallery by {metric}; create it with the metric of the index"
             )
         ivf = faiss.try_extract_index_ivf(index)
-        if ivf is not None and ivf.nprobe == 1:  # faiss's own default finds little
+        if ivf is not None and ivf.nprobe == 1:  # faiss's default, with a low recall
             ivf.nprobe = max(1, round(math.sqrt(ivf.nlist)))
 
     @property
@@ -65,10 +65,10 @@ class FaissIndex:
         return isinstance(faiss.downcast_index(self.index), faiss.IndexFlat)
 
     def set_parameters(self, parameters: str) -> None:
-        """Set how hard the index looks, such as ``nprobe=32`` or ``efSearch=128``.
+        """Set the search effort, such as ``nprobe=32`` or ``efSearch=128``.
 
         Args:
-            parameters: as faiss's ``ParameterSpace`` reads them, separated by commas.
+            parameters: in the syntax of faiss's ``ParameterSpace``, separated by commas.
 
         Raises:
             XcompatError: faiss does not know them for this index.
@@ -79,7 +79,7 @@ class FaissIndex:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {_reason(error)}") from None
-        self.__dict__.pop("_searched", None)  # a copy on GPUs is made anew with them
+        self.__dict__.pop("_searched", None)  # make a new copy on GPUs, with these parameters
 
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
@@ -88,14 +88,14 @@ class FaissIndex:
 
         Args:
             queries_Qd: (Q, d) float32.
-            k: how many.
-            kept_N: which rows may be found; None for all.
+            k: number of rows per query.
+            kept_N: (N,) bool, rows that may be found; None for all.
 
         Returns:
-            (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more.
+            (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more.
 
         Raises:
-            XcompatError: the index is damaged, in a way that shows in nothing but a search.
+            XcompatError: the index is damaged in a way that only a search shows.
         """
         try:
             scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
@@ -108,34 +108,32 @@ class FaissIndex:
     def _find(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return what faiss says of the nearest rows."""
+        """Return faiss's distances and rows."""
         if kept_N is None:
-            scores_Qk, rows_Qk = self._searched.search(queries_Qd, k)
-        else:
-            # faiss.contrib.torch_utils, which other libraries import, puts a search without `params` in the place of faiss's own
-            search = getattr(self.index, "search_numpy", self.index.search)
-            try:
-                scores_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(self.index, kept_N))
-            except RuntimeError:  # some, such as plain product quantisers, cannot leave rows out while they look
-                scores_Qk, rows_Qk = self._search_and_drop(queries_Qd, k, kept_N)
-        return scores_Qk, rows_Qk
+            return self._searched.search(queries_Qd, k)
+        # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
+        search = getattr(self.index, "search_numpy", self.index.search)
+        try:
+            return search(queries_Qd, k, params=_selecting(self.index, kept_N))
+        except RuntimeError:  # some indexes, such as plain product quantisers, cannot filter rows
+            return self._search_and_drop(queries_Qd, k, kept_N)
 
     @cached_property
     def _searched(self) -> Any:  # noqa: ANN401 - faiss has no types
-        """The index on all GPUs, where faiss-gpu is installed and has kernels for its kind; else the index itself."""
+        """The index on all GPUs if faiss-gpu is installed and has kernels for its kind; else the index itself."""
         import faiss
 
         if not faiss.get_num_gpus():
             return self.index
         try:
             return faiss.index_cpu_to_all_gpus(self.index)
-        except RuntimeError:  # HNSW, for one, and more vectors than fit
+        except RuntimeError:  # no GPU kernels, as for HNSW, or too little GPU memory
             return self.index
 
     def _search_and_drop(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Find so many rows that k are left when those not kept are dropped."""
+        """Find enough rows that k are left after dropping those not kept."""
         scores_QK, rows_QK = self.index.search(queries_Qd, min(self.rows, k + int((~kept_N).sum())))
         dropped_QK = ~kept_N[rows_QK] | (rows_QK < 0)
         order_Qk = np.argsort(dropped_QK, axis=1, kind="stable")[:, :k]
@@ -143,52 +141,41 @@ class FaissIndex:
         return np.take_along_axis(scores_QK, order_Qk, 1), np.take_along_axis(rows_QK, order_Qk, 1)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return stored vectors, as well as the index keeps them.
-
-        Args:
-            rows_n: which.
-
-        Returns:
-            (n, d) float32.
-        """
+        """Return stored vectors (n, d) float32; a quantised index returns them quantised."""
         import faiss
 
         ivf = faiss.try_extract_index_ivf(self.index)
         if isinstance(ivf, faiss.IndexIVFFastScan):
-            raise RuntimeError("of a fast-scan IVF faiss gives none back")  # the process would end
+            raise RuntimeError("of a fast-scan IVF faiss gives none back")  # faiss would abort the process
         if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
-            ivf.make_direct_map()  # else each call looks through every list
+            ivf.make_direct_map()  # else each call scans every list
         return self.index.reconstruct_batch(rows_n)
 
     def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return what the index would give back of vectors (n, d): quantised where it quantises."""
+        """Return vectors (n, d) as the index would store and return them: quantised if it quantises."""
         import faiss
 
         index = faiss.downcast_index(self.index.storage) if isinstance(self.index, faiss.IndexHNSW) else self.index
         try:
             return index.sa_decode(index.sa_encode(np.ascontiguousarray(vectors_nd)))
-        except RuntimeError:  # one that is no codec, such as those that refine
+        except RuntimeError:  # the index is no codec, such as one that refines
             return vectors_nd
-
-    def write(self, path: Path) -> None:
-        """Write the index to a file."""
-        write_faiss(self.index, path)
 
 
 def build_faiss(
     factory: str, dim: int, metric: Metric, chunks: Iterable[NDArray[np.float32]], rows: int
 ) -> tuple[FaissIndex, str]:
-    """Make an index of vectors; too few for a trained one are searched exactly until a compaction joins them with others.
+    """Build an index; too few vectors to train it get an exact one, until a compaction joins them with others.
 
     Args:
         factory: faiss factory string, such as ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
         dim: d.
         metric: how vectors are compared.
         chunks: blocks of vectors (n, d).
-        rows: how many there are in all.
+        rows: number of all vectors.
 
     Returns:
-        The index, and the factory string it was made by.
+        The index, and the factory string that was used.
 
     Raises:
         XcompatError: faiss does not know the string for this dimension.
@@ -212,15 +199,7 @@ def build_faiss(
 
 
 def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 - faiss has no types
-    """Make an empty faiss index.
-
-    Args:
-        factory: faiss factory string.
-        dim: d.
-        metric: how vectors are compared.
-
-    Returns:
-        The index.
+    """Make an empty faiss index from a factory string.
 
     Raises:
         XcompatError: faiss does not know the string for this dimension.
@@ -236,15 +215,8 @@ def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 -
 def open_faiss(path: Path, metric: Metric) -> FaissIndex:
     """Open an index file, mapped into memory.
 
-    Args:
-        path: as faiss wrote it.
-        metric: how the gallery compares.
-
-    Returns:
-        The index.
-
     Raises:
-        XcompatError: it is missing or damaged.
+        XcompatError: the file is missing or damaged, or the index has another metric.
     """
     if not path.is_file():
         raise XcompatError(f"{path} does not exist; put the faiss index back, or roll back")
@@ -254,14 +226,8 @@ def open_faiss(path: Path, metric: Metric) -> FaissIndex:
 def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
     """Map an index file into memory, whatever its metric.
 
-    Args:
-        path: as faiss wrote it.
-
-    Returns:
-        faiss's own index.
-
     Raises:
-        XcompatError: it is missing or damaged.
+        XcompatError: the file is missing or damaged.
     """
     import faiss
 
@@ -274,14 +240,10 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no types
-    """Write an index through a file of Python's: faiss's own prints what goes wrong when it is closed, and goes on.
-
-    Args:
-        index: faiss's own.
-        path: the file.
+    """Write an index through a Python file: faiss's own writer only prints an error that occurs when it closes the file.
 
     Raises:
-        OSError: it cannot be written, such as to a full disk.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     import faiss
 
@@ -290,18 +252,18 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 
 
 def is_lossless(factory: str) -> bool:
-    """Return whether an index gives back the vectors it was given, so that they need not be kept beside it.
+    """Return whether an index returns its vectors unchanged and in order, so that no copy of them is needed.
 
     Example:
         >>> is_lossless("Flat"), is_lossless("HNSW32"), is_lossless("IVF256,Flat"), is_lossless("IVF256,PQ16")
         (True, True, False, False)
     """
-    # IVF keeps rows by list: to stream them in order would read the whole file for each block
+    # IVF stores rows by list: streaming them in order would read the whole file for each block
     return factory == EXACT or (factory.startswith("HNSW") and ("," not in factory or factory.endswith(",Flat")))
 
 
 def _fewest(index: Any) -> int:  # noqa: ANN401
-    """Return how many vectors it takes to train an index."""
+    """Return the fewest vectors that train an index."""
     import faiss
 
     ivf = faiss.try_extract_index_ivf(index)
@@ -310,12 +272,12 @@ def _fewest(index: Any) -> int:  # noqa: ANN401
 
 
 def _selecting(index: Any, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
-    """Return the search parameters by which an index finds only some rows."""
+    """Return search parameters that let an index find only kept rows."""
     import faiss
 
     packed = np.packbits(kept_N, bitorder="little")
     selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
-    selector.packed = packed  # faiss keeps a pointer alone
+    selector.packed = packed  # faiss holds only a pointer to it
     return _parameters(index, selector)
 
 
@@ -334,5 +296,5 @@ def _parameters(index: Any, selector: Any) -> Any:  # noqa: ANN401
 
 
 def _reason(error: Exception) -> str:
-    """Return what faiss says without the place in its source."""
+    """Return faiss's message without the place in its source."""
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]

@@ -1,4 +1,4 @@
-"""Read a faiss index and look whether it can be used; run by its path, so that a process imports nothing but faiss."""
+"""Probe whether a faiss index can be used; run as a script by its path, so that the process imports only faiss."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 SAMPLED, QUERIES = 10_000, 4
 FOUND = 3
-"""How the script ends where something is wrong with an index."""
+"""Exit code of the script if something is wrong with an index."""
 
 
 def look(path: str, vectors: bool) -> str:
-    """Read an index, and try what is done with one.
+    """Read an index, check that its parts fit each other, and search it.
 
     Args:
         path: the file.
-        vectors: whether to take vectors out of it too.
+        vectors: whether to reconstruct vectors too.
 
     Returns:
-        What is wrong with it; empty when nothing is.
+        What is wrong with it; empty if nothing is.
     """
     import faiss
     import numpy as np
@@ -45,14 +45,14 @@ def look(path: str, vectors: bool) -> str:
 
 
 def _take_out(index: Any) -> str:  # noqa: ANN401
-    """Take some vectors out of an index."""
+    """Reconstruct some vectors of an index; return what is wrong."""
     import faiss
     import numpy as np
 
     if isinstance(index, faiss.IndexIVFFastScan):
         return "faiss gives no vectors back from a fast scan (it breaks down); build the index without `fs`"
     rows_n = np.unique(np.linspace(0, index.ntotal - 1, SAMPLED).astype(np.int64))
-    with suppress(RuntimeError):  # some give no vectors back, and whoever needs them says so
+    with suppress(RuntimeError):  # some indexes cannot reconstruct; the caller that needs vectors reports it
         if (ivf := faiss.try_extract_index_ivf(index)) is not None:
             ivf.make_direct_map()
         index.reconstruct_batch(rows_n)
@@ -71,7 +71,7 @@ def _inner(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
-    """Return which parts of an index do not fit each other, those inside it included; empty when all do."""
+    """Return which parts of an index, nested ones included, do not fit each other; empty if all do."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -86,7 +86,7 @@ def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
 
 
 def _inside(index: Any) -> str:  # noqa: ANN401
-    """Look into an index around another one."""
+    """Check an index that wraps another one."""
     inner = index.index
     if inner.ntotal != index.ntotal:
         return f"it says {index.ntotal} vectors, the index inside it {inner.ntotal}"
@@ -114,14 +114,14 @@ def _transforms(index: Any) -> str:  # noqa: ANN401
 
 
 def _graph(index: Any) -> str:  # noqa: ANN401
-    """Look at an HNSW graph and the vectors that it leads to."""
+    """Check an HNSW graph and the vectors that it links."""
     if index.storage is None or index.storage.ntotal != index.ntotal or not _is_graph(index.hnsw, index.ntotal):
         return "the graph's links do not fit its vectors"
     return _contradiction(index.storage)
 
 
 def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
-    """Return whether levels, offsets and links fit each other, and every link leads to a vector."""
+    """Return whether levels, offsets and links fit each other, and every link points to a vector."""
     import faiss
     import numpy as np
 
@@ -138,7 +138,7 @@ def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
 
 
 def _lists(index: Any) -> str:  # noqa: ANN401
-    """Look at the lists of an inverted file."""
+    """Check the lists of an inverted file."""
     import faiss
 
     lists, rows = index.invlists, index.ntotal

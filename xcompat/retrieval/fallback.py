@@ -1,4 +1,4 @@
-"""The old model beside the new one: its query asked, or mixed in, where the new one is not sure."""
+"""Fall back on the old model: where the new model is not sure, the old model's query replaces or joins the new one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class OldQueries(NamedTuple):
-    """What the old model makes of some of the things that are searched for.
+    """Queries of the old model for some of the queries of a search.
 
     Args:
         model: the old model.
-        embeds_Qd: (Q, d) its queries, rows of NaN where the new query is asked alone.
+        embeds_Qd: (Q, d) its queries; rows of NaN where only the new query searches.
         share: the weight of the old query on the arc between both (:func:`xcompat.heads.slerp`), 1 for the old query alone.
     """
 
@@ -35,19 +35,19 @@ class OldQueries(NamedTuple):
     share: float = 1.0
 
     def among(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Put old queries in the place of new ones, where these wear what they remember.
+        """Replace new queries by old ones, or mix both, for stored embeddings that the new model searches with its memory.
 
         Args:
-            model: whose queries the new ones are.
-            version: of the stored embeddings that are searched.
-            queries_Qd: the new queries, in their space.
+            model: the new model.
+            version: the version of the stored embeddings.
+            queries_Qd: (Q, d) the new queries, in the space of that version.
 
         Returns:
             (Q, d) float32 queries.
 
         Raises:
-            FingerprintMismatchError: the old model did not make what is stored.
-            XcompatError: its queries are not for the same things.
+            FingerprintMismatchError: the old model did not make the stored embeddings.
+            XcompatError: old and new queries differ in shape.
         """
         import torch
 
@@ -69,12 +69,12 @@ class OldQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class Fallback:
-    """When the old model is asked, and how much it counts.
+    """When the old model's query is used, and with which weight.
 
     Args:
         model: the old model, which embedded the gallery.
-        below: of which confidence on the new query is asked alone.
-        share: the weight of the old query below it, as :class:`OldQueries` has it.
+        below: confidence from which on the new query searches alone.
+        share: the weight of the old query below that confidence, as in :class:`OldQueries`.
     """
 
     model: Embedder
@@ -82,7 +82,7 @@ class Fallback:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are no shares."""
+        """Refuse numbers outside (0, 1]."""
         for name in ("below", "share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
@@ -93,8 +93,8 @@ class Fallback:
         """Load the old model.
 
         Args:
-            options: ``model``, by name or as ``load_embedder`` gives it, and perhaps ``below`` and ``share``.
-            device: where it computes.
+            options: ``model``, a name or what ``load_embedder`` returns, and optionally ``below`` and ``share``.
+            device: the device of the old model.
 
         Raises:
             XcompatError: an option is unknown, or no model is named.
@@ -107,14 +107,10 @@ class Fallback:
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     def require(self, model: Model, manifest: Manifest) -> None:
-        """Refuse a model that cannot say how sure it is, and an old one that did not embed the gallery.
-
-        Args:
-            model: the query model.
-            manifest: the gallery's state.
+        """Refuse a query model without confidence, and an old model that did not embed the gallery.
 
         Raises:
-            FingerprintMismatchError: the old model made nothing that the new one's queries remember.
+            FingerprintMismatchError: the old model did not make embeddings that the query model searches with its memory.
             XcompatError: the query model has no confidence.
         """
         if not getattr(model, "is_confident", False):
@@ -129,13 +125,13 @@ class Fallback:
     def old_queries(
         self, model: Model, manifest: Manifest, embeds_QD: ArrayLike, embed: Callable[[list[int]], torch.Tensor]
     ) -> NDArray[np.float32]:
-        """Embed with the old model what the new one is not sure of.
+        """Embed with the old model the queries that the new model is not sure of.
 
         Args:
             model: the query model.
             manifest: the gallery's state.
-            embeds_QD: (Q, D) what it makes of the queries.
-            embed: embeds queries with the old model, by their places.
+            embeds_QD: (Q, D) query embeddings as the query model outputs them.
+            embed: embeds the queries with some row numbers with the old model.
 
         Returns:
             (Q, d) float32, as :class:`OldQueries` takes them.

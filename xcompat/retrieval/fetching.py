@@ -1,4 +1,4 @@
-"""Pictures from addresses that somebody else may have chosen: from public addresses alone, so many bytes, in so much time."""
+"""Download pictures from URLs that strangers may choose: only from public addresses, with limits on bytes and time."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as tran
 from xcompat.data.images import UnusableSampleError
 
 PATIENCE = 30.0
-"""Seconds that a picture may take, from asking for its host's addresses to its last byte."""
+"""Seconds that a picture may take, from resolving its host to its last byte."""
 MOST_BYTES = 64 << 20
 """Bytes that a picture may have."""
 MOST_REDIRECTS = 3
-_CONNECTING = 10.0  # seconds for one of a host's addresses, before the next is tried
-_HEADERS = {"User-Agent": "xcompat", "Accept-Encoding": "identity"}  # some sites refuse who has no name
+_CONNECTING = 10.0  # seconds for each address of a host, before the next is tried
+_HEADERS = {"User-Agent": "xcompat", "Accept-Encoding": "identity"}  # some sites refuse clients without a name
 
 
 def fetch(url: str, allow_private_addresses: bool = False) -> bytes:
-    """Read what lies at an address.
+    """Download a URL.
 
-    A host's name is resolved once, and the connection goes to an address that was looked at, after a redirect too. Proxies,
-    cookies and passwords of the environment are not used: behind a proxy nobody could say where a request ends up.
+    A host's name is resolved once, its addresses are checked, and the connection goes to one of these, after a redirect too.
+    Proxies, cookies and passwords of the environment are not used: behind a proxy nobody could say where a request ends up.
 
     Args:
         url: ``http://`` or ``https://``.
-        allow_private_addresses: whether the host may be this machine, or one of a network that is not public.
+        allow_private_addresses: whether the host may be this machine or belong to a private network.
 
     Returns:
         At most `MOST_BYTES` bytes.
 
     Raises:
-        UnusableSampleError: it cannot be had, or is not to be asked for. No message repeats what may be a secret in the address.
+        UnusableSampleError: the download fails, or the address is refused. The message repeats no secrets of the URL.
     """
     with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running event loop already
         return thread.submit(asyncio.run, _read_in_time(url, allow_private_addresses)).result()
 
 
 def shown_address(url: str) -> str:
-    """Return an address for messages: without user, password, query and fragment, which may be secrets.
+    """Return a URL for messages: without user, password, query and fragment, which may be secrets.
 
     Example:
         >>> shown_address("https://me:secret@photos.example:8443/shoe.png?X-Amz-Signature=secret")
@@ -55,12 +55,9 @@ def shown_address(url: str) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is of the public Internet.
+    """Return whether an IPv4 or IPv6 address belongs to the public Internet.
 
-    Those that only carry an IPv4 address inside are not: they could lead anywhere.
-
-    Args:
-        address: IPv4 or IPv6.
+    IPv6 addresses that wrap an IPv4 address count as private: they could lead anywhere.
 
     Example:
         >>> [is_public(address) for address in ("1.1.1.1", "127.0.0.1", "169.254.169.254", "::ffff:1.1.1.1")]
@@ -78,14 +75,14 @@ async def _read_in_time(url: str, allow_private_addresses: bool) -> bytes:
             return await _read(url, allow_private_addresses)
     except TimeoutError:
         raise UnusableSampleError(f"it took longer than {PATIENCE:g} seconds") from None
-    except (httpx.InvalidURL, UnicodeError):  # what they say repeats parts of the address
+    except (httpx.InvalidURL, UnicodeError):  # their messages repeat parts of the URL
         raise UnusableSampleError("that is no address") from None
     except httpx.HTTPError as error:
         raise UnusableSampleError(f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 async def _read(text: str, allow_private_addresses: bool) -> bytes:
-    """Follow redirects, each looked at as the first address was."""
+    """Download, checking the address anew after each redirect."""
     url = httpx.URL(text)
     for _ in range(1 + MOST_REDIRECTS):
         addresses = await _addresses(url, allow_private_addresses)
@@ -97,8 +94,8 @@ async def _read(text: str, allow_private_addresses: bool) -> bytes:
     raise UnusableSampleError(f"it was redirected more than {MOST_REDIRECTS} times")
 
 
-async def _addresses(url: Any, allow_private_addresses: bool) -> list[str]:  # noqa: ANN401 - httpx's, whose name differs
-    """Resolve the host, whatever way it is written; one address that is not public is enough to refuse it."""
+async def _addresses(url: Any, allow_private_addresses: bool) -> list[str]:  # noqa: ANN401 - httpx's type has no stable name
+    """Resolve the host, however it is written; refuse it if one of its addresses is not public."""
     if url.scheme not in ("http", "https"):
         raise UnusableSampleError(f"{url.scheme} is neither http nor https")
     host = url.raw_host.decode("ascii")
@@ -119,7 +116,7 @@ async def _addresses(url: Any, allow_private_addresses: bool) -> list[str]:  # n
 
 
 async def _ask(transport: Any, url: Any, addresses: list[str]) -> Any:  # noqa: ANN401
-    """Connect to the first address that answers, in the name of the host that the URL has."""
+    """Send the request to the first address that answers, under the URL's host name."""
     request = httpx.Request("GET", url, headers=_HEADERS)
     if url.userinfo:
         request = next(httpx.BasicAuth(url.username, url.password).auth_flow(request))
@@ -135,7 +132,7 @@ async def _ask(transport: Any, url: Any, addresses: list[str]) -> Any:  # noqa: 
 
 
 async def _content(response: Any) -> bytes:  # noqa: ANN401 - httpx's
-    """Read a body, counting what really arrives."""
+    """Read a response's body, counting the bytes that arrive, whatever its headers claim."""
     if response.status_code != 200:
         raise UnusableSampleError(f"the server says {response.status_code} {response.reason_phrase}".rstrip())
     if response.headers.get("Content-Encoding", "identity") != "identity":

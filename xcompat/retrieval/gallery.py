@@ -1,4 +1,4 @@
-"""A gallery: embeddings of one or several models on disk, searched by any model that is compatible with all of them."""
+"""A gallery: embeddings of one or several models on disk, searchable with any model that is compatible with all of them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Gallery(Snapshot):
     """A folder of embeddings; make one with :meth:`create`, read one with :meth:`open`.
 
-    It is read as the last state that it has seen: what was there when it was opened, and then what it commits itself.
+    The object shows one committed state: the one it opened, and after each of its own commits the new one.
 
-    What is added or removed becomes visible with :meth:`commit`, to this object and to everyone who opens the gallery later. A
-    process that is killed leaves the last committed state. Any number of processes may read while one writes.
+    Changes become visible with :meth:`commit`, to this object and to everyone who opens the gallery later. A process that is
+    killed leaves the last committed state. Any number of processes may read while one writes.
 
     Args:
         path: the folder.
@@ -71,8 +71,8 @@ class Gallery(Snapshot):
 
         Args:
             path: a folder that does not exist or is empty.
-            model_or_fingerprint: whose embeddings :meth:`add` takes unless told otherwise.
-            dim: of these; a model knows its own.
+            model_or_fingerprint: the model whose embeddings :meth:`add` takes by default.
+            dim: dimension of its embeddings; needed with a fingerprint only.
             metric: ``cosine``, ``ip`` or ``l2``.
             index: faiss factory string: ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64``, ``SQ8`` ...
             milvus: URI of a Milvus (a file for milvus-lite, or ``http://host:19530``) that holds the vectors; None for faiss.
@@ -81,7 +81,7 @@ class Gallery(Snapshot):
             The gallery.
 
         Raises:
-            XcompatError: something is there already, the dimension is not known, faiss knows no such index, or no Milvus answers.
+            XcompatError: the folder is not empty, the dimension is unknown, faiss knows no such index, or no Milvus answers.
         """
         folder = Path(path)
         require_empty(folder)
@@ -102,35 +102,35 @@ class Gallery(Snapshot):
         model_or_fingerprint: Model,
         metadata: Sequence[dict[str, Any] | None] | None = None,
     ) -> Self:
-        """Adopt a faiss index that exists already: it stays where it is, and no vector is copied.
+        """Adopt an existing faiss index: it stays where it is, and no vector is copied.
 
         Args:
             path: folder of the gallery; it must not exist or be empty.
-            index: the index file. Once it changes it is refused; what is only added to it is taken over by :meth:`resync`.
+            index: the index file. The gallery refuses it once it has changed; :meth:`resync` takes over vectors added to it.
             ids: the id of each vector, in the order in which they were added to the index.
             model_or_fingerprint: the model that made the vectors.
-            metadata: of each vector.
+            metadata: one JSON object or None per vector.
 
         Returns:
             The gallery.
 
         Raises:
-            XcompatError: the index cannot be read, is of another dimension, holds what is not finite, or a vector has no id.
+            XcompatError: the index cannot be read, has another dimension or a vector that is not finite, or an id is missing.
         """
         return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
 
     def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[dict[str, Any] | None] | None = None) -> int:
-        """Take over vectors that were added to the adopted index; what was removed here stays so.
+        """Take over vectors that were added to the adopted index; items removed from the gallery stay removed.
 
         Args:
-            ids: of all its vectors, in order; None where none was added, as after a copy of the file.
-            metadata: of all of them; None for what is known, and none of the new ones.
+            ids: ids of all its vectors, in order; None if no vector was added, for example after copying the file.
+            metadata: metadata of all its vectors; None to keep the known ones and give new vectors none.
 
         Returns:
-            The generation's number; the one before if nothing changed.
+            The generation's number; unchanged if nothing was added.
 
         Raises:
-            XcompatError: vectors that are known were removed, altered or moved, ids do not fit, or another process writes.
+            XcompatError: known vectors were removed, altered or moved, ids do not fit, or another process writes.
         """
         with self._rewriting() as staging:
             resync_faiss(staging, ids, metadata)
@@ -138,11 +138,11 @@ class Gallery(Snapshot):
 
     @classmethod
     def open(cls, path: str | Path, generation: int | None = None) -> Self:
-        """Open a gallery; nothing but its manifest is read before it is needed.
+        """Open a gallery; only its manifest is read at once.
 
         Args:
             path: its folder.
-            generation: an earlier state to look into; None for the current one.
+            generation: number of an earlier state; None for the current one.
 
         Returns:
             The gallery.
@@ -152,14 +152,14 @@ class Gallery(Snapshot):
     # ------------------------------------------------------------------------------------------------------- writing
 
     def staging(self) -> Staging:
-        """Return the changes that wait for a commit, taking the writer's lock with the first."""
+        """Return the changes that wait for a commit; the first call takes the writer's lock."""
         if self._staging is None:
             self._staging = Staging(self.path)
         return self._staging
 
     @contextmanager
     def _rewriting(self) -> Iterator[Staging]:
-        """Commit what waits, hold the writer's lock for a change of all that is there, and show what becomes of it."""
+        """Commit waiting changes, hold the writer's lock while the caller rewrites the gallery, and show the result."""
         with self:
             self.commit()
             staging = self.staging()
@@ -177,19 +177,19 @@ class Gallery(Snapshot):
         side_info_NS: ArrayLike | None = None,
         replace: bool = False,
     ) -> None:
-        """Add items; they are there after :meth:`commit`.
+        """Add items; they are visible after :meth:`commit`.
 
         Args:
-            embeds_ND: (N, D) what the model makes of them; with a fingerprint, embeddings as they shall be stored. Vectors do not
-                show which model made them: of another's of as many dimensions only `xcompat gallery doctor` knows.
+            embeds_ND: (N, D) embeddings as the model outputs them; with a fingerprint, as they are to be stored. Vectors do not
+                show which model made them: only `xcompat gallery doctor` detects another model's with the same dimension.
             ids: N strings, none of which is in the gallery.
-            metadata: N JSON objects, for filters and for whoever reads the hits.
-            version: the model that made the embeddings; the one the gallery was made for unless given.
+            metadata: N JSON objects or Nones, for filters and in hits.
+            version: the model that made the embeddings; by default the one the gallery was made for.
             side_info_NS: (N, S) side-information, for methods that map galleries with it.
-            replace: whether items whose ids are there take their place.
+            replace: whether to replace items that have the same id.
 
         Raises:
-            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is there already; another process writes.
+            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; another process writes.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
@@ -200,15 +200,15 @@ class Gallery(Snapshot):
         """Remove items; they are gone after :meth:`commit`, and back after a rollback.
 
         Args:
-            ids: which.
+            ids: ids of the items.
 
         Raises:
-            XcompatError: one is not there, or another process writes.
+            XcompatError: an id is not in the gallery, or another process writes.
         """
         self._change(lambda staging: staging.remove(list(ids)))
 
     def _change(self, change: Callable[[Staging], None]) -> None:
-        """Prepare a change; one that is refused leaves what was prepared before, and no lock where that is nothing."""
+        """Prepare a change; one that is refused keeps earlier changes, and releases the lock if there are none."""
         staging = self.staging()
         try:
             change(staging)
@@ -220,7 +220,7 @@ class Gallery(Snapshot):
         """Publish all changes since the last commit as one generation.
 
         Args:
-            by: what made it, for ``xcompat gallery info``.
+            by: the operation that made it, shown by ``xcompat gallery info``.
 
         Returns:
             The generation's number.
@@ -231,7 +231,7 @@ class Gallery(Snapshot):
         return self.generation
 
     def close(self) -> None:
-        """Forget changes that were not committed, and let others write."""
+        """Discard uncommitted changes, and let other processes write."""
         if self._staging is not None:
             self._staging.release()
             self._staging = None
@@ -243,16 +243,16 @@ class Gallery(Snapshot):
         self.close()
 
     def rollback(self, generation: int) -> int:
-        """Return to an earlier state, as a new generation; what came between can be returned to as well.
+        """Return to an earlier state by committing it as a new generation; the states in between are kept too.
 
         Args:
-            generation: which.
+            generation: number of the earlier state.
 
         Returns:
             The new generation's number.
 
         Raises:
-            XcompatError: it is not kept, or another process writes.
+            XcompatError: that state is not kept, or another process writes.
         """
         self.close()
         with self:
@@ -260,32 +260,28 @@ class Gallery(Snapshot):
         return self.generation
 
     def upgrade(self, model: CompatModel, batch_size: int = 65536) -> int:
-        """Map stored embeddings towards a newer model, without images; the old ones can be returned to until a compaction.
+        """Map stored embeddings to the space of a newer model, without images; until a compaction a rollback undoes it.
 
-        Mapped are those of the model's old one, and those that compatible models stored in the old one's space.
+        It maps embeddings of the model's old model, and those that compatible models stored in the old model's space.
 
         Args:
-            model: one that maps galleries, such as FCT.
+            model: a model that maps galleries, such as FCT.
             batch_size: embeddings in memory at a time.
 
         Returns:
-            How many were mapped.
+            The number of mapped embeddings.
 
         Raises:
-            XcompatError: the model maps no galleries, nothing that it maps is here, or another process writes.
-            FingerprintMismatchError: something is here that it neither maps nor searches.
+            XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or another process writes.
+            FingerprintMismatchError: the gallery holds embeddings that the model neither maps nor searches.
         """
         with self:
-            segments_to_map(self, model)  # refused before what waits is committed
+            segments_to_map(self, model)  # refuse before waiting changes are committed
             with self._rewriting() as staging:
                 return upgrade_gallery(staging, model, batch_size)
 
     def compact(self) -> int:
-        """Join small segments, drop removed rows, and forget every earlier generation.
-
-        Returns:
-            Bytes that were freed.
-        """
+        """Join small segments, drop removed rows, and delete all earlier generations; return the bytes freed."""
         before = folder_size(self.path)
         with self._rewriting() as staging:
             compact_gallery(staging)

@@ -1,4 +1,4 @@
-"""Put pictures into a gallery: embedded by all processes, committed as it goes on, continued where it stopped."""
+"""Embed pictures into a gallery: all processes embed, commits come at intervals, and a second run continues a stopped one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import datasets as hf
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from xcompat.data import BadSamples, PairSource, load_pairs
 from xcompat.data.schema import CAPTION, ID, captions_of
@@ -22,18 +23,18 @@ from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 
-ADDED_AT_ONCE, ADDED_BY_A_GPU = 64, 1024  # it waits for one copy after so many
+ADDED_AT_ONCE, ADDED_BY_A_GPU = 64, 1024  # images that a process embeds before it waits for their copy to the CPU
 COMMIT_EVERY = 300.0
-"""Seconds between two commits: what a kill costs at most."""
+"""Seconds between two commits: the most work that a kill loses."""
 
 
 class Added(NamedTuple):
-    """What became of the pictures.
+    """Counts of pictures.
 
     Args:
-        added: how many were embedded.
-        present: how many were there already, embedded by this model.
-        unreadable: how many could not be read.
+        added: pictures that were embedded.
+        present: pictures that this model had embedded before.
+        unreadable: pictures that could not be read.
     """
 
     added: int
@@ -41,43 +42,39 @@ class Added(NamedTuple):
     unreadable: int
 
 
-def add_pictures(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool = False) -> Added:
-    """Embed pictures and add them under their ids; those that this model embedded before are left as they are.
+def add_pictures(
+    gallery: Gallery,
+    pictures: hf.Dataset,
+    embedder: Embedder,
+    replace: bool = False,
+    rows: NDArray[np.int64] | None = None,
+) -> Added:
+    """Embed pictures on all processes and add them under their ids on the first; skip those that this model embedded before.
 
     Args:
-        gallery: the gallery.
+        gallery: the gallery; processes other than the first see the new items when they open it again.
         pictures: from :func:`load_pictures`; captions become metadata.
         embedder: the model.
-        replace: whether pictures that another model embedded take the new embedding.
+        replace: whether to replace the embeddings of other models.
+        rows: row numbers of the pictures to embed, in this order; None for all.
 
     Returns:
-        The counts, on every process; the first writes, and others see what was added when they open the gallery again.
+        The counts, on every process.
 
     Raises:
-        XcompatError: a picture with an id is there from another model and ``replace`` is not set, or too many cannot be read.
+        XcompatError: another model embedded one of the pictures and ``replace`` is not set, or too many cannot be read.
     """
-    return add_rows(gallery, pictures, np.arange(len(pictures)), embedder, replace)
-
-
-def add_rows(
-    gallery: Gallery,
-    dataset: hf.Dataset,
-    rows: Sequence[int] | np.ndarray,
-    embedder: Embedder,
-    replace: bool,
-) -> Added:
-    """Embed some rows of a data set, on all processes, and add them on the first (see :func:`add_pictures`)."""
-    process_state()  # a launcher's processes deal rows only among those who meet
-    wanted = np.asarray(rows, dtype=np.int64)
-    todo = from_main_process(lambda: _missing(gallery, dataset[ID][:], wanted, embedder, replace))
+    process_state()  # must come first: rows are dealt only to processes that have joined the group
+    wanted = np.arange(len(pictures)) if rows is None else rows
+    todo = from_main_process(lambda: _missing(gallery, pictures[ID][:], wanted, embedder, replace))
     bad = BadSamples(total=len(wanted))
     with progress_bar() as bar:
         task = bar.add_task(f"embedding images with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()
-        for kept, embeds in _embedded(embedder, dataset, todo, bad, waiting):
+        for kept, embeds in _embedded(embedder, pictures, todo, bad, waiting):
             rate_of(bar, task, len(kept), "images", waiting)
             if is_main_process():
-                gallery.add(embeds, *_described(dataset, kept), version=embedder, replace=replace)
+                gallery.add(embeds, *_described(pictures, kept), version=embedder, replace=replace)
                 if time.monotonic() - committed > COMMIT_EVERY:
                     gallery.commit()
                     committed = time.monotonic()
@@ -88,7 +85,7 @@ def add_rows(
 
 
 def _missing(gallery: Gallery, ids: Sequence[str], wanted: np.ndarray, embedder: Embedder, replace: bool) -> np.ndarray:
-    """Return which of the wanted rows this model has not embedded."""
+    """Return the wanted rows that this model has not embedded."""
     place = gallery.find([ids[row] for row in wanted.tolist()])
     if not replace:
         foreign = [
@@ -105,7 +102,7 @@ def _missing(gallery: Gallery, ids: Sequence[str], wanted: np.ndarray, embedder:
 def _embedded(
     embedder: Embedder, dataset: hf.Dataset, rows: np.ndarray, bad: BadSamples, waiting: Waiting
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Embed rows on all processes, each a part in turn; every one yields what all have made, in the order of the rows."""
+    """Deal blocks of rows to all processes in turn; every process yields the embeddings of all, in the order of the rows."""
     size = images_per_batch(embedder.processor, embedder.device)
     batches = -(-(ADDED_AT_ONCE if embedder.device.type == "cpu" else ADDED_BY_A_GPU) // size)
     parts = [rows[start : start + batches * size] for start in range(0, len(rows), batches * size)]
@@ -123,31 +120,31 @@ def _embedded(
 
 
 def _described(dataset: hf.Dataset, rows: np.ndarray) -> tuple[list[str], list[dict[str, str] | None]]:
-    """Return ids and metadata of rows."""
+    """Return ids and metadata of rows; the metadata hold the first caption."""
     columns = dataset.select_columns([name for name in (ID, CAPTION) if name in dataset.column_names])[rows]
     captions = columns.get(CAPTION, [None] * len(rows))
     return columns[ID], [{CAPTION: texts[0]} if (texts := captions_of(value)) else None for value in captions]
 
 
 def load_pictures(path: str | Path) -> hf.Dataset:
-    """Read pictures, with their captions where there are any.
+    """Read pictures, with captions if the source has any.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource`.
 
     Returns:
-        A data set with the columns ``image``, ``id`` and perhaps ``caption``.
+        A data set with the columns ``image`` and ``id``, and ``caption`` if there are captions.
     """
     try:
         dataset = load_pairs(PairSource(path=str(path)))
-    except XcompatError:  # no captions; what else is wrong is wrong without them too
+    except XcompatError:  # perhaps there are no captions; any other fault is raised again here
         dataset = load_pairs(PairSource(path=str(path), captions=False))
     assert isinstance(dataset, hf.Dataset)
     return dataset
 
 
 def origins_of(gallery: Gallery, ids: Sequence[str]) -> list[Fingerprint | None]:
-    """Return which model embedded each of the pictures of a folder; refuse a folder of which none is in the gallery."""
+    """Return the model that embedded each picture of a folder; refuse a folder that has no picture of the gallery."""
     origins = gallery.find(ids)
     if all(origin is None for origin in origins):
         raise XcompatError(

@@ -1,10 +1,9 @@
-"""No file of a gallery reaches a parser before it was compared with its checksum.
+"""Compare each file of a gallery with its checksum before a parser reads it.
 
-Parsers of native code (faiss, Arrow) crash on damaged files, and a flipped bit in a vector is a wrong answer that nobody notices.
-So each file is read once in full before it is used. What that costs is paid again only when the file has changed: a process
-remembers what it compared, and of large files all processes do, in ``checked.json`` beside the manifest, by the file's stamp
-(size, inode, times of change). Whatever writes to a file changes its stamp; bits that rot on the disk without a write do not, and
-`xcompat gallery verify`, which reads everything, finds those.
+Native parsers (faiss, Arrow) crash on damaged files, and a flipped bit in a vector is a wrong answer that nobody notices. So each
+file is read once in full before it is used, and again only when it has changed. A process remembers the stamps (size, inode,
+times of change) of the files that it compared; ``checked.json`` beside the manifest keeps those of large files for all processes.
+A write to a file changes its stamp. Bits that rot on the disk do not: `xcompat gallery verify` reads everything and finds them.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from xcompat.files import write_json
 
 CHECKED = "checked.json"
 LARGE = 1 << 26
-"""Bytes that take longer to read than a stamp takes to be looked up: 64 MB are compared in about a hundredth of a second."""
+"""Bytes from which looking up a stamp is faster than reading the file: comparing 64 MB takes about a hundredth of a second."""
 MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
 _Stamp: TypeAlias = tuple[int, int, int, int, str]
 _compared: set[_Stamp] = set()
 
 
 def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
-    """Refuse a file that is not what it was when it was written.
+    """Refuse a file that differs from its checksum.
 
     Args:
-        gallery: the folder, which remembers large files that were compared.
-        path: of a file in it.
-        record: what that was.
+        gallery: the gallery's folder, where the stamps of large files are kept.
+        path: a file in it.
+        record: the file's recorded size and checksum.
 
     Returns:
         The path.
 
     Raises:
-        XcompatError: it is missing or has changed.
+        XcompatError: the file is missing or has changed.
     """
     stamp = _stamp(path, record)
     if stamp is not None and stamp in _compared:
@@ -63,7 +62,7 @@ def _stamp(path: Path, record: FileRecord) -> _Stamp | None:
 
 
 def _remembered(gallery: Path) -> dict[str, _Stamp]:
-    """Return the stamps of large files by their paths; whatever is wrong with them costs one more look at the files."""
+    """Return the stamps of large files by path; if they cannot be read, the files are compared once more."""
     try:
         found = json.loads((gallery / CHECKED).read_bytes())
         return {str(name): tuple(stamp) for name, stamp in found.items()}
@@ -74,5 +73,5 @@ def _remembered(gallery: Path) -> dict[str, _Stamp]:
 def _remember(gallery: Path, path: Path, record: FileRecord) -> None:
     there = {name: stamp for name, stamp in _remembered(gallery).items() if (gallery / name).is_file()}
     if (stamp := _stamp(path, record)) is not None:
-        with suppress(OSError):  # who may not write here reads the file again the next time
+        with suppress(OSError):  # a process without the right to write compares the file again next time
             write_json(gallery / CHECKED, there | {str(path.relative_to(gallery)): stamp})

@@ -1,4 +1,4 @@
-"""What is to be added to a gallery, checked and brought into the form in which it is stored."""
+"""Items that are added to a gallery: checked, and brought into the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric
 
 _UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
-_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is in no UTF-8
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 cannot encode
 
 
 @dataclass
 class Items:
-    """Embeddings that wait for a commit.
+    """Embeddings with their ids, metadata and side-information.
 
     Args:
         embeds: blocks (n, d) float32.
         ids: one per embedding.
-        metadata: one per embedding: a JSON text, or None.
-        side_info: blocks (n, S) float32; empty when there is none.
+        metadata: one JSON text or None per embedding.
+        side_info: blocks (n, S) float32; an empty list for none.
     """
 
     embeds: list[NDArray[np.float32]] = field(default_factory=list)
@@ -35,12 +35,12 @@ class Items:
     side_info: list[NDArray[np.float32]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of items."""
         return len(self.ids)
 
     @property
     def nbytes(self) -> int:
-        """Memory that the embeddings take."""
+        """Bytes of memory that embeddings and side-information take."""
         return sum(block.nbytes for block in (*self.embeds, *self.side_info))
 
 
@@ -51,20 +51,20 @@ def check_items(
     side_info_NS: ArrayLike | None,
     metric: Metric,
 ) -> Items:
-    """Check what is to be added, and bring it into the form in which it is stored.
+    """Check items that are to be added, and bring them into the form in which they are stored.
 
     Args:
-        embeds_ND: (N, d) float32, never changed; for cosines those stored are of length 1.
+        embeds_ND: (N, d) float32, never changed; with the metric ``cosine`` they are stored with length 1.
         ids: N strings.
-        metadata: N JSON objects or Nones; None for none at all.
+        metadata: N JSON objects or Nones; None for no metadata at all.
         side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
-        metric: how the gallery compares.
+        metric: how the gallery compares embeddings.
 
     Returns:
         One block of items.
 
     Raises:
-        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or there twice, or metadata are no JSON.
+        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or occurs twice, or metadata are no JSON.
     """
     ids = list(ids)
     side = np.array(side_info_NS, np.float32, ndmin=2) if side_info_NS is not None else None
@@ -74,20 +74,20 @@ def check_items(
     check_ids(ids)
     unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
     if np.may_share_memory(unit_ND, embeds_ND):
-        unit_ND = unit_ND.copy()  # whoever gave them may change them before they are written
+        unit_ND = unit_ND.copy()  # the caller may change its array before it is written
     return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
 
 
 def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Callable[[int], str]) -> NDArray[np.float32]:
-    """Refuse embeddings that cannot be compared; return them, of length 1 where cosines are asked for.
+    """Refuse embeddings that cannot be compared; return them, with length 1 for the metric ``cosine``.
 
     Args:
         embeds_ND: (N, d) float32.
-        metric: how the gallery compares.
-        name: says what a row is, for the message.
+        metric: how the gallery compares embeddings.
+        name: names a row in the error message.
 
     Returns:
-        (N, d) float32, the given array where nothing had to be changed.
+        (N, d) float32; the given array if nothing had to change.
 
     Raises:
         XcompatError: an embedding is zero or not finite.
@@ -106,8 +106,8 @@ def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Cal
 
 
 def check_ids(ids: Sequence[object]) -> None:
-    """Refuse what is no id, and ids that are there twice."""
-    try:  # all at once: a look at each takes as long as copying its embedding
+    """Refuse values that are no ids, and ids that occur twice."""
+    try:  # checks all at once: one by one would take as long as copying the embeddings
         if all(map(str.strip, ids)) and not _NO_TEXT.search("".join(ids)) and len(set(ids)) == len(ids):  # type: ignore[arg-type]
             return
     except TypeError:
@@ -122,7 +122,7 @@ def check_ids(ids: Sequence[object]) -> None:
 
 
 def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
-    """Return metadata as they are stored; refuse what is no JSON object."""
+    """Return metadata as JSON texts; refuse values that are no JSON objects."""
     if metadata is None:
         return [None] * len(ids)
     if len(metadata) != len(ids):

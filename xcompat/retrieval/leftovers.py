@@ -1,4 +1,4 @@
-"""What writers that were killed left in a gallery: known by its names, and deleted by the next writer."""
+"""Leftovers of killed writers in a gallery: recognised by their names, and deleted by the next writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
 
 BEGUN = ".begun"
-"""In a folder from before the first file of a gallery is written until the gallery is there."""
+"""Marker file in a folder where a gallery is being made; deleted once the gallery is complete."""
 _JOURNAL = re.compile(r"upgrade-[0-9a-f]{16}\.json")
 _GENERATION = re.compile(r"\d{8}\.json")
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
@@ -24,18 +24,15 @@ _NAMED = re.compile(r'"([0-9a-f]{16}(?:-\d{8}\.npy)?)"')
 _OLD_TEMPORARY = re.compile(
     r"\.(gallery\.json|upgrade-[0-9a-f]{16}\.json|\d{8}\.json|[0-9a-f]{16}-\d{8}\.npy|([0-9a-f]{16}))\.[a-z0-9_]{8}"
 )
-"""Of versions of xcompat whose temporary folders did not end in ``.partial``; the second group is a segment's name."""
+"""Temporary names of older versions of xcompat, without ``.partial`` at the end; the second group is a segment's name."""
 
 
 @contextmanager
 def making(folder: Path) -> Iterator[None]:
-    """Hold the writer's lock while a gallery is made where nothing is, or where making one was cut off.
-
-    Args:
-        folder: of the gallery; :func:`require_empty` holds for it.
+    """Hold the writer's lock while a gallery is made in an empty folder, or in one where making a gallery was interrupted.
 
     Raises:
-        XcompatError: something else is there, or another process makes one.
+        XcompatError: the folder holds something else, or another process makes a gallery there.
     """
     make_folder(folder)
     lock = lock_writer(folder)
@@ -52,7 +49,7 @@ def making(folder: Path) -> Iterator[None]:
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder that holds something where a gallery is to be made; what is left of one that was begun is nothing."""
+    """Refuse a folder for a new gallery if it holds anything but remains of an unfinished gallery."""
     if folder.is_dir():
         foreign = next((entry for entry in sorted(folder.iterdir()) if not _is_begun(entry)), None)
     else:
@@ -64,15 +61,15 @@ def require_empty(folder: Path) -> None:
 
 
 def was_not_reported(folder: Path) -> bool:
-    """Return whether a gallery was made there, and whoever made it was killed or failed before it could say so.
+    """Return whether a gallery is complete, but its maker was killed or failed before it could report so.
 
-    Nobody has written to it since: the next writer takes the marker away.
+    Nobody has written to it since: the next writer deletes the marker.
     """
     return (folder / BEGUN).is_file() and (folder / CURRENT).is_file()
 
 
 def _is_begun(entry: Path) -> bool:
-    """Return whether something is left of a gallery that was begun and never there: its marker says that none was."""
+    """Return whether an entry of a folder belongs to a gallery whose making was interrupted, as the marker shows."""
     if entry.name in (LOCK, OWNER, BEGUN):
         return True
     if not (entry.parent / BEGUN).is_file() or (entry.parent / CURRENT).exists():
@@ -92,18 +89,14 @@ def _clear_begun(folder: Path) -> None:
 
 
 def clear(folder: Path, backend: Backend) -> None:
-    """Delete what no state of a gallery needs: temporary files, journals of upgrades that cannot go on, and what nobody names.
+    """Delete files that no state of a gallery needs; the caller holds the writer's lock.
 
-    What is named is what any kept generation names, or the journal of an upgrade that can go on. Links, and whatever has not a
-    name of ours, stay. The caller holds the writer's lock.
-
-    Args:
-        folder: the gallery.
-        backend: where its vectors are.
+    These are temporary files, journals of upgrades that cannot be continued, and segments and removal marks that neither a kept
+    generation nor the journal of a continuable upgrade names. Links stay, and files whose names xcompat does not use.
 
     Raises:
         XcompatError: its Milvus does not answer.
-        OSError: something cannot be deleted.
+        OSError: a file cannot be deleted.
     """
     (folder / BEGUN).unlink(missing_ok=True)
     for journal in _ours(folder, _JOURNAL):
@@ -116,14 +109,14 @@ def clear(folder: Path, backend: Backend) -> None:
         if name in removed:
             (folder / REMOVED / name).unlink()
         else:
-            backend.drop(name)  # while its folder still says that there may be something
+            backend.drop(name)  # before the folder, without which nobody would know of these vectors
             if (folder / SEGMENTS / name).is_dir():
                 shutil.rmtree(folder / SEGMENTS / name)
     _clear_temporaries(folder)
 
 
 def _goes_on(folder: Path, journal: Path) -> bool:
-    """Return whether an upgrade can be continued: it holds for the generation it was begun in."""
+    """Return whether an upgrade can be continued: only in the generation in which it began."""
     try:
         return bool(read_json(journal)["generation"] == read_manifest(folder).generation)
     except (XcompatError, KeyError, TypeError):
@@ -131,13 +124,13 @@ def _goes_on(folder: Path, journal: Path) -> bool:
 
 
 def _unnamed(folder: Path, names: set[str]) -> set[str]:
-    """Return which names neither a generation nor a journal says; the older ones are read only while names are left."""
+    """Return the names that occur in no generation and no journal; reads older generations only while names are left."""
     generations = sorted(_ours(folder / GENERATIONS, _GENERATION), reverse=True)
     for file in (folder / CURRENT, *_ours(folder, _JOURNAL), *generations):
         if not names:
             break
         text = file.read_text(encoding="utf-8", errors="replace").rstrip()
-        if not text.endswith("}"):  # cut short: nobody knows what it named
+        if not text.endswith("}"):  # truncated: it may have named anything
             return set()
         names = names - set(_NAMED.findall(text))
     return names
@@ -156,7 +149,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return what has a name of ours, links left out."""
+    """Return the entries whose whole name matches a pattern, without links."""
     return [path for path in _inside(folder) if name.fullmatch(path.name) and not path.is_symlink()]
 
 

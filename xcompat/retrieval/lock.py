@@ -1,4 +1,4 @@
-"""The writer's lock of a gallery: one process at a time changes it, also on storage that has no locks."""
+"""The writer's lock of a gallery: one process changes it at a time, even on storage that has no locks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from xcompat.errors import XcompatError
 
 LOCK, OWNER = ".lock", ".lock.owner"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What storage without ``flock`` answers, such as some NFS."""
+"""Errors of storage without ``flock``, such as some NFS."""
 
 
 def lock_writer(folder: Path) -> BaseFileLock:
-    """Take the writer's lock, which ends with its process at the latest.
+    """Take the writer's lock; it is released when the process ends at the latest.
 
-    Storage without ``flock`` gets a file that names the owner instead. When its process is dead, the next writer on the same
-    machine takes it over where the storage can swap two names; elsewhere a person deletes the file, which the message names.
-
-    Args:
-        folder: the gallery.
+    On storage without ``flock`` the lock is a file that names its owner. If the owner has died, the next writer on the same
+    machine takes the file over, provided that the storage can swap two names; otherwise a person deletes it: the error names it.
 
     Returns:
-        The lock; release it.
+        The lock; the caller releases it.
 
     Raises:
-        XcompatError: another process has it.
+        XcompatError: another process holds it.
     """
-    lock = FileLock(folder / LOCK, fallback_to_soft=False)  # its own fallback takes the file that is always there for an owner's
+    lock = FileLock(folder / LOCK, fallback_to_soft=False)  # filelock's fallback would take the existing file for an owner's
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -54,7 +51,7 @@ def _owned(folder: Path) -> BaseFileLock:
 
 
 def _owner(path: Path) -> str:
-    """Say who holds a lock, as far as its file does."""
+    """Describe the holder of a lock from its file; empty if the file does not name one."""
     try:
         process, host = path.read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a gallery says of itself on disk: one small file per generation, which names and checks every other file."""
+"""The manifest of a gallery: one small file per generation, which names every other file with its checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENTS = "segments"
 REMOVED = "removed"
 Metric = Literal["cosine", "ip", "l2"]
 _GENERATION = re.compile(r"\d{8}\.json")
-_NAME = r"^[0-9a-f]{16}$"  # names become paths: a changed manifest must not lead out of the gallery
+_NAME = r"^[0-9a-f]{16}$"  # names become paths: a manipulated manifest must not lead out of the gallery's folder
 
 
 class _Record(BaseModel):
@@ -34,12 +34,12 @@ class VersionRecord(_Record):
     """A model whose embeddings the gallery holds.
 
     Args:
-        digest: its fingerprint.
-        name: what people call it.
-        dim: of its stored embeddings.
-        shares: digests of older models in whose space these embeddings are, so that their queries can search them.
-        length: of its stored embeddings, in the median, to which those of a model are brought, when asked with and when added;
-            other than 1 only of an adopted index whose vectors were never normalised.
+        digest: digest of its fingerprint.
+        name: the name that people know it by.
+        dim: dimension of its stored embeddings.
+        shares: digests of older models whose embedding space these embeddings share, so that their queries can search them.
+        length: median length of its stored embeddings; the model's queries and new embeddings are scaled to it. Differs from 1
+            only for an adopted index whose vectors were never normalised.
     """
 
     digest: str
@@ -55,12 +55,12 @@ class VersionRecord(_Record):
 
 
 class AdoptedRecord(_Record):
-    """What shows without reading all of an adopted index that it is as it was.
+    """Facts by which an adopted index is recognised without reading all of it.
 
     Args:
-        mtime_ns: when it was last written.
+        mtime_ns: time of its last write.
         sample: XXH3-128 of some of its bytes.
-        rows: how many vectors it holds, of which a segment may know the first alone.
+        rows: number of its vectors; a segment may use only the first of them.
     """
 
     mtime_ns: int
@@ -72,18 +72,18 @@ class SegmentRecord(_Record):
     """Embeddings of one version that were added together; its files never change.
 
     Args:
-        name: of its folder.
-        version: digest of the model.
-        rows: how many embeddings.
-        index: what it is searched by: a faiss factory string.
-        files: file name -> what it was when it was written.
-        adopted: path of a faiss index that stays where it is; None when the index is one of ``files``.
-        adopted_file: what that was when it was adopted.
-        adopted_seen: how it is recognised when it is opened; None in galleries of before that.
-        extends: XXH3-128 of earlier states of the same index, whose rows are the first of it.
-        removed: name of the file that marks rows that are no longer there; None when all are.
-        removed_file: what that was when it was written.
-        n_removed: how many these are.
+        name: name of its folder.
+        version: digest of the model that made the embeddings.
+        rows: number of embeddings, removed ones included.
+        index: the index that searches them, a faiss factory string.
+        files: file name -> size and checksum.
+        adopted: path of a faiss index outside the gallery; None if the index is one of ``files``.
+        adopted_file: size and checksum of that index when it was adopted.
+        adopted_seen: how it is recognised when it is opened; None in galleries of older versions of xcompat.
+        extends: XXH3-128 of earlier states of the same index, whose rows are its first rows.
+        removed: name of the file that marks removed rows; None if there are none.
+        removed_file: size and checksum of that file.
+        n_removed: number of removed rows.
     """
 
     name: str = Field(pattern=_NAME)
@@ -106,14 +106,14 @@ class Manifest(_Record):
     Args:
         generation: counts commits, from 0 for the empty gallery.
         metric: ``cosine``, ``ip`` or ``l2``.
-        index: the faiss factory string of segments to come.
-        milvus: URI of the Milvus that holds the vectors; None when faiss does.
+        index: the faiss factory string for new segments.
+        milvus: URI of the Milvus that holds the vectors; None for faiss.
         versions: in order of appearance.
         segments: in order of appearance.
-        made: when, in UTC.
-        by: what made this generation, such as ``add``.
-        schema_version: of this format.
-        checksum: of all that stands here; empty where an older version wrote it, or nothing has yet.
+        made: time of the commit in UTC.
+        by: the operation that made this generation, such as ``add``.
+        schema_version: version of this format.
+        checksum: of all other fields; empty before the first write, and in files of older versions of xcompat.
     """
 
     generation: int = 0
@@ -132,13 +132,13 @@ class Manifest(_Record):
         return next(version for version in self.versions if version.digest == digest)
 
     def present(self) -> list[VersionRecord]:
-        """Return the versions that embeddings are there of."""
-        digests = {segment.version for segment in self.segments}  # one whose rows were all removed is named no more
+        """Return the versions that still have embeddings."""
+        digests = {segment.version for segment in self.segments}  # no segment remains of a version whose rows were all removed
         return [version for version in self.versions if version.digest in digests]
 
     @property
     def rows(self) -> int:
-        """Number of embeddings that are there."""
+        """Number of embeddings, without removed ones."""
         return sum(segment.rows - segment.n_removed for segment in self.segments)
 
 
@@ -146,17 +146,17 @@ def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
     """Read the current state of a gallery, or an earlier one.
 
     Args:
-        folder: the gallery.
-        generation: which; None for the current one.
+        folder: the gallery's folder.
+        generation: number of the state; None for the current one.
 
     Returns:
         The manifest.
 
     Raises:
-        XcompatError: there is no gallery, no such generation, or the file is damaged or of another format.
+        XcompatError: there is no gallery or no such generation, or the file is damaged or of another format.
     """
     path = folder / CURRENT if generation is None else _generation_path(folder, generation)
-    if generation is not None and generation > read_manifest(folder).generation:  # of a commit that was cut off
+    if generation is not None and generation > read_manifest(folder).generation:  # its commit was interrupted
         raise _missing(folder, generation)
     try:
         return _read(path)
@@ -177,7 +177,7 @@ def _read(path: Path) -> Manifest:
     if manifest.checksum:
         if manifest.checksum != json_checksum(found):
             raise _damaged(path, "it has changed since it was committed")
-    elif path.name == CURRENT:  # written before manifests had checksums: its copy says what it was
+    elif path.name == CURRENT:  # written before manifests had checksums: compare it with its copy
         copy = _generation_path(path.parent, manifest.generation)
         if not _same(copy, path) and copy.is_file() and path.read_bytes() == text:
             raise _damaged(path, f"it is not what {copy} is, as which it was committed")
@@ -191,7 +191,7 @@ def _damaged(path: Path, reason: str) -> XcompatError:
 
 
 def json_checksum(fields: dict[str, Any]) -> str:
-    """Return the checksum of a JSON object but for its key ``checksum``, whatever its layout and the order of its keys."""
+    """Return the checksum of a JSON object without its key ``checksum``; layout and order of keys do not matter."""
     import xxhash
 
     rest = {key: value for key, value in fields.items() if key != "checksum"}
@@ -199,15 +199,7 @@ def json_checksum(fields: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Commit a state: from the moment the current file is replaced, everyone who opens the gallery sees it.
-
-    Args:
-        folder: the gallery.
-        manifest: what to commit.
-
-    Returns:
-        The manifest with the time it was made.
-    """
+    """Commit a state, and return it with time and checksum; it counts once the current file is replaced."""
     stamped = manifest.model_copy(update={"made": datetime.now(UTC).isoformat(timespec="seconds")})
     stamped = stamped.model_copy(update={"checksum": json_checksum(stamped.model_dump(mode="json"))})
     text = stamped.model_dump_json(indent=1) + "\n"
@@ -218,24 +210,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def is_current_whole(folder: Path) -> bool:
-    """Return whether the current state is, to the byte, what was written for its generation."""
+    """Return whether the current manifest equals the copy of its generation, byte for byte."""
     while True:
         current = read_manifest(folder)
         kept = _generation_path(folder, current.generation)
         if kept.is_file() and _same(kept, folder / CURRENT):
             return True
-        if read_manifest(folder) == current:  # else it was replaced between two looks
+        if read_manifest(folder) == current:  # else a commit replaced it in between: look again
             return False
 
 
 def known_generations(folder: Path) -> list[int]:
-    """Return the generations that can be opened or rolled back to, the oldest first.
+    """Return the numbers of the generations that can be opened or rolled back to, the oldest first.
 
-    Args:
-        folder: the gallery.
-
-    Returns:
-        Their numbers, none above the current one: a later file is of a commit that was cut off.
+    A file with a number above the current one belongs to a commit that was interrupted, and is left out.
     """
     current = read_manifest(folder).generation
     found = sorted(int(path.stem) for path in listed(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
@@ -243,27 +231,19 @@ def known_generations(folder: Path) -> list[int]:
 
 
 def kept_manifests(folder: Path) -> list[Manifest]:
-    """Return the states that can be opened or rolled back to, the oldest first, while others write."""
+    """Return the states that can be opened or rolled back to, the oldest first, even while another process writes."""
     while True:
         current = read_manifest(folder).generation
         found = []
         for number in known_generations(folder):
-            with suppress(FileNotFoundError):  # compacted away since they were listed
+            with suppress(FileNotFoundError):  # a compaction deleted it after it was listed
                 found.append(_read(_generation_path(folder, number)))
         if current == read_manifest(folder).generation or current in [manifest.generation for manifest in found]:
             return found
 
 
 def require_generation(folder: Path, generation: int) -> None:
-    """Refuse to go on with a state whose files a compaction has deleted.
-
-    Args:
-        folder: the gallery.
-        generation: the state.
-
-    Raises:
-        GenerationGoneError: it is not kept any more.
-    """
+    """Raise :class:`GenerationGoneError` if a compaction has deleted a generation."""
     if not _generation_path(folder, generation).is_file() and read_manifest(folder).generation != generation:
         raise GenerationGoneError(
             f"generation {generation} of {folder} was compacted away since it was opened; open the gallery again"
@@ -271,7 +251,10 @@ def require_generation(folder: Path, generation: int) -> None:
 
 
 def forget_earlier(folder: Path, generation: int) -> None:
-    """Delete the states before one, for good, so that none is left when the files they name go."""
+    """Delete the manifests of all generations before one, and wait until they are gone from the disk.
+
+    The files that they name are deleted afterwards: no manifest may name a file that is gone.
+    """
     for number in known_generations(folder):
         if number < generation:
             _generation_path(folder, number).unlink()

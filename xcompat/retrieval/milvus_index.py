@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -14,9 +14,9 @@ from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric, SegmentRecord
 
 INDEX = "AUTOINDEX"
-ROWS_PER_CALL = 4096  # of vectors, well below the 64 MB that a message may have
-FOUND_AT_MOST = 16384  # a limit of Milvus
-_METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # stored vectors are of length 1 where cosines are meant
+ROWS_PER_CALL = 4096  # keeps messages well below Milvus's limit of 64 MB
+FOUND_AT_MOST = 16384  # Milvus's limit of hits per query
+_METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # for cosines, stored vectors have length 1
 
 
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def _answered(asking: Callable[P, R]) -> Callable[P, R]:
-    """Turn what pymilvus raises into one line."""
+    """Turn errors of pymilvus into an :class:`XcompatError` of one line."""
 
     @wraps(asking)
     def asked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,7 +52,7 @@ class MilvusBackend:
 
     @_answered
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment in a collection of their own; return the index they are searched by."""
+        """Store the vectors of a segment in a new collection; return the name of its index."""
         from pymilvus import DataType, MilvusClient
 
         client = connect(self.uri)
@@ -64,9 +64,11 @@ class MilvusBackend:
         collection = _collection(name)
         client.create_collection(collection, schema=schema, index_params=index, consistency_level="Strong")
         row = 0
-        for block in _pieces(blocks):
-            client.insert(collection, [{"row": row + place, "vector": vector} for place, vector in enumerate(block)])
-            row += len(block)
+        for block in blocks:
+            for start in range(0, len(block), ROWS_PER_CALL):
+                piece = block[start : start + ROWS_PER_CALL]
+                client.insert(collection, [{"row": number, "vector": vector} for number, vector in enumerate(piece, row)])
+                row += len(piece)
         client.flush(collection)
         return INDEX
 
@@ -76,7 +78,7 @@ class MilvusBackend:
         return MilvusIndex(connect(self.uri), record, self.metric)
 
     def keeps(self, index: str) -> bool:
-        """Return yes: a collection holds vectors as they were."""
+        """Return True: a collection returns its vectors unchanged."""
         return True
 
     @_answered
@@ -87,7 +89,7 @@ class MilvusBackend:
             client.drop_collection(collection)
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return one line where a collection is gone or holds fewer vectors; they are counted, not compared."""
+        """Return one line if a collection is gone or holds another number of vectors; they are counted, not compared."""
         try:
             rows = MilvusIndex(connect(self.uri), record, self.metric).rows
         except XcompatError as error:
@@ -99,13 +101,8 @@ class MilvusBackend:
 class MilvusIndex:
     """The collection of one segment.
 
-    Args:
-        client: connected.
-        record: the segment.
-        metric: how vectors are compared.
-
     Raises:
-        XcompatError: the collection is not there.
+        XcompatError: there is no such collection.
     """
 
     @_answered
@@ -132,14 +129,14 @@ class MilvusIndex:
     is_exact = False
 
     def set_parameters(self, parameters: str) -> None:
-        """Refuse: Milvus chooses them itself."""
+        """Refuse: Milvus chooses its own parameters."""
         raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")
 
     @_answered
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more, of rows that are kept."""
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
         if k > FOUND_AT_MOST:
             raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")
         chosen: dict[str, Any] = {}
@@ -170,16 +167,10 @@ class MilvusIndex:
 
 @cache
 def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
-    """Connect once per process and URI: milvus-lite opens a file once.
-
-    Args:
-        uri: of the Milvus.
-
-    Returns:
-        The client.
+    """Return a client; there is one per process and URI, as milvus-lite cannot open a file twice.
 
     Raises:
-        XcompatError: pymilvus is not installed, or nothing answers.
+        XcompatError: pymilvus is not installed, or no Milvus answers.
     """
     try:
         from pymilvus import MilvusClient
@@ -195,8 +186,3 @@ def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
 
 def _collection(name: str) -> str:
     return f"xcompat_{name}"
-
-
-def _pieces(blocks: Iterable[NDArray[np.float32]]) -> Iterable[NDArray[np.float32]]:
-    for block in blocks:
-        yield from (block[start : start + ROWS_PER_CALL] for start in range(0, len(block), ROWS_PER_CALL))

@@ -1,4 +1,4 @@
-"""``pipeline("compatible-retrieval")`` of transformers, and compatible models in its zero-shot classification."""
+"""The transformers pipeline ``compatible-retrieval``, and compatible models in zero-shot image classification."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SEARCH = ("top_k", "where", "merge", "parameters")
 
 
 class Found(dict[str, Any]):
-    """A hit as a dictionary whose keys are attributes too; unlike those of a ``ModelOutput``, they are there if None.
+    """A hit as a dictionary whose keys are attributes too; unlike a ``ModelOutput`` it keeps keys whose value is None.
 
     Example:
         >>> hit = Found(id="7.png", confidence=None)
@@ -41,7 +41,7 @@ class Found(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any JSON value
-        """Return what stands under a key."""
+        """Return the value of a key."""
         try:
             return self[name]
         except KeyError:
@@ -49,7 +49,7 @@ class Found(dict[str, Any]):
 
 
 class CompatibleRetrievalPipeline(Pipeline):
-    """Texts and pictures search a gallery with any model that is compatible with what it holds.
+    """Search a gallery with texts and pictures, by any model that is compatible with the stored embeddings.
 
     A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
     searched at once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
@@ -57,11 +57,11 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     Args:
         gallery: a gallery, or its folder.
-        fallback: the old model, that embedded the gallery, asked where the new one is not sure: ``model``, ``below`` which
-            confidence, and ``share``, as :class:`~xcompat.retrieval.fallback.Fallback` has them. It embeds these queries alone.
-        allow_private_addresses: whether a URL may lead to this machine or into a network that is not public. Leave it off where
-            strangers name the pictures; what is fetched and how is said at :func:`~xcompat.retrieval.fetching.fetch`.
-        kwargs: as transformers makes a pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` are defaults of
+        fallback: the options ``model``, ``below`` and ``share`` of :class:`~xcompat.retrieval.fallback.Fallback`: the old model
+            that embedded the gallery, used for the queries of which the new model is not sure.
+        allow_private_addresses: whether a URL may lead to this machine or into a private network. Leave it off if strangers
+            choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
+        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` become defaults for
             :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
     Example:
@@ -89,7 +89,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         if isinstance(self.model, CompatModel):
             self.asking: CompatModel | Embedder = self.model.for_inference()
             self.prepared_by: Processor = self.model.processor
-        else:  # an encoder as it comes, which searches what it embedded itself
+        else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
             self.prepared_by = self.asking.processor
         self.fallback = Fallback.described(fallback, self.device) if fallback is not None else None
@@ -108,10 +108,10 @@ class CompatibleRetrievalPipeline(Pipeline):
         Args:
             inputs: a query, or a list of them.
             args: none.
-            kwargs: ``batch_size``, and what :meth:`~xcompat.retrieval.gallery.Gallery.search` takes.
+            kwargs: ``batch_size``, and arguments of :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
         Returns:
-            A list of hits; for a list of queries a list of these.
+            A list of hits; for a list of queries, one such list per query.
         """
         batch_size = kwargs.pop("batch_size", None) or self._batch_size or 1
         if not isinstance(inputs, list):
@@ -133,7 +133,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return ModelOutput({**self._embed([input_tensors["query"]]), "single": True})
 
     def postprocess(self, model_outputs: dict[str, Any], **searching: Any) -> Any:  # noqa: ANN401
-        """Search for what was embedded."""
+        """Search the gallery with embedded queries."""
         if self.fallback is not None:
             searching["old_queries"] = OldQueries(self.fallback.model, model_outputs["old"], self.fallback.share)
         hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
@@ -141,12 +141,12 @@ class CompatibleRetrievalPipeline(Pipeline):
         return found[0] if model_outputs.get("single") else found
 
     def _read(self, query: Any) -> Any:  # noqa: ANN401 - see the class
-        """Return the picture that a query is or names, or the text that it is."""
+        """Return a query's picture, or the query itself if it is a text."""
         picture = as_picture(query, self.allow_private_addresses)
         return query if picture is None else picture
 
     def _embed(self, queries: Sequence[str | Image.Image]) -> dict[str, Tensor]:
-        """Embed some queries, and what the model is not sure of with the old one."""
+        """Embed queries, and with the old model those of which the new one is not sure."""
         embeds_BD = _in_order(queries, self.prepared_by, self._run)
         if (old := self.fallback) is None:
             return {"embeds": embeds_BD}
@@ -162,7 +162,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
 
 def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-    """Embed texts and pictures each in one batch, in their order."""
+    """Embed texts in one batch and pictures in another; return the embeddings in the order of the queries."""
     of_texts = {row: query for row, query in enumerate(queries) if isinstance(query, str)}
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
     parts = []
@@ -175,17 +175,17 @@ def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed:
 
 
 def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
-    """Return the picture that a query is or names, as galleries read theirs; None for a text.
+    """Return a query's picture, read as galleries read theirs; None for a text.
 
     Args:
         query: a picture, an array (H, W, 3) uint8, a path, or a string.
-        allow_private_addresses: as the pipeline takes it.
+        allow_private_addresses: as in :class:`CompatibleRetrievalPipeline`.
 
     Returns:
         The picture in mode RGB.
 
     Raises:
-        XcompatError: it is neither, or the picture cannot be read.
+        XcompatError: the query has another type, or its picture cannot be read.
     """
     name, found = str(query), query
     try:
@@ -220,7 +220,7 @@ class EmbeddingPipeline(ImageFeatureExtractionPipeline):
 
 
 class _ZeroShot(CompatModel):
-    """What ``zero-shot-image-classification`` asks of a model: logits of every text for every image, in the model's own space."""
+    """A compatible model for ``zero-shot-image-classification``: logits of all texts for each image, in the model's own space."""
 
     def forward(  # type: ignore[override]  # as the pipeline calls it
         self,
@@ -246,7 +246,7 @@ class _ZeroShot(CompatModel):
 
 
 def register() -> None:
-    """Make transformers know the task, and compatible models in its feature extraction and zero-shot classification."""
+    """Register the task, and compatible models for feature extraction and zero-shot classification, with transformers."""
     PIPELINE_REGISTRY.register_pipeline(TASK, CompatibleRetrievalPipeline, pt_model=(AutoModel,), type="multimodal")
     PIPELINE_REGISTRY.supported_tasks["image-feature-extraction"]["impl"] = EmbeddingPipeline
     for name, method in METHODS.items():

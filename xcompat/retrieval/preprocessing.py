@@ -1,4 +1,4 @@
-"""Ways to prepare pictures that people confuse: which of them made the embeddings that are stored?"""
+"""Ways of preprocessing pictures that people confuse, and the search for the one that made stored embeddings."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ NORMALISED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "pixels from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
 BETTER = 1e-4
-"""By how much another way must agree better: where pictures are square already, cropping is no other way than squashing."""
+"""How much better another way must agree: on square pictures, for example, cropping and squashing do the same."""
 SHAPES = {"squashed": None, "cropped": 1.0, "cropped to 7/8": 0.875}
-"""How a picture becomes a square: the share of the resized shorter side that is kept, None where all of both sides is."""
+"""How a picture becomes a square: the share of the resized shorter side that is kept; None for squashing both sides."""
 FILTERS = ("bicubic", "bilinear", "nearest")
 BACKENDS = ("PIL", "torchvision")
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """One way from a picture to pixels.
+    """One way of preprocessing, from a picture to pixels.
 
     Args:
-        size: height and width.
-        normalised: a name of :data:`NORMALISED`, or the model's own.
-        mean: subtracted from pixels between 0 and 1.
-        std: by which they are divided.
+        size: height and width in pixels.
+        normalised: a name of :data:`NORMALISED`, or a phrase for the model's own.
+        mean: mean per channel, subtracted from pixels between 0 and 1.
+        std: deviation per channel, by which they are divided.
         shape: a name of :data:`SHAPES`.
-        filter: by which it is resized.
-        backend: whose resizing.
+        filter: interpolation, one of :data:`FILTERS`.
+        backend: library that resizes, one of :data:`BACKENDS`.
     """
 
     size: tuple[int, int]
@@ -51,7 +51,7 @@ class Preparation:
     backend: str = "PIL"
 
     def __call__(self, images: Sequence[Image]) -> Tensor:
-        """Prepare pictures in mode RGB: (B, 3, H, W) float32."""
+        """Preprocess pictures in mode RGB: (B, 3, H, W) float32."""
         kept, (height, width) = SHAPES[self.shape], self.size
         edge: Any = [height, width] if kept is None else round(min(self.size) / kept)
         steps = [v2.Resize(edge, interpolation=InterpolationMode(self.filter), antialias=True), v2.CenterCrop([height, width])]
@@ -60,7 +60,7 @@ class Preparation:
         return torch.stack([prepare(image) for image in images])
 
     def unlike(self, other: Preparation) -> str:
-        """Say in what this differs from another.
+        """Describe how this way differs from another.
 
         Example:
             >>> own = Preparation((8, 8), "own", (0.0,) * 3, (1.0,) * 3)
@@ -72,15 +72,7 @@ class Preparation:
 
 
 def own_preparation(processor: Processor, images: Sequence[Image]) -> Preparation:
-    """Return the way that gives most nearly the pixels of a model's own processor.
-
-    Args:
-        processor: the model's.
-        images: some pictures in mode RGB.
-
-    Returns:
-        The way.
-    """
+    """Return the way whose pixels are nearest to those of a model's own processor, for some pictures in mode RGB."""
     pixels = processor.images(images)
     known = (name for name, values in NORMALISED.items() if np.allclose(values, (processor.mean, processor.std), atol=5e-3))
     plain = Preparation(processor.image_size, next(known, "the model's own normalisation"), processor.mean, processor.std)
@@ -96,18 +88,18 @@ FACTORS: tuple[Callable[[Preparation], list[Preparation]], ...] = (
     lambda way: [replace(way, filter=name) for name in FILTERS],
     lambda way: [replace(way, backend=backend) for backend in BACKENDS],
 )
-"""All choices of one factor each, the one that changes most first."""
+"""All choices of one factor each; the factor that changes most comes first."""
 
 
 def nearest_preparation(own: Preparation, agreement: Callable[[Preparation], float]) -> Preparation:
-    """Find the way that agrees best with what is stored, one factor after the other, the one that changes most first.
+    """Find the way that agrees best with stored embeddings, by changing one factor after the other until nothing improves.
 
     Args:
-        own: the model's, from which the search starts.
-        agreement: how well a way agrees.
+        own: the model's own way, where the search starts.
+        agreement: measures how well a way agrees; higher is better.
 
     Returns:
-        The way.
+        The best way.
     """
     best, value = own, agreement(own)
     seen = {own: value}

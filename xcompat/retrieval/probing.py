@@ -1,4 +1,4 @@
-"""An index file that somebody else wrote is read in a process of its own first: on damaged ones faiss crashes, or never ends."""
+"""Read a foreign faiss index in a separate process first: on a damaged file faiss crashes or hangs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from xcompat.errors import XcompatError
 from xcompat.retrieval.faiss_probe import FOUND
 
 SECONDS, BYTES_PER_SECOND = 60.0, 20e6
-"""How long a whole file takes at most: a slow disk reads a hundred megabytes a second."""
+"""Time limit, fixed and per byte: a slow disk reads a hundred megabytes a second."""
 _SCRIPT = Path(__file__).with_name("faiss_probe.py")
 
 
 def require_readable(path: Path, vectors: bool = True) -> None:
-    """Refuse a faiss index that this process could not survive.
+    """Refuse a faiss index that would crash this process.
 
-    Another process, which imports faiss alone, reads it, looks whether its parts fit each other, searches it and takes vectors
-    out. A vector that has changed is not found so: nothing in the file says what it was.
+    Another process, which imports only faiss, reads the file, checks that its parts fit each other, searches it and reconstructs
+    vectors. It cannot notice an altered vector: the file holds no checksum.
 
     Args:
         path: the index file.
-        vectors: whether vectors are taken out later.
+        vectors: whether the caller will reconstruct vectors.
 
     Raises:
-        XcompatError: it cannot be read, contradicts itself, or stopped the process that tried.
+        XcompatError: the file cannot be read, contradicts itself, or crashed or blocked that process.
     """
     limit = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     try:
@@ -40,7 +40,7 @@ def require_readable(path: Path, vectors: bool = True) -> None:
 
 
 def _look_apart(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
-    """Look at an index in another process; return how that ended, and its last words."""
+    """Probe an index in another process; return its exit code and the last line of its stderr."""
     command = [sys.executable, str(_SCRIPT), str(path), *["vectors"] * vectors]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False)
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]

@@ -1,4 +1,4 @@
-"""One query against stored embeddings of several versions, and one ranking out of what it finds."""
+"""Search stored embeddings of several versions, and merge the hits into one ranking."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Merge = Literal["raw", "standardised", "rank"]
 
 SAMPLE = 2048
-"""Stored embeddings of each version whose scores say what a query's scores are like there."""
+"""Stored embeddings of each version from which mean and deviation of a query's scores are estimated."""
 _RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack et al. 2009)
 
 
@@ -31,11 +31,11 @@ class Hit(NamedTuple):
     """An item that was found.
 
     Args:
-        id: of the item.
-        score: the higher, the nearer: a cosine, an inner product, or minus a squared distance.
-        version: the model that made its embedding.
-        metadata: what was stored with it.
-        confidence: how probable it is that the query finds no less than the old model's own would; None where that is not known.
+        id: the item's id.
+        score: a cosine, an inner product, or minus a squared distance: higher is nearer.
+        version: the model that made the item's embedding.
+        metadata: the item's metadata.
+        confidence: probability that the query finds no less than the old model's own query; None if unknown.
     """
 
     id: str
@@ -46,13 +46,13 @@ class Hit(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What a query finds among the stored embeddings of one version.
+    """The nearest stored embeddings of one version.
 
     Args:
-        scores_Qk: the best first; -inf where there are no more.
-        segments_Qk: index of the segment of each.
-        rows_Qk: its row there.
-        sample_QS: scores against a sample of that version's embeddings; needed for ``standardised``.
+        scores_Qk: (Q, k) scores, the best first; -inf where there are no more.
+        segments_Qk: (Q, k) numbers of their segments.
+        rows_Qk: (Q, k) their rows in these segments, -1 where there are no more.
+        sample_QS: (Q, S) scores against a sample of that version's embeddings; needed for ``standardised``.
     """
 
     scores_Qk: NDArray[np.float32]
@@ -62,12 +62,7 @@ class Candidates(NamedTuple):
 
 
 class Search:
-    """What is searched.
-
-    Args:
-        segments: of the gallery.
-        manifest: its state.
-    """
+    """Searches one state of a gallery; samples of its versions are cached."""
 
     def __init__(self, segments: Sequence[Segment], manifest: Manifest) -> None:
         self.segments, self.manifest = segments, manifest
@@ -83,7 +78,7 @@ class Search:
         parameters: str | None,
         old_queries: OldQueries | None,
     ) -> list[list[Hit]]:
-        """Rank all versions together; arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
+        """Search all versions; the arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         if parameters is not None:
@@ -112,7 +107,7 @@ class Search:
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
     def _set_parameters(self, parameters: str) -> None:
-        """Set how hard indexes look, but for those that compare everything anyway; where all do, there is nothing to set."""
+        """Set the search effort of the approximate indexes; if there are none, of the exact ones, which refuse it."""
         indexes = [segment.index for segment in self.segments]
         for index in [index for index in indexes if not index.is_exact] or indexes:
             index.set_parameters(parameters)
@@ -136,14 +131,14 @@ class Search:
         return Candidates(*merge_candidates([joined], top_k, "raw"))
 
     def _scores(self, queries_Qd: NDArray[np.float32], stored_Sd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the scores that an exact search gives: (Q, S)."""
+        """Return the exact scores (Q, S)."""
         products_QS = queries_Qd @ stored_Sd.T
         if self.manifest.metric != "l2":
             return products_QS
         return 2 * products_QS - (queries_Qd**2).sum(axis=1, keepdims=True) - (stored_Sd**2).sum(axis=1)
 
     def _sample(self, version: str) -> NDArray[np.float32]:
-        """Return embeddings of a version at equal distances, about ``SAMPLE`` of them."""
+        """Return about ``SAMPLE`` evenly spaced embeddings of a version."""
         if version not in self._samples:
             mine = [segment for segment in self.segments if segment.record.version == version]
             total = sum(segment.record.rows for segment in mine)
@@ -158,7 +153,7 @@ class Search:
     def _hits(
         self, scores_Qk: NDArray[np.float32], segments_Qk: NDArray[np.int64], rows_Qk: NDArray[np.int64]
     ) -> list[list[Hit]]:
-        """Look up what was found."""
+        """Look up ids, metadata and versions of the rows that were found."""
         ids, metadata = np.empty(rows_Qk.shape, object), np.empty(rows_Qk.shape, object)
         versions = [self.manifest.version(segment.record.version).fingerprint for segment in self.segments]
         for number in np.unique(segments_Qk[rows_Qk >= 0]).tolist():
@@ -179,23 +174,23 @@ class Search:
 def merge_candidates(
     found: Sequence[Candidates], k: int, merge: Merge
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Merge what was found per version.
+    """Merge the candidates of several versions into one ranking.
 
-    ``raw`` compares scores as they are. ``standardised`` takes off the mean of the query's scores against a sample of the
-    version and divides by their deviation: another view has other cosines between things that have nothing in common. It takes
-    the items of each version to be alike, as they are where chance says what is embedded anew first.
-    ``rank`` compares places (reciprocal rank fusion), and so takes from all versions in turn.
+    ``raw`` compares scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version
+    and divides by their deviation, because cosines between unrelated items differ from view to view. It assumes that the items of
+    all versions are alike, as they are if a random sample is re-embedded first. ``rank`` compares ranks (reciprocal rank fusion),
+    and so takes hits from all versions in turn.
 
     Args:
-        found: one per version.
-        k: how many hits to keep.
-        merge: how.
+        found: candidates, one per version.
+        k: number of hits to keep.
+        merge: ``raw``, ``standardised`` or ``rank``.
 
     Returns:
         (Q, k) scores as they were computed, (Q, k) segments and (Q, k) rows, -1 where there are no more.
 
     Raises:
-        XcompatError: there is no such way.
+        XcompatError: ``merge`` is none of these.
 
     Example:
         >>> one = Candidates(np.array([[0.9, 0.2]]), np.array([[0, 0]]), np.array([[5, 6]]))
@@ -210,8 +205,7 @@ def merge_candidates(
     scores_QK, segments_QK, rows_QK = (np.concatenate([each[part] for each in found], axis=1) for part in range(3))
     key_QK = np.where(rows_QK < 0, -np.inf, key_QK)
     order_Qk = np.argsort(-key_QK, axis=1, kind="stable")[:, :k]
-    taken = (np.take_along_axis(array, order_Qk, 1) for array in (scores_QK, segments_QK, rows_QK))
-    scores_Qk, segments_Qk, rows_Qk = taken
+    scores_Qk, segments_Qk, rows_Qk = (np.take_along_axis(array, order_Qk, 1) for array in (scores_QK, segments_QK, rows_QK))
     return scores_Qk, segments_Qk, rows_Qk
 
 
@@ -223,5 +217,5 @@ def _keys(found: Candidates, merge: Merge) -> NDArray[np.float32]:
         return np.broadcast_to(places_k.astype(np.float32), found.scores_Qk.shape)
     assert found.sample_QS is not None
     mean_Q1, std_Q1 = found.sample_QS.mean(1, keepdims=True), found.sample_QS.std(1, keepdims=True)
-    scores_Qk = np.where(found.rows_Qk < 0, -np.inf, found.scores_Qk)  # faiss's own is so low that dividing it overflows
+    scores_Qk = np.where(found.rows_Qk < 0, -np.inf, found.scores_Qk)  # faiss fills with the lowest float: dividing it overflows
     return (scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)

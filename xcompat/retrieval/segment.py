@@ -1,4 +1,4 @@
-"""One segment: embeddings that were added together, with ids, metadata and an index, in files that never change."""
+"""One segment: embeddings that were added together, with their ids, metadata and index, in files that never change."""
 
 from __future__ import annotations
 
@@ -23,32 +23,20 @@ from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS_FILE, VECTORS_FILE, SIDE_FILE, HASHES_FILE, ORDER_FILE = (
-    "rows.arrow",
-    "vectors.npy",
-    "side_info.npy",
-    "id_hashes.npy",
-    "id_order.npy",
-)
+ROWS_FILE = "rows.arrow"
+VECTORS_FILE = "vectors.npy"
+SIDE_FILE = "side_info.npy"
+HASHES_FILE = "id_hashes.npy"
+ORDER_FILE = "id_order.npy"
 BLOCK = 65536
 FILTERS_KEPT = 8
 
 
 def write_segment(folder: Path, items: Items, version: str, backend: Backend) -> SegmentRecord:
-    """Write a segment; it is part of the gallery when a manifest names it.
-
-    Args:
-        folder: the gallery.
-        items: what it holds; at least one.
-        version: digest of the model.
-        backend: where vectors are searched.
-
-    Returns:
-        What a manifest says of it.
-    """
+    """Write a segment of one or more items, and return its record; it belongs to the gallery once a manifest names it."""
     name = secrets.token_hex(8)
     dim = items.embeds[0].shape[1]
-    make_folder(folder / SEGMENTS / name)  # before its vectors are in a Milvus: unnamed, it says what has to be dropped there
+    make_folder(folder / SEGMENTS / name)  # before Milvus holds its vectors: a folder that no manifest names says what to drop
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
@@ -62,12 +50,7 @@ def write_segment(folder: Path, items: Items, version: str, backend: Backend) ->
 
 
 def write_rows(folder: Path, items: Items) -> None:
-    """Write ids and metadata, and the order in which ids are looked up.
-
-    Args:
-        folder: of the segment.
-        items: its ids and metadata.
-    """
+    """Write ids and metadata into a segment's folder, and the sorted hashes by which ids are looked up."""
     import pyarrow as pa
 
     columns = {"id": pa.array(items.ids, pa.large_string()), "metadata": pa.array(items.metadata, pa.large_string())}
@@ -82,19 +65,19 @@ def write_rows(folder: Path, items: Items) -> None:
 
 def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
     about = {"descr": "<f4", "fortran_order": False, "shape": (rows, blocks[0].shape[1])}
-    with path.open("wb") as file:  # a mapped array kills the process where the disk is full
+    with path.open("wb") as file:  # writing to a mapped array would kill the process when the disk is full
         np.lib.format.write_array_header_2_0(file, about)
         for block in blocks:
             file.write(np.ascontiguousarray(block, "<f4").data)
 
 
 class Segment:
-    """A segment as it is read: everything is mapped, nothing is loaded before it is needed.
+    """A segment opened for reading: files are memory-mapped when they are first needed.
 
     Args:
-        folder: the gallery.
-        record: what the manifest says of it.
-        backend: where vectors are searched.
+        folder: the gallery's folder.
+        record: the segment's record in the manifest.
+        backend: where the vectors are stored and searched.
     """
 
     def __init__(self, folder: Path, record: SegmentRecord, backend: Backend) -> None:
@@ -105,18 +88,18 @@ class Segment:
         self._matched: dict[str, NDArray[np.bool_]] = {}
 
     def __len__(self) -> int:
-        """Return how many embeddings are there, removed ones left out."""
+        """Return the number of embeddings, without removed ones."""
         return self.record.rows - self.record.n_removed
 
     @cached_property
     def index(self) -> VectorIndex:
-        """What the vectors are searched by."""
+        """The index that searches the vectors."""
         if INDEX_FILE in self.record.files:
             self._file(INDEX_FILE)
         return self._backend.open(self.record, self.folder)
 
     def _file(self, name: str) -> Path:
-        """Return the path of a file that is as it was written."""
+        """Return a file's path after comparing the file with its checksum."""
         if name not in self.record.files:
             raise XcompatError(f"{self.folder} was written without {name}; {MENDING}")
         return require_whole(self.gallery, self.folder / name, self.record.files[name])
@@ -129,7 +112,7 @@ class Segment:
 
     @cached_property
     def kept(self) -> NDArray[np.bool_] | None:
-        """Which rows are there; None when all are."""
+        """Which rows have not been removed, (rows,) bool; None if none has."""
         if self.record.removed is None:
             return None
         file = self.gallery / REMOVED / self.record.removed
@@ -139,7 +122,7 @@ class Segment:
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
 
     def present(self) -> NDArray[np.int64]:
-        """Return the rows that are there."""
+        """Return the numbers of the rows that have not been removed."""
         return np.arange(self.record.rows) if self.kept is None else np.flatnonzero(self.kept)
 
     def ids(self, rows_n: NDArray[np.int64]) -> list[str]:
@@ -151,14 +134,14 @@ class Segment:
         return [None if text is None else json.loads(text) for text in self.metadata_text(rows_n)]
 
     def metadata_text(self, rows_n: NDArray[np.int64]) -> list[str | None]:
-        """Return the metadata of rows as they are stored."""
+        """Return the metadata of rows as JSON texts."""
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
-        """Return which rows have metadata of some values, removed ones left out; the last few answers are kept.
+        """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.
 
         Args:
-            where: key -> value, or list of values of which one must be there.
+            where: key -> required value, or a list of accepted values.
 
         Returns:
             (rows,) bool.
@@ -178,14 +161,14 @@ class Segment:
         return found_N if self.kept is None else found_N & self.kept
 
     def rows_of(self, ids: Sequence[str], hashes_N: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find which of some ids are here.
+        """Look up ids in this segment.
 
         Args:
-            ids: what is looked for.
-            hashes_N: their hashes.
+            ids: N ids.
+            hashes_N: their :func:`id_hashes`.
 
         Returns:
-            Positions in ``ids``, and the row of each.
+            Positions in ``ids`` of those that were found, and the row of each.
         """
         sorted_H, order_H = _mapped(self._file(HASHES_FILE)), _mapped(self._file(ORDER_FILE))
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
@@ -205,18 +188,18 @@ class Segment:
         return self.index.vectors(rows_n)
 
     def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return stored side-information (n, S); None when there is none."""
+        """Return stored side-information (n, S); None if the segment has none."""
         return _mapped(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
-        """Yield what is there, block by block.
+        """Yield items block by block.
 
         Args:
             size: rows read at a time.
-            rows: only these; all that are there when None.
+            rows: the rows to read; None for all that have not been removed.
 
         Yields:
-            Row numbers, and the items as they could be written to another segment.
+            Row numbers, and the items, ready to be written to another segment.
         """
         rows = self.present() if rows is None else rows
         for start in range(0, len(rows), size):
@@ -226,17 +209,17 @@ class Segment:
             yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
 
     def missing(self) -> list[str]:
-        """Return one line for each file that is not there, or not as long as it was, and for vectors that a Milvus has lost."""
+        """Return one line for each file that is missing or has another size, and one for vectors that Milvus has lost."""
         gone = [path for path, record in self._written() if not path.is_file() or path.stat().st_size != record.size]
         return self._backend.damaged(self.record) + [f"{path} is missing or cut short" for path in gone]
 
     def damaged(self) -> list[str]:
-        """Compare every file with what it was when it was written; return one line for each that differs."""
+        """Compare every file with its checksum; return one line for each that differs."""
         wrong = [line for path, record in self._written() for line in difference(path, record)]
         return self._backend.damaged(self.record) + wrong
 
     def _written(self) -> Iterator[tuple[Path, FileRecord]]:
-        """Yield every file that the manifest names, and what it was when it was written."""
+        """Yield every file that the manifest names, with its recorded size and checksum."""
         for name, record in self.record.files.items():
             yield self.folder / name, record
         if self.record.removed is not None and self.record.removed_file is not None:
@@ -245,36 +228,26 @@ class Segment:
             yield Path(self.record.adopted), self.record.adopted_file
 
 
-def removed_rows(folder: Path, segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
-    """Mark rows as no longer there, for a manifest to come.
-
-    Args:
-        folder: the gallery.
-        segment: the segment.
-        generation: of that manifest.
-        rows_n: which rows.
-
-    Returns:
-        What it says of the segment.
-    """
+def removed_rows(segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
+    """Write a file that marks rows as removed; return the segment's record for the manifest of the coming ``generation``."""
+    folder = segment.gallery / REMOVED
     kept_N = np.ones(segment.record.rows, bool) if segment.kept is None else segment.kept.copy()
     kept_N[rows_n] = False
     name = f"{segment.record.name}-{generation:08d}.npy"
-    with atomic_path(folder / REMOVED / name) as temporary:
+    with atomic_path(folder / name) as temporary:
         write_array(temporary, np.packbits(~kept_N, bitorder="little"))
-    written = file_record(folder / REMOVED / name)
+    written = file_record(folder / name)
     return segment.record.model_copy(update={"removed": name, "removed_file": written, "n_removed": int((~kept_N).sum())})
 
 
 def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
-    """Hash ids, the same in every process."""
+    """Return a hash of each id that is the same in every process."""
     import pandas as pd
 
     return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """Map an array on disk into memory."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -289,8 +262,5 @@ def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
 
 
 def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:
-    for key, wanted in where.items():
-        value = (metadata or {}).get(key)
-        if value not in wanted if isinstance(wanted, list) else value != wanted:
-            return False
-    return True
+    found = metadata or {}
+    return all(found.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())

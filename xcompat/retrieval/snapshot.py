@@ -1,4 +1,4 @@
-"""One committed state of a gallery, as it is read: what is there, what is nearest to a query, what is damaged."""
+"""Read one committed state of a gallery: count, look up and search its items, and check its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """One committed state of a gallery; it changes no more, but a compaction may delete it.
+    """One committed state of a gallery; it never changes, but a compaction may delete it.
 
     Args:
         path: the gallery's folder.
@@ -42,7 +42,7 @@ class Snapshot:
 
     @property
     def generation(self) -> int:
-        """Number of the state that this object shows."""
+        """Number of the committed state that this object shows."""
         return self.manifest.generation
 
     @property
@@ -52,18 +52,18 @@ class Snapshot:
 
     @property
     def versions(self) -> list[Fingerprint]:
-        """The models whose embeddings are there, or the one it was made for while it is empty."""
+        """The models whose embeddings the gallery holds; while it is empty, the model it was made for."""
         return [version.fingerprint for version in self.manifest.present() or self.manifest.versions[:1]]
 
     def counts(self) -> dict[Fingerprint, int]:
-        """Return how many items there are of each version."""
+        """Return the number of items of each version."""
         totals = dict.fromkeys(self.versions, 0)
         for record in self.manifest.segments:
             totals[self.manifest.version(record.version).fingerprint] += record.rows - record.n_removed
         return totals
 
     def find(self, ids: Sequence[str]) -> list[Fingerprint | None]:
-        """Return which model embedded each of some items; None for ids that are not there."""
+        """Return the model that embedded each item; None for ids that are not in the gallery."""
         found: list[Fingerprint | None] = [None] * len(ids)
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -75,7 +75,7 @@ class Snapshot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Say of what cannot be read that this state was compacted away, where it was (:class:`GenerationGoneError`)."""
+        """Turn a failed read into :class:`GenerationGoneError` if a compaction has deleted this state."""
         try:
             yield
         except (XcompatError, OSError):
@@ -92,41 +92,41 @@ class Snapshot:
         parameters: str | None = None,
         old_queries: OldQueries | None = None,
     ) -> list[list[Hit]]:
-        """Find the nearest items of each query, in the view that the query's model shares with each stored version.
+        """Find the nearest items of each query, comparing it with each stored version in the view that both share.
 
         Args:
-            embeds_QD: (Q, D) what the model makes of the queries.
-            model_or_fingerprint: the query model; a fingerprint stands for vectors that are compared as they are.
-            top_k: most hits for each query.
-            where: keys and values (or lists of values) that an item's metadata must have.
-            merge: how versions become one ranking, see :func:`~xcompat.retrieval.searching.merge_candidates`.
-            parameters: how hard approximate indexes look, such as ``nprobe=32,efSearch=128``.
-            old_queries: what is asked instead where the model is not sure.
+            embeds_QD: (Q, D) query embeddings as the model outputs them.
+            model_or_fingerprint: the query model; with a fingerprint, embeddings are compared as they are.
+            top_k: most hits per query.
+            where: keys and values (or lists of accepted values) that an item's metadata must have.
+            merge: how to rank hits of several versions, see :func:`~xcompat.retrieval.searching.merge_candidates`.
+            parameters: search effort of approximate indexes, such as ``nprobe=32,efSearch=128``.
+            old_queries: queries of the old model, used where the new model is not sure.
 
         Returns:
             Hits for each query, the best first.
 
         Raises:
-            FingerprintMismatchError: the model is not compatible with a version that is stored here.
-            XcompatError: a query is zero or not finite, or of another dimension, or ``top_k`` is less than 1.
+            FingerprintMismatchError: the model is not compatible with a stored version.
+            XcompatError: a query is zero, not finite or of another dimension, or ``top_k`` is less than 1.
         """
         with self.reading():
             return self._search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries)
 
     def verify(self) -> None:
-        """Read every file and compare it with what was written.
+        """Compare every file with its checksum; vectors in a Milvus are counted, not compared.
 
         Raises:
-            XcompatError: naming each that is missing, truncated or altered. Vectors in a Milvus are counted, not compared.
+            XcompatError: names each file that is missing, truncated or altered.
         """
         if wrong := self.damage():
             raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
 
     def damage(self) -> list[str]:
-        """Return what :meth:`verify` finds, one line for each file, while others write; empty when the gallery is whole.
+        """Return one line for each damaged file, none if the gallery is whole; other processes may write meanwhile.
 
         Raises:
-            GenerationGoneError: the state was compacted away meanwhile.
+            GenerationGoneError: a compaction deleted this state meanwhile.
         """
         wrong = []
         with self.reading():

@@ -1,4 +1,4 @@
-"""What one writer prepares for the next generation: new segments, and rows that will no longer be there."""
+"""What one writer prepares for the next generation: new segments, and removed rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_se
 from xcompat.retrieval.snapshot import Snapshot
 
 FLUSH_BYTES = 2**27
-"""Embeddings that wait in memory before they are written to a segment."""
+"""Bytes of embeddings that wait in memory before they are written to a segment."""
 
 
 class Staging:
-    """Changes to a gallery that nobody sees before they are committed. While it lives no other process can write.
+    """Uncommitted changes to a gallery. While this object lives, no other process can write.
 
-    They are changes of :attr:`base`, the state of the last writer, who may have come after the gallery was opened.
-
-    Args:
-        folder: the gallery.
+    The changes apply to :attr:`base`, the last committed state, which may be newer than the state a reader opened.
 
     Raises:
         XcompatError: another process is writing.
@@ -40,7 +37,7 @@ class Staging:
         self._lock = lock_writer(folder)
         try:
             self.base = Snapshot(folder, read_manifest(folder))
-            with suppress(XcompatError, OSError):  # what cannot be tidied up now is for the next writer
+            with suppress(XcompatError, OSError):  # the next writer tries again to delete leftovers
                 clear(folder, self.base.backend)
         except BaseException:
             self.release()
@@ -59,19 +56,19 @@ class Staging:
         return not (self._pending_ids or self._written or self._removed)
 
     def release(self) -> None:
-        """Let others write."""
+        """Let other processes write."""
         self._lock.release()
 
     def add(self, version: VersionRecord, items: Items, replace: bool) -> None:
-        """Prepare embeddings that were checked.
+        """Prepare checked items.
 
         Args:
-            version: which model made them.
+            version: the model that made their embeddings.
             items: one block.
-            replace: whether items with ids that are there take their place.
+            replace: whether to replace items that have the same id.
 
         Raises:
-            XcompatError: an id is there already, or another dimension is known of the version.
+            XcompatError: an id is in the gallery already, or the version has another dimension there.
         """
         known = self._versions.setdefault(version.digest, version)
         if known.dim != version.dim:
@@ -88,7 +85,7 @@ class Staging:
         self.flush_if_large()
 
     def put(self, version: VersionRecord, items: Items) -> None:
-        """Prepare embeddings whose ids are known to be free, such as those of rows that are dropped with the same commit."""
+        """Prepare items whose ids are known to be free, such as those of rows that the same commit drops."""
         self._versions.setdefault(version.digest, version)
         waiting = self._pending.setdefault(version.digest, Items())
         waiting.embeds += items.embeds
@@ -98,11 +95,11 @@ class Staging:
         self._pending_ids.update(items.ids)
 
     def flush_if_large(self) -> list[SegmentRecord]:
-        """Write what waits in memory if it is much; return the segments."""
+        """Write waiting items if they take much memory; return the new segments."""
         return self.flush() if sum(items.nbytes for items in self._pending.values()) >= FLUSH_BYTES else []
 
     def _find(self, ids: Sequence[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return where ids are: segment -> (positions among ``ids``, rows). Those that wait for a flush are flushed first."""
+        """Return where ids are, segment -> (positions in ``ids``, rows), after a flush if one of them is still waiting."""
         if not self._pending_ids.isdisjoint(ids):
             self.flush()
         hashes_N = id_hashes(ids)
@@ -118,7 +115,7 @@ class Staging:
         """Prepare the removal of items.
 
         Raises:
-            XcompatError: one is not there.
+            XcompatError: an id is not in the gallery.
         """
         found = self._find(ids)
         missing = set(range(len(ids))) - {int(position) for positions, _ in found.values() for position in positions}
@@ -132,7 +129,7 @@ class Staging:
         self._removed[segment] = np.union1d(self._removed.get(segment, np.empty(0, np.int64)), rows_n)
 
     def flush(self) -> list[SegmentRecord]:
-        """Write what waits in memory; return the segments."""
+        """Write waiting items; return the new segments."""
         written = [
             write_segment(self.folder, items, digest, self.backend) for digest, items in self._pending.items() if len(items)
         ]
@@ -141,21 +138,21 @@ class Staging:
         return written
 
     def take(self, records: Iterable[SegmentRecord], versions: Iterable[VersionRecord] = ()) -> None:
-        """Prepare segments that are written already."""
+        """Prepare segments that are already on disk."""
         self._versions.update({version.digest: version for version in versions})
         for record in records:
             self._written.append(record)
             self._segments[record.name] = Segment(self.folder, record, self.backend)
 
     def commit(self, by: str, dropped: Iterable[str] = ()) -> Manifest:
-        """Publish everything as the next generation.
+        """Publish all changes as the next generation.
 
         Args:
-            by: what made the generation.
-            dropped: names of segments that it leaves out.
+            by: the operation that made the generation.
+            dropped: names of segments to leave out.
 
         Returns:
-            The manifest; the one before if nothing changed.
+            The manifest; the current one if nothing changed.
         """
         self.flush()
         gone = set(dropped)
@@ -166,7 +163,7 @@ class Staging:
         for record in (*self.manifest.segments, *self._written):
             rows = self._removed.get(record.name)
             if rows is not None and len(rows):
-                record = removed_rows(self.folder, self._segments[record.name], generation, rows)
+                record = removed_rows(self._segments[record.name], generation, rows)
             if record.name not in gone and record.n_removed < record.rows:
                 records.append(record)
         self.publish(by, versions=tuple(self._versions.values()), segments=tuple(records))
@@ -174,30 +171,16 @@ class Staging:
         return self.manifest
 
     def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
-        """Write the next generation.
-
-        Args:
-            by: what made it.
-            state: what differs from the generation before.
-
-        Returns:
-            The manifest.
-        """
+        """Write the next generation, made by an operation, with some fields of the manifest changed; return its manifest."""
         update = {**state, "generation": self.manifest.generation + 1, "by": by}
         self.manifest = write_manifest(self.folder, self.manifest.model_copy(update=update))
         return self.manifest
 
     def roll_back(self, generation: int) -> Manifest:
-        """Publish an earlier state as the next generation.
-
-        Args:
-            generation: which.
-
-        Returns:
-            The manifest.
+        """Publish an earlier state as the next generation, and return its manifest.
 
         Raises:
-            XcompatError: it is not kept, or something that it names is gone.
+            XcompatError: that state is not kept, or a file that it names is gone.
         """
         wanted = read_state(self.folder, generation)
         missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]

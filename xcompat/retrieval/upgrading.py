@@ -1,4 +1,4 @@
-"""Bring what is stored to a newer model: map the embeddings of a gallery, in bounded memory, continued after a kill."""
+"""Map a gallery's embeddings to the space of a newer model, in bounded memory; a second run continues a killed one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
 
 ROWS_TRIED = 4096
-"""Embeddings that are mapped to estimate how long all will take."""
+"""Embeddings that are mapped to estimate the time for all."""
 
 
 class Plan(NamedTuple):
-    """What an upgrade would do.
+    """The cost of an upgrade.
 
     Args:
-        items: embeddings to map.
-        seconds: estimated from a few thousand of them.
-        nbytes: estimated size of the new segments, beside which the old ones stay until a compaction.
+        items: number of embeddings to map.
+        seconds: estimated time, from a few thousand of them.
+        nbytes: estimated size of the new segments in bytes; the old ones stay until a compaction.
     """
 
     items: int
@@ -42,9 +42,9 @@ class Plan(NamedTuple):
 
 
 class _Progress(BaseModel):
-    """What an upgrade that was cut off has written: source segment -> the row it got to, and segments made of it.
+    """The journal of an upgrade: source segment -> first row that is not mapped, and the segments written so far.
 
-    It holds for the generation it was begun in: rows that were mapped then may have been removed since.
+    It is valid only in the generation in which it began: mapped rows may have been removed since.
     """
 
     generation: int
@@ -54,17 +54,10 @@ class _Progress(BaseModel):
 
 
 def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
-    """Estimate an upgrade without changing anything.
-
-    Args:
-        gallery: the gallery.
-        model: a model that maps galleries.
-
-    Returns:
-        The plan.
+    """Estimate the cost of an upgrade without changing anything.
 
     Raises:
-        XcompatError: the model maps no galleries, or the gallery holds nothing that it maps, or what it cannot search beside it.
+        XcompatError: as :func:`segments_to_map`.
     """
     segments = segments_to_map(gallery, model)
     items = sum(map(len, segments))
@@ -77,18 +70,10 @@ def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
 
 
 def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int) -> int:
-    """Map every embedding that the model maps, and commit.
-
-    Args:
-        staging: of the gallery.
-        model: a model that maps galleries.
-        batch_size: embeddings in memory at a time.
-
-    Returns:
-        How many were mapped.
+    """Map every embedding that the model maps, ``batch_size`` at a time, and commit; return their number.
 
     Raises:
-        XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or what it cannot search beside it.
+        XcompatError: as :func:`segments_to_map`.
     """
     gallery = staging.base
     segments = segments_to_map(gallery, model)
@@ -115,11 +100,11 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int) -> in
 
 
 def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
-    """Return the segments whose embeddings a model maps: the old model's, and those that newer ones stored in its space.
+    """Return the segments that a model maps: the old model's, and those that compatible models stored in its space.
 
     Raises:
         XcompatError: the model maps no galleries.
-        FingerprintMismatchError: the gallery holds nothing that it maps, or what it cannot search beside it.
+        FingerprintMismatchError: the gallery holds nothing that the model maps, or embeddings that it neither maps nor searches.
     """
     if not model.maps_galleries:
         raise XcompatError(
@@ -136,7 +121,7 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
     if not mapped:
         found = ", ".join(map(str, gallery.versions))
         raise FingerprintMismatchError(f"{identity(model)} maps embeddings of {nearest}; this gallery holds {found}")
-    if left:  # beside what is mapped they would make a gallery that no one model searches
+    if left:  # no single model could search these together with the mapped ones
         raise FingerprintMismatchError(
             f"{identity(model)} neither maps nor searches the {', '.join(map(str, left))} embeddings of this gallery beside "
             f"those of {nearest}; roll back to before they were added, upgrade, and add them again"
@@ -145,7 +130,7 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
 
 
 def _mapped(model: CompatModel, items: Items, gallery: Snapshot, source: Segment) -> Items:
-    """Map a block; side-information that the model has no use for is left behind."""
+    """Map a block of items; side-information that the model does not use is dropped."""
     import torch
 
     with torch.inference_mode():
@@ -168,7 +153,7 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
 
 
 def _begun(gallery: Snapshot, journal: Path) -> _Progress:
-    """Return how far an upgrade got; nowhere if the gallery or a file of it has changed since, or what was written is gone."""
+    """Read the journal of an upgrade; begin a new one if the gallery has changed since, or a file is damaged or gone."""
     fresh = _Progress(generation=gallery.generation)
     try:
         told = read_json(journal)

@@ -1,4 +1,4 @@
-"""Which model's queries can be compared with which stored embeddings, and in which view."""
+"""Which queries can be compared with which stored embeddings, and in which view."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     Model: TypeAlias = CompatModel | Embedder | Fingerprint
 
 UPGRADED = "upgrade"
-"""What embeddings are derived by that a model mapped from an older version."""
+"""Name under which the fingerprint of embeddings mapped from an older version derives from the mapping model's."""
 CHUNK = 8192
 
 
 def stored_version(model: Model, dim: int | None) -> VersionRecord:
-    """Describe what a model puts into a gallery.
+    """Describe the embeddings that a model stores in a gallery.
 
     Args:
         model: a compatible model, a frozen one as ``load_embedder`` gives it, or the fingerprint of vectors made elsewhere.
-        dim: of the stored embeddings, which a model knows itself.
+        dim: dimension of the stored embeddings; needed with a fingerprint only.
 
     Returns:
         The version.
 
     Raises:
-        XcompatError: nothing but a name is known, and no dimension.
+        XcompatError: a fingerprint comes without a dimension, or with one below 1.
     """
     compat = _compat(model)
     if compat is not None:
@@ -62,7 +62,7 @@ def upgraded_version(model: CompatModel) -> VersionRecord:
 
 
 def identity(model: Model) -> Fingerprint:
-    """Return the fingerprint by which people know a model."""
+    """Return a model's fingerprint."""
     if isinstance(model, Fingerprint):
         return model
     from xcompat.models.embedder import Embedder
@@ -77,18 +77,18 @@ def identity(model: Model) -> Fingerprint:
 def stored_embeddings(
     model: Model | None, embeds_ND: ArrayLike, versions: Sequence[VersionRecord]
 ) -> tuple[VersionRecord, NDArray[np.float32]]:
-    """Bring a model's own embeddings into the form in which a gallery holds them.
+    """Bring a model's own embeddings into the form in which a gallery stores them.
 
     Args:
-        model: as in :func:`stored_version`; None for the model that the gallery was made for, and embeddings as they are stored.
-        embeds_ND: (N, D) what it makes of the items; what an embedder gives has that form already.
-        versions: those that the gallery knows.
+        model: as in :func:`stored_version`; None for the model that the gallery was made for, with embeddings in stored form.
+        embeds_ND: (N, D) embeddings as the model outputs them; an embedder outputs the stored form.
+        versions: the gallery's versions.
 
     Returns:
-        The version, and (N, d) float32.
+        The model's version, and (N, d) float32 embeddings.
 
     Raises:
-        XcompatError: the embeddings are of another dimension.
+        XcompatError: the embeddings have another dimension.
     """
     stored, compat = as_float32(embeds_ND), None if model is None else _compat(model)
     if compat is not None and compat is model and compat.stores_view:
@@ -104,19 +104,19 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
     """Bring queries into the space of stored embeddings.
 
     Args:
-        model: the query model; a fingerprint stands for vectors that are compared as they are.
-        embeds_QD: (Q, D) what it makes of the queries.
-        version: of the stored embeddings.
+        model: the query model; with a fingerprint, queries are compared as they are.
+        embeds_QD: (Q, D) query embeddings as the model outputs them.
+        version: the version of the stored embeddings.
 
     Returns:
-        (Q, d) float32; None when the two cannot be compared.
+        (Q, d) float32; None if the two cannot be compared.
     """
     embeds = as_float32(embeds_QD)
     compat = _compat(model)
     if compat is None:
         known = {version.digest, *version.shares}
         return embeds if identity(model).digest in known else None
-    if compat is not model:  # an embedder gives the stored form
+    if compat is not model:  # an embedder outputs the stored form
         shared = {compat.stored_fingerprint().digest}
         if compat.stores_view:
             shared |= {older.digest for older in compat.compatible_with}
@@ -138,24 +138,24 @@ def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: Versi
 
 
 def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
-    """Return the embeddings as they are for a gallery of the encoder that a map over embeddings belongs to."""
+    """Return the queries unmapped if a map over embeddings searches a gallery of the encoder that it belongs to."""
     of_encoder = model.embeds_in_memory and (model.config.encoder or {}).get("fingerprint") == version.digest
     return _through(model.self_view, embeds, model) if of_encoder else None
 
 
 def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
-    """Bring queries into the space of everything in a gallery.
+    """Bring queries into the space of each version in a gallery.
 
     Args:
         model: the query model.
-        embeds_QD: (Q, D) what it makes of the queries.
+        embeds_QD: (Q, D) query embeddings as the model outputs them.
         manifest: the gallery's state.
 
     Returns:
-        Each version that is there, with the queries in its space.
+        Each version that has embeddings, with the queries in its space.
 
     Raises:
-        FingerprintMismatchError: they cannot be compared with a version, naming the model, the version, and what to do.
+        FingerprintMismatchError: the queries cannot be compared with a version; names the model, the version and the remedy.
     """
     views = []
     for version in manifest.present():
@@ -170,14 +170,14 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
 
 
 def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
-    """Bring a model's embeddings to the length of stored ones that were never normalised; a fingerprint's are as they are."""
+    """Scale a model's embeddings to the length of stored ones that were never normalised; a fingerprint's stay as they are."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
     return embeds_ND * (version.length / np.maximum(np.linalg.norm(embeds_ND, axis=1, keepdims=True), 1e-12))
 
 
 def remembers(model: Model, version: VersionRecord) -> bool:
-    """Return whether a model's queries wear what they remember where they search stored embeddings of a version."""
+    """Return whether a model adds memory to its queries when it searches stored embeddings of a version."""
     compat = _compat(model)
     if compat is None or compat is not model or compat.memory is None or compat.maps_galleries:
         return False
@@ -187,16 +187,16 @@ def remembers(model: Model, version: VersionRecord) -> bool:
 
 
 def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> NDArray[np.float32] | None:
-    """Say how sure queries are, where they wear what they remember.
+    """Return the model's confidence in its queries, for models whose queries use a memory.
 
     Args:
         model: the query model.
-        embeds_QD: (Q, D) what it makes of the queries.
+        embeds_QD: (Q, D) query embeddings as the model outputs them.
         manifest: the gallery's state.
 
     Returns:
-        (Q,) as :meth:`~xcompat.models.base.CompatModel.confidence` gives it; None where the model cannot say, or nothing that is
-        stored is of the old model.
+        (Q,) as :meth:`~xcompat.models.base.CompatModel.confidence` returns it; None if the model has no confidence, or searches
+        nothing here with its memory.
     """
     compat = _compat(model)
     if compat is None or not compat.is_confident or not any(remembers(model, version) for version in manifest.present()):
@@ -205,7 +205,7 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
 
 
 def require_views(model: Model, manifest: Manifest) -> None:
-    """Refuse a model whose queries cannot be compared with everything in a gallery (see :func:`query_views`)."""
+    """Refuse a model whose queries cannot be compared with every version in a gallery (see :func:`query_views`)."""
     query_views(model, _any_query(model), manifest)
 
 
@@ -230,8 +230,8 @@ def _advice(model: Model) -> str:
 
 
 def _compat(model: Model) -> CompatModel | None:
-    """Return the compatible model that a model is, or holds."""
-    if isinstance(model, Fingerprint):  # torch need not be loaded for it
+    """Return the compatible model that a model is, or that an embedder holds."""
+    if isinstance(model, Fingerprint):  # needs no import of torch
         return None
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
@@ -241,7 +241,7 @@ def _compat(model: Model) -> CompatModel | None:
 
 
 def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
-    """Return embeddings of any library as a float32 matrix; one embedding is a matrix of one row."""
+    """Return an array or tensor of embeddings as a float32 matrix; one embedding becomes a matrix of one row."""
     if hasattr(embeds, "detach"):
         embeds = embeds.detach().cpu().float().numpy()
     array = np.ascontiguousarray(embeds, dtype=np.float32)
@@ -249,7 +249,7 @@ def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
 
 
 def _through(function: Callable[[Tensor], Tensor], embeds: NDArray[np.float32], model: Any) -> NDArray[np.float32]:  # noqa: ANN401
-    """Put embeddings through a part of a model, a few thousand at a time."""
+    """Apply a function of a model to embeddings, a few thousand at a time."""
     import torch
 
     with torch.inference_mode():
