@@ -1,1 +1,1 @@
-"""Checkpoints on the Hub: names, cards, lineage, and the push."""
+"""Checkpoints on the Hub: names, cards, lineage and pushing."""

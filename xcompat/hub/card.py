@@ -1,4 +1,4 @@
-"""The model card: what a checkpoint is compatible with, how it was made, and how well it does, good or bad."""
+"""The model card: what a checkpoint is compatible with, how it was made, and how well it does."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a card says of the model itself.
+    """Facts about the model itself.
 
     Args:
-        method: such as ``xbt``; ``encoder`` for a plain one.
-        citation: of the method.
-        fingerprint: of the model; None for a map over embeddings of which nothing else is known.
-        dim: of its own embeddings.
-        compatible_with: the versions whose galleries it serves: ``name``, ``fingerprint``, ``dim``, ``revision`` where known.
+        method: such as ``xbt``; ``encoder`` for a plain encoder.
+        citation: the method's citation.
+        fingerprint: the model's fingerprint; None for a map over embeddings of an unknown model.
+        dim: dimension of its own embeddings.
+        compatible_with: the versions whose galleries it serves: ``name``, ``fingerprint``, ``dim``, and ``revision`` if known.
         base: the encoder it was made from: ``name``, ``revision``, ``fingerprint``; None for none.
-        holds: ``all`` weights, ``adapters`` alone, or the ``map`` alone.
+        holds: ``all`` weights, only the ``adapters``, or only the ``map``.
         embeds_texts: whether it embeds texts beside images.
-        maps_galleries: whether stored embeddings are mapped, and queries stay as they are.
-        remembers: how many embeddings of training data, or means of them, its queries, or what it maps, are compared with; 0 for
-            a metric alone.
-        library: of a plain encoder, where it is not transformers.
-        side_info: the model whose embeddings are stored beside the old ones, where the mapping needs them.
+        maps_galleries: whether it maps stored embeddings rather than queries.
+        remembers: number of entries of its memory, which are embeddings of training data or their means; 0 for only a metric,
+            None for no memory.
+        library: library of a plain encoder other than transformers.
+        side_info: the model of the side-information stored beside old embeddings, if mapping them needs any.
     """
 
     method: str
@@ -51,12 +51,12 @@ class ModelFacts:
 
     @property
     def base_on_hub(self) -> str | None:
-        """Return the Hub name of the base, if it can be one."""
+        """The base's name, if it has the form of a name on the Hub."""
         name = self.base["name"] if self.base is not None else ""
         return plain_name(name) if name != "from scratch" and is_hub_name(name) else None
 
     def look_up_base(self, token: str | bool | None = None) -> HubModel | None:
-        """Ask the Hub about the base; None where it has none of that name."""
+        """Ask the Hub about the base; None if it has no such model."""
         if self.base is None or self.base_on_hub is None:
             return None
         return look_up(self.base_on_hub, self.base.get("revision"), token)
@@ -64,16 +64,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a card says of the run that a model comes from.
+    """Facts about the run that a model comes from.
 
     Args:
         results: the report in Markdown; empty for none.
-        data: role -> names of what was trained and tested on.
-        datasets: those of them that are data sets of the Hub.
+        data: role -> names of training and test data.
+        datasets: those of them that are data sets on the Hub.
         recipe: the resolved recipe as YAML.
-        seconds: of training.
-        machine: what it was trained on.
-        versions: of the libraries.
+        seconds: training time.
+        machine: the machine that it was trained on.
+        versions: library -> version.
     """
 
     results: str = ""
@@ -96,15 +96,15 @@ def model_card(
     """Write the card of a model.
 
     Args:
-        repo: where the model will be found.
-        model: what it is.
-        base: what the Hub says of its base; None where it knows none.
-        run: how it was made, as far as that is known.
-        license: of the model, as the Hub calls it; None for not stated.
-        tags: beside the card's own.
+        repo: the model's name on the Hub.
+        model: facts about the model.
+        base: the Hub's facts about its base; None if it is not on the Hub.
+        run: facts about the run that made it, if known.
+        license: the model's licence by the Hub's identifier; None for not stated.
+        tags: further tags.
 
     Returns:
-        The card, its front matter filled for the Hub's search.
+        The card, with front matter for the Hub's search.
     """
     run = run or RunFacts()
     name = model.base_on_hub
@@ -147,7 +147,7 @@ def _version(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(shown: dict[str, Any]) -> str:
-    """Write the lines that load and use the model; names stand in strings and in comments, which no name can leave."""
+    """Write the code that loads and uses the model; names in its strings and comments cannot break out of them."""
     environment = templates(
         _HERE,
         keep_trailing_newline=False,

@@ -1,4 +1,4 @@
-"""The Hub at its edge: names and revisions on it, what it says of a model, and its errors in one line."""
+"""Talk to the Hub: names and revisions, facts about a model, and errors in one line."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from xcompat.errors import XcompatError, what_failed
 from xcompat.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-"""The root of what huggingface_hub's HTTP library raises, which one that is changes between its versions."""
+"""Root of the errors of huggingface_hub's HTTP library, which differs between versions of huggingface_hub."""
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 CONFIGS = ("config.json", "open_clip_config.json")
-"""What tells that a folder or repository holds a model."""
+"""Files by which a folder or repository with a model is recognised."""
 PUSHED = "pushed.json"
-"""Where a model's folder keeps its name and commit on the Hub, for the newer models that name the folder."""
+"""File in a model's folder with its name and commit on the Hub, for newer models that refer to the folder."""
 _LOG_IN = "log in with `hf auth login`"
 
 
 class HubModel(NamedTuple):
-    """What the Hub says of a model.
+    """The Hub's facts about a model.
 
     Args:
-        commit: what its revision is now.
-        restricted: whether it is gated or private.
-        license: as its card states it; None where it does not.
+        commit: the commit that the revision names now.
+        restricted: whether the model is gated or private.
+        license: the licence on its card; None if there is none.
     """
 
     commit: str
@@ -48,12 +48,12 @@ class HubModel(NamedTuple):
 
 
 class Repository(NamedTuple):
-    """What a repository holds.
+    """Content of a repository.
 
     Args:
-        files: their names.
-        config: of the model among them; None without one.
-        fingerprint: of that model, as its card states it; None where it does not.
+        files: names of its files.
+        config: configuration of its model; None if it holds no model.
+        fingerprint: the model's fingerprint on its card; None if there is none.
     """
 
     files: set[str]
@@ -63,14 +63,7 @@ class Repository(NamedTuple):
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises in the block into one line that says how to mend it.
-
-    Args:
-        name: the model that the block is about.
-
-    Raises:
-        XcompatError: in the place of huggingface_hub's own errors.
-    """
+    """Turn huggingface_hub's errors about a model into an :class:`XcompatError` of one line that says how to mend it."""
     try:
         yield
     except HFValidationError as error:
@@ -78,10 +71,10 @@ def hub_errors(name: str) -> Iterator[None]:
     except (_NETWORK_ERROR, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
         raise XcompatError(_explain(name, error)) from error
     except RuntimeError as error:
-        if isinstance(error.__cause__, _NETWORK_ERROR):  # so it wraps what goes wrong with a large file
+        if isinstance(error.__cause__, _NETWORK_ERROR):  # huggingface_hub wraps errors of large files so
             raise XcompatError(_explain(name, error.__cause__)) from error
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # huggingface_hub takes answers as they are
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # huggingface_hub does not validate answers
         if isinstance(error, XcompatError):
             raise
         raise XcompatError(
@@ -118,10 +111,7 @@ def _explain_status(name: str, error: HfHubHTTPError) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name can be one on the Hub: no folder here, and of the Hub's form.
-
-    Args:
-        name: of a model.
+    """Return whether a name has the form of a name on the Hub, and is no local path.
 
     Example:
         >>> is_hub_name("openai/clip-vit-base-patch32"), is_hub_name("/data/models/clip")
@@ -136,10 +126,7 @@ def plain_name(name: str) -> str:
 
 
 def public_name(name: str) -> str:
-    """Return what to call a model in public: a folder of this machine loses its path.
-
-    Args:
-        name: Hub name, folder, or what people call it.
+    """Return a model's name for the public: of a local folder only its last part.
 
     Example:
         >>> public_name("/home/me/runs/upgrade/xbt/model"), public_name("openai/clip-vit-base-patch32")
@@ -152,23 +139,17 @@ def public_name(name: str) -> str:
 
 
 def published(described: dict[str, Any]) -> dict[str, Any]:
-    """Name a model by its place on the Hub, where its folder has been pushed.
+    """Replace a local folder by its name and commit on the Hub in the description of a model, if it has been pushed.
 
     Args:
-        described: with ``name`` and ``fingerprint``, as a configuration describes another model.
-
-    Returns:
-        The same with the Hub's name and commit; unchanged where nothing was pushed.
+        described: ``name``, ``fingerprint`` and others, as a configuration describes another model.
     """
     record = Path(described["name"]) / PUSHED
     return described | read_json(record) if record.exists() else described
 
 
 def is_dataset(name: str) -> bool:
-    """Ask the Hub whether it has a data set of that name.
-
-    Args:
-        name: ``user/name``; anything else is none.
+    """Ask the Hub whether it has a data set of that name, ``user/name``.
 
     Raises:
         XcompatError: the Hub cannot be reached.
@@ -184,13 +165,10 @@ def is_dataset(name: str) -> bool:
 
 
 def read_config(file: str | Path) -> dict[str, Any]:
-    """Read a model's configuration.
-
-    Args:
-        file: its JSON, which somebody else may have written.
+    """Read a model's configuration from a JSON file.
 
     Raises:
-        XcompatError: it is no JSON, or JSON of something else.
+        XcompatError: the file is no JSON, or holds no object.
     """
     config = read_json(file)
     if not isinstance(config, dict):
@@ -201,15 +179,12 @@ def read_config(file: str | Path) -> dict[str, Any]:
 
 
 def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
-    """Read what a repository says of itself.
+    """Read a repository's content; the caller turns huggingface_hub's errors into one line.
 
     Args:
         api: the Hub.
         repo: ``user/name``.
         revision: branch, tag or commit; None for the default branch.
-
-    Returns:
-        What it holds; huggingface_hub's own errors are the caller's to explain.
     """
     info = api.model_info(repo, revision=revision)
     files = {sibling.rfilename for sibling in info.siblings or []}
@@ -226,13 +201,13 @@ def look_up(name: str, revision: str | None = None, token: str | bool | None = N
     Args:
         name: Hub name.
         revision: branch, tag or commit; None for the default branch.
-        token: to be known by; None for the one of `hf auth login`.
+        token: access token; None for the one of `hf auth login`.
 
     Returns:
-        What it says; None when it has no such model, or none that may be seen.
+        Its facts; None if there is no such model, or it is hidden from this user.
 
     Raises:
-        XcompatError: it has no such revision, or cannot be reached.
+        XcompatError: there is no such revision, or the Hub cannot be reached.
     """
     with hub_errors(name):
         try:

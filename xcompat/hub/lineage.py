@@ -1,4 +1,4 @@
-"""What a checkpoint is compatible with, followed from model to older model, through the Hub and through folders."""
+"""Trace what a checkpoint is compatible with, from model to older model, through the Hub and local folders."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Ancestor:
     """A model in a lineage.
 
     Args:
-        name: Hub name, folder, or what people call it.
-        kind: its method, or what else it is; empty where it could not be found.
-        fingerprint: as the newer model states it; empty for the first one.
-        dim: of its galleries; None where nothing states it.
-        broken: why it cannot be followed, in one line; empty where it can.
-        older: what it is compatible with itself, the nearest first.
+        name: Hub name, folder, or any other name.
+        kind: its method, ``encoder`` or ``embeddings``; empty if it could not be found.
+        fingerprint: its fingerprint according to the newer model; empty for the first model.
+        dim: dimension of its embeddings; None if nothing states it.
+        broken: why it cannot be followed, in one line; empty if it can.
+        older: the models that it is compatible with, the nearest first.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Ancestor:
     older: list[Ancestor] = field(default_factory=list)
 
     def walk(self) -> Iterator[Ancestor]:
-        """Yield this model and everything under it."""
+        """Yield this model and all older ones."""
         yield self
         for each in self.older:
             yield from each.walk()
 
 
 class _Found(NamedTuple):
-    """A model's configuration, where it lies, and the fingerprint that its card states."""
+    """A model's configuration, its folder or repository, and the fingerprint on its card."""
 
     config: dict[str, Any]
     place: str
@@ -56,16 +56,16 @@ class _Found(NamedTuple):
 
 
 def trace_lineage(name: str) -> Ancestor:
-    """Follow a checkpoint to everything it is compatible with.
+    """Trace all models that a checkpoint is compatible with.
 
     Args:
-        name: Hub name, or folder of a checkpoint or of a run that ended with one.
+        name: Hub name, a checkpoint's folder, or the folder of a finished run.
 
     Returns:
         The checkpoint; links that are missing or lead in a circle are ``broken``.
 
     Raises:
-        XcompatError: the checkpoint itself is not to be found, or the Hub cannot be reached.
+        XcompatError: the checkpoint itself does not exist, or the Hub cannot be reached.
     """
     found = _find(name, None)
     if isinstance(found, str):
@@ -74,11 +74,7 @@ def trace_lineage(name: str) -> Ancestor:
 
 
 def require_whole(first: Ancestor) -> None:
-    """Refuse a lineage with missing links or circles, naming the first.
-
-    Raises:
-        XcompatError: in one line.
-    """
+    """Raise :class:`XcompatError` for a lineage with missing links or circles, naming the first."""
     broken = [each.broken for each in first.walk() if each.broken]
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
@@ -98,7 +94,7 @@ def draw(first: Ancestor) -> Tree:
 
 
 def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
-    """Follow what a model is compatible with; what the nearest one leads to anyway stands under it alone."""
+    """Follow the models that a model is compatible with, without those that a nearer one leads to."""
     old = newer.config.get("old") if _kind(newer.config) not in ("encoder", "embeddings") else None
     if not old:
         return []
@@ -112,7 +108,7 @@ def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
 
 
 def _versions(old: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - whatever a configuration holds
-    """Return the versions that a configuration names, the nearest first; refuse what describes none."""
+    """Return the versions that a configuration names, the nearest first; refuse entries that describe none."""
     older = old.get("compatible_with", []) if isinstance(old, dict) else None
     listed: list[Any] = [old, *older] if isinstance(older, list) else [None]
     for described in listed:
@@ -145,7 +141,7 @@ def _kind(config: dict[str, Any]) -> str:
 
 
 def _find(name: str, revision: str | None) -> _Found | str:
-    """Read a model's configuration; return in words why that cannot be done."""
+    """Read a model's configuration, or return in words why it cannot be read."""
     if Path(name).is_dir():
         return _find_folder(Path(name))
     return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is no folder here, and no name on the Hub"
@@ -173,6 +169,4 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
             return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
     if held.config is None:
         return f"{place} on {api.endpoint} holds no model"
-    if not isinstance(held.config, dict):
-        return f"{place} on {api.endpoint} holds no configuration of a model"
     return _Found(held.config, place, held.fingerprint)

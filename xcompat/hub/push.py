@@ -1,4 +1,4 @@
-"""A model to the Hub in one commit, with its card, refused where it would replace another model."""
+"""Push a model with its card to the Hub in one commit; refuse to replace another model."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def push_model(
     token: str | bool | None = None,
     **commit: Any,  # noqa: ANN401 - huggingface_hub's own
 ) -> CommitInfo:
-    """Push a model with its preprocessing and its card, without this machine's folders; another model is not replaced.
+    """Push a model with its preprocessing and card, without local paths; another model is not replaced.
 
     Args:
-        repo: ``user/name``, or a name of one's own.
-        model: what its card says of it.
-        config: of a compatible model, or of a plain encoder.
-        write: writes all files of the model but the card to a folder.
-        run: what the card says of how it was made.
-        private: whether a new repository is private; unless given, it is where the base is gated or private.
-        overwrite: whether another model that is there may be replaced, and files beside it go.
-        revision: the branch, made if missing; None for the default one.
-        license: what the card states.
-        tags: of the card, beside its own.
-        token: to be known by; None for the one of `hf auth login`.
-        commit: ``commit_message``, ``commit_description`` and ``create_pr``, as huggingface_hub takes them.
+        repo: ``user/name``, or a name in the user's own account.
+        model: facts about the model for the card.
+        config: configuration of a compatible model, or of a plain encoder.
+        write: writes all files of the model but the card into a folder.
+        run: facts about the run for the card.
+        private: whether a new repository is private; None for private if the base is gated or private.
+        overwrite: whether to replace another model in the repository, and delete files beside it.
+        revision: the branch, made if missing; None for the default branch.
+        license: the licence for the card.
+        tags: further tags for the card.
+        token: access token; None for the one of `hf auth login`.
+        commit: ``commit_message``, ``commit_description`` and ``create_pr`` of huggingface_hub.
 
     Returns:
-        The commit: its address, as text.
+        The commit; as text, its URL.
 
     Raises:
-        XcompatError: another model is there, naming what differs; or the Hub refuses or cannot be reached.
+        XcompatError: the repository holds another model, or the Hub refuses or cannot be reached.
     """
     base = model.look_up_base(token)
     private = True if private is None and base is not None and base.restricted else private
@@ -70,24 +70,14 @@ def push_model(
 
 
 def record_push(folder: str | Path, commit: CommitInfo) -> None:
-    """Note beside a model where it was pushed to, so that newer models name that place in the place of the folder.
-
-    Args:
-        folder: of the model.
-        commit: what :func:`push_model` returned.
-    """
+    """Record in a model's folder where it was pushed, so that newer models refer to that repository and not to the folder."""
     write_json(Path(folder) / PUSHED, {"name": commit.repo_url.repo_id, "revision": commit.oid})
 
 
 def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
-    """Return what stays the same when a run is trained on, merged or pushed in another form.
+    """Return what stays the same when a model is trained further, merged or pushed in another form.
 
-    Args:
-        config: of a compatible model, or of a plain encoder.
-        fingerprint: of the model; a plain encoder, whose configuration says little, is known by it.
-
-    Returns:
-        Method, dimension, and the fingerprints of the encoder it began with and of the old model.
+    That is method, dimension, and the fingerprints of its base and of its old model; for a plain encoder, its own fingerprint.
     """
     method = str(config.get("model_type", "open_clip"))
     if not method.startswith("xcompat"):
@@ -99,7 +89,7 @@ def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, An
 def _open_repository(
     repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool, token: str | bool | None
 ) -> str:
-    """Make a repository if it is missing, and refuse one that holds another model; return its name with the user's."""
+    """Make a repository if it is missing, and refuse one that holds another model; return its full name."""
     with hub_errors(repo):
         api = HfApi(library_name="xcompat", token=token)
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
@@ -120,7 +110,7 @@ def _open_repository(
 
 
 def _content(api: HfApi, repo: str, revision: str | None) -> Repository:
-    """Return what a branch holds, or the default branch where it is new."""
+    """Return the content of a branch, or of the default branch if that branch is new."""
     try:
         return read_repository(api, repo, revision)
     except RevisionNotFoundError:
@@ -133,7 +123,7 @@ def _short(value: object) -> str:
 
 
 def _hide_paths(folder: Path) -> None:
-    """Rewrite ``config.json``: no model is called by a folder of this machine, but by its name on the Hub if it has one."""
+    """Rewrite ``config.json`` without local paths: pushed models are named by their repositories."""
     file = folder / CONFIG
     if file.exists():
         write_json(file, _hidden(read_json(file)))
@@ -157,9 +147,9 @@ def _upload(
     token: str | bool | None,
     **commit: Any,  # noqa: ANN401 - huggingface_hub's own
 ) -> CommitInfo:
-    """Push every file of a folder in one commit; what a broken push has sent already is not sent again.
+    """Push every file of a folder in one commit, without sending again what an interrupted push has sent.
 
-    Files of the repository that are not in the folder go with ``replace``; without it only weights do.
+    With ``replace``, files of the repository that are not in the folder are deleted; without it, only weights are.
     """
     api = HfApi(library_name="xcompat", token=token)
     commit["commit_message"] = commit.get("commit_message") or "Upload model"
@@ -168,11 +158,11 @@ def _upload(
             api.create_branch(repo, branch=revision, exist_ok=True)
         given = {path.relative_to(folder).as_posix(): path for path in files_below(folder) if path.is_file()}
         stale = sorted(_content(api, repo, revision).files - given.keys() - {".gitattributes"})
-        if not replace:  # a picture or a licence beside the model is the user's own, old weights would be read
+        if not replace:  # old weights would be loaded; a picture or a licence belongs to the user
             stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]
         deleted = [CommitOperationDelete(path_in_repo=name) for name in stale]
         try:
             return api.create_commit(repo, [*added, *deleted], revision=revision, **commit)
-        except ValueError as error:  # so it says that there is no room, or that the card is refused
+        except ValueError as error:  # huggingface_hub's error for a full quota or a refused card
             raise XcompatError(f"{api.endpoint} refuses what {repo} was to hold: {' '.join(str(error).split())}") from error
