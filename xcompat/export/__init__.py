@@ -1,4 +1,4 @@
-"""A trained model in the forms that other people's software reads."""
+"""Export a trained model to formats of other software."""
 
 from xcompat.export.onnx_towers import to_onnx
 from xcompat.export.query_transform import to_faiss

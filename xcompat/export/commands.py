@@ -1,4 +1,4 @@
-"""What ``xcompat export`` does, and how it says so."""
+"""The verbs of ``xcompat export``, with their console output."""
 
 from __future__ import annotations
 

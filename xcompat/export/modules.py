@@ -1,4 +1,4 @@
-"""What an export computes: from pixels or tokens to a place in the old space, or in the new model's own."""
+"""The modules that exports compute: from pixels or tokens to embeddings in the old space, or in the new model's own."""
 
 from __future__ import annotations
 
@@ -13,28 +13,21 @@ from xcompat.errors import XcompatError, what_failed
 from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]
-"""``old``: what searches an index of the old model. ``own``: what the new model embeds, for an index of its own."""
+"""``old``: embeddings that search an index of the old model. ``own``: embeddings for an index of the new model."""
 
 
 def sources_of(model: CompatModel) -> list[Path]:
-    """Return the folders that a model was read from, which no export replaces: its own, and that of its encoder.
-
-    Args:
-        model: any.
-
-    Returns:
-        Those that are on this machine.
-    """
+    """Return the local folders of a model and of its encoder, which no export replaces."""
     names = [model.name_or_path, (model.config.encoder or {}).get("name")]
     return [Path(name) for name in names if name and Path(name).exists()]
 
 
 class Tower(nn.Module):
-    """One modality of a model, its embeddings in one space.
+    """One modality of a model, with its embeddings in one space.
 
     Args:
         model: frozen, in evaluation mode.
-        space: where its embeddings shall lie.
+        space: the space of the embeddings.
 
     Raises:
         XcompatError: the model brings no queries into an old space.
@@ -45,11 +38,11 @@ class Tower(nn.Module):
         if space == "old" and (model.maps_galleries or not model.compatible_with):
             raise XcompatError(f"{type(model).__name__} brings no queries into an old space; export it with space='own'")
         self.model, self.space = model, space
-        self.encoder = model._get_encoder()  # that of a map is no part of the model, and would be exported as constants
+        self.encoder = model._get_encoder()  # a map does not register its encoder, whose weights would be exported as constants
 
     @property
     def dim(self) -> int:
-        """Return the dimension of that space."""
+        """Dimension of the embeddings."""
         return self.model.config.old["dim"] if self.space == "old" else self.model.config.embedding_dim
 
     def place(self, embeds_BD: Tensor) -> Tensor:
@@ -58,7 +51,7 @@ class Tower(nn.Module):
 
 
 class ImageTower(Tower):
-    """From images to embeddings."""
+    """Embeds images."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Embed images.
@@ -73,7 +66,7 @@ class ImageTower(Tower):
 
 
 class TextTower(Tower):
-    """From texts to embeddings."""
+    """Embeds texts."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embed texts.
@@ -90,17 +83,10 @@ class TextTower(Tower):
 
 @contextmanager
 def reading_back(written: str | Path) -> Iterator[None]:
-    """Say in one line that what was just written cannot be read, whatever the library that reads it raises in the block.
-
-    Args:
-        written: the file or folder.
-
-    Raises:
-        XcompatError: the library cannot read it.
-    """
+    """Turn any error of a library that reads a file or folder just written into an :class:`XcompatError` of one line."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
         raise
-    except Exception as error:  # each library has its own ways
+    except Exception as error:  # each library raises its own kinds
         raise XcompatError(f"what was just written to {written} cannot be read: {what_failed(error)}; check the disk") from error

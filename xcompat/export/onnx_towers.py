@@ -1,4 +1,4 @@
-"""A model as ONNX: one file per tower, checked before it is left, and what a service must know to feed it."""
+"""Export a model to ONNX: one checked file per tower, and a description for the service that runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
 from xcompat.ownership import owned_path, require_replaceable
 
 TOLERANCE = 1e-4
-"""How far a coordinate of an embedding of length 1 may be from PyTorch's."""
+"""Largest difference from PyTorch in a coordinate of an embedding of length 1."""
 OUTPUT = "embeds"
 DESCRIPTION = "xcompat_onnx.json"
 MADE_BY = "export onnx"
@@ -31,21 +31,21 @@ Batch = dict[str, Tensor]
 
 
 def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> None:
-    """Write the image tower, and the text tower where there is one, as ONNX with batches of any size.
+    """Write the image tower, and the text tower if there is one, as ONNX with batches of any size.
 
-    ``image.onnx`` and ``text.onnx`` end in the space, so that nothing is to be done after them. Texts are of any length where the
-    model does not read its padding. Beside them lie the preprocessing in the form of the encoder's library, and
-    ``xcompat_onnx.json``: inputs, outputs, pixels, padding, and which model's indexes the embeddings search. LoRA is merged.
+    ``image.onnx`` and ``text.onnx`` output finished embeddings in the space. Texts may have any length if the model does not read
+    its padding. The folder also holds the preprocessing in the format of the encoder's library, and ``xcompat_onnx.json`` with
+    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search. LoRA is merged.
 
     Args:
-        model: any that embeds; a map is written with its frozen encoder.
-        folder: replaced if an earlier export made it, and nothing else is in it.
+        model: any model that embeds; a map is written with its frozen encoder.
+        folder: the folder to write; replaced if it holds only an earlier export.
         space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
         overwrite: whether any folder may be replaced.
 
     Raises:
-        XcompatError: something else is there, the model brings no queries into an old space or they remember more than a graph
-            holds, PyTorch cannot export it, or onnxruntime gives other embeddings; then nothing is left.
+        XcompatError: the folder holds something else, the model brings no queries into an old space or its memory does not fit
+            into a graph, PyTorch cannot export it, or onnxruntime's embeddings differ; then nothing is written.
     """
     _require_libraries()
     if space == "old" and isinstance(model.memory, IndexedMemory) and not model.maps_galleries:
@@ -69,7 +69,9 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
         height, width = processor.image_size
-        pixels = [{"pixel_values": torch.from_numpy(_random(rows, 3, height, width))} for rows in (2, 1, 3)]
+        generator = np.random.default_rng(0)
+        shapes = [(rows, 3, height, width) for rows in (2, 1, 3)]
+        pixels = [{"pixel_values": torch.from_numpy(generator.standard_normal(shape, np.float32))} for shape in shapes]
         about["image"] = _write(ImageTower(model, space), pixels, {0: "batch"}, temporary / "image.onnx") | {
             "size": [height, width],
             "mean": list(processor.mean),
@@ -90,24 +92,20 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
 def _require_libraries() -> None:
     try:
         import onnxruntime
-        import onnxscript  # noqa: F401 - PyTorch's exporter is written in it
+        import onnxscript  # noqa: F401 - PyTorch's exporter needs it
     except ImportError:
         raise XcompatError("this export needs onnx, onnxscript and onnxruntime; install `pip install xcompat[export]`") from None
-    onnxruntime.set_default_logger_severity(3)  # what it warns of is how PyTorch writes graphs
+    onnxruntime.set_default_logger_severity(3)  # its warnings are about PyTorch's graphs
 
 
 def _merged(model: CompatModel) -> CompatModel:
-    """Return the model without extra layers for LoRA, leaving the one given as it is."""
+    """Return a copy with LoRA merged into the weights, or the model itself if it has no LoRA."""
     adapters = model.config.adapters
     return copy.deepcopy(model).merge_adapters() if adapters is not None and adapters.get("lora") else model
 
 
-def _random(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.random.default_rng(shape[0]).standard_normal(shape, dtype=np.float32)
-
-
 def _texts(processor: Processor) -> list[Batch]:
-    """Return batches of random words: short ones, one that fills the model, and several lengths in one batch."""
+    """Return batches of random texts: short ones, one that fills the model, and mixed lengths."""
     generator = np.random.default_rng(0)
     words = ["".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3)) for _ in range(2 * processor.max_length)]
     texts = [" ".join(words[:count]) for count in (1, 2, 4, len(words))]
@@ -119,10 +117,10 @@ def _texts(processor: Processor) -> list[Batch]:
 
 @torch.no_grad()
 def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: Path) -> dict[str, Any]:
-    """Export a tower, compare it with PyTorch on every batch, and return what it reads and gives."""
+    """Export a tower, compare it with PyTorch on every batch, and describe its inputs and outputs."""
     shapes = {name: dict(free) for name in batches[0]}
     try:
-        with warnings.catch_warnings(action="ignore"):  # PyTorch's about itself
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns about its own code
             program = torch.onnx.export(
                 tower, (), kwargs=batches[0], dynamic_shapes=shapes, dynamo=True, output_names=[OUTPUT], verbose=False
             )
@@ -137,7 +135,7 @@ def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: P
 
 
 def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, Any]:
-    """Refuse a file that does not give PyTorch's embeddings, and return its inputs' types and shapes."""
+    """Refuse a file whose embeddings differ from PyTorch's, and return types and shapes of its inputs."""
     from onnxruntime import InferenceSession
 
     with reading_back(path):

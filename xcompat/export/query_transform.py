@@ -1,4 +1,4 @@
-"""A linear map of queries inside a faiss index: a service that searches it is upgraded without new code."""
+"""Put a linear map of queries into a faiss index: a service that searches it needs no new code."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ MADE_BY = "export faiss"
 
 
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
-    """Write an index of the old model that takes queries of the new one: a chain of transforms before the index as it is.
+    """Write an index of the old model that takes queries of the new one: a chain of transforms in front of the unchanged index.
 
-    The chain is that of ``model.view``: W·x + b and then length 1, and the same for a metric. For inner products the length of a
-    query does not change its ranking, only its scores; for L2 it changes both. Vectors are mapped from disk, so that none is
-    copied but into the new file.
+    The chain computes ``model.view``: W·x + b, normalised, and the same once more for a metric. For inner products the length of
+    a query changes only its scores, not its ranking; for L2 it changes both. Vectors are memory-mapped and copied only into the
+    new file.
 
     Args:
-        model: one whose view is one linear layer: a closed form, a query map of linear shape, more dimensions than the old model;
-            with a metric or not, but without anything remembered.
-        index: a faiss index of the old model's embeddings, of which only the dimension can be compared with the model; or a
-            gallery in one segment, which knows whose embeddings it holds.
-        out: the index to write; plain faiss reads it. Beside it lies a marker that names the model whose queries it takes.
-        overwrite: whether another file that is there may be replaced.
+        model: a model whose view is one linear layer: a closed form, a linear query map, or a model with more dimensions than its
+            old one; it may have a metric, but no memory entries.
+        index: a faiss index of the old model's embeddings, of which only the dimension can be checked; or a gallery of one
+            segment, which knows its model.
+        out: the index to write; plain faiss reads it. A marker beside it names the model whose queries it takes.
+        overwrite: whether any other file may be replaced.
 
     Raises:
-        XcompatError: the map is not linear, the index is of another dimension or another model, or ``out`` is something else.
+        XcompatError: the map is not linear, the index has another dimension or model, or ``out`` is another file.
     """
     import faiss
 
@@ -59,7 +59,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
         linear.is_trained = True
         transforms += [linear, faiss.NormalizationTransform(old_dim)]
     inner = stored
-    if isinstance(stored, faiss.IndexPreTransform):  # one chain, so that a service's search parameters still fit
+    if isinstance(stored, faiss.IndexPreTransform):  # keep one chain, so that a service's search parameters still fit
         transforms += [stored.chain.at(place) for place in range(stored.chain.size())]
         inner = faiss.downcast_index(stored.index)
     chained = faiss.IndexPreTransform(inner)
@@ -71,20 +71,13 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
 
 
 def index_of(source: Path, model: CompatModel) -> Path:
-    """Return the index file of a gallery that the model's queries are mapped for; any other path as it is.
-
-    Args:
-        source: a gallery's folder, or an index file.
-        model: the query model.
-
-    Returns:
-        The file.
+    """Return the index file of a gallery whose embeddings the model is compatible with; any other path unchanged.
 
     Raises:
         XcompatError: the gallery holds another model's embeddings, or is not one index.
     """
     if not source.is_dir():
-        if source.is_file():  # else whoever opens it says so
+        if source.is_file():  # opening a missing file raises later
             require_readable(source, vectors=False)
         return source
     manifest = read_manifest(source)
@@ -99,16 +92,13 @@ def index_of(source: Path, model: CompatModel) -> Path:
 
 
 def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
-    """Return W and b of each step x ↦ normalise(W·x + b) that a model's view is made of: its map, and the metric on it.
-
-    Args:
-        model: any model.
+    """Return W and b of each step x ↦ normalise(W·x + b) of a model's view: its map, and the metric if it has one.
 
     Returns:
-        W (d, D) and b (d,), float32, and once more (d, d) and (d,) where queries wear a metric.
+        W (d, D) and b (d,) of the map, then W (d, d) and b (d,) of the metric, float32.
 
     Raises:
-        XcompatError: its view is not of that form.
+        XcompatError: the view does not have that form.
 
     Example:
         >>> from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel
@@ -140,7 +130,7 @@ def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
 
 
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
-    """Return what brings penultimate features to length 1; embeddings have it already."""
+    """Return the transform that normalises penultimate features; embeddings have length 1 already and need none."""
     import faiss
 
     reads_features = isinstance(model, QueryMapModel) and model.head is not None

@@ -1,4 +1,4 @@
-"""A model as a row of sentence-transformers' own modules, which it loads without this library."""
+"""Export a model as a sequence of sentence-transformers' own modules, which load without xcompat."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
 TOLERANCE = 1e-4
-"""How far embeddings may be from those of the model before it is written as this library's own module."""
+"""Largest difference of embeddings from the model's; above it the model is exported as xcompat's own module."""
 
 
 def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
     """Return a model as sentence-transformers' own modules: encoder, normalisation, layers, normalisation.
 
     Args:
-        model: frozen, in evaluation mode, with an encoder, or one beside it.
-        space: as of :class:`~xcompat.export.modules.Tower`.
+        model: frozen, in evaluation mode, with an encoder, or a map with an encoder beside it.
+        space: as in :class:`~xcompat.export.modules.Tower`.
 
     Returns:
-        The modules; None where the encoder is none of transformers' auto classes, or the model more than layers in a row on it.
+        The modules; None if transformers' auto classes do not load the encoder, or the model is no plain sequence of layers.
     """
     layers = [model.embed_layers] if space == "own" else [model.embed_layers, model.view_layers]
     if any(row is None for row in layers):
@@ -57,10 +57,10 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
 
 
 def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[nn.Module] | None:
-    """Return the modules that give an encoder's features."""
+    """Return the modules that compute an encoder's features; None if transformers' auto classes do not load it."""
     if (calls := auto_calls(encoder)) is None:
         return None
-    if not with_texts:  # a model that learnt from images alone may have a text tower, whose space is another one
+    if not with_texts:  # a model trained on images only may still have a text tower, which embeds into another space
         calls.pop("text", None)
     with TemporaryDirectory() as folder:
         save_for_auto_classes(encoder, processor, folder)
@@ -72,7 +72,7 @@ def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[n
 
 
 def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> Transformer:
-    """Load an encoder as sentence-transformers does, its pictures and texts prepared as here."""
+    """Load an encoder as sentence-transformers does, with xcompat's preprocessing of pictures and texts."""
     texts = {
         "padding": "max_length" if processor.pad_to_max_length else True,
         "padding_side": "right",
@@ -90,13 +90,13 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
         )
     if "text" in calls:
         transformer.max_seq_length = processor.max_length
-    transformer.processor_kwargs = loading  # it reads them from its file, and does not write them there by itself
+    transformer.processor_kwargs = loading  # sentence-transformers reads them from its file, but does not save them by itself
     transformer.config_keys = [*transformer.config_keys, "processor_kwargs"]
     return transformer
 
 
 def _states(transformer: Transformer, dim: int) -> bool:
-    """Return whether a module knows its dimension: of some architectures it does not."""
+    """Return whether a module reports its dimension; for some architectures it cannot."""
     try:
         return transformer.get_embedding_dimension() == dim
     except ValueError:
@@ -104,7 +104,7 @@ def _states(transformer: Transformer, dim: int) -> bool:
 
 
 def _row(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return layers as modules. GELU is the activation of a Dense: after a LayerNorm, of one that changes nothing."""
+    """Return layers as modules; GELU becomes the activation of a Dense, after a LayerNorm of an identity Dense."""
     modules: list[nn.Module] = []
     for layer in layers:
         if isinstance(layer, nn.Linear):
@@ -130,25 +130,25 @@ def _dense(layer: nn.Linear) -> Dense:
 
 
 def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransformer) -> bool:
-    """Write modules, load them as everybody does, and keep them if they embed a picture and some texts as the model does.
+    """Write modules, load them with plain sentence-transformers, and keep them if they embed like the model.
 
     Args:
         modules: from :func:`stock_modules`.
-        folder: that does not exist yet.
+        folder: a folder that does not exist yet.
         wanted: the model.
 
     Returns:
-        Whether they do; else there is no folder.
+        Whether they were kept; else the folder is deleted.
     """
     SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
     probes: list[list[Any]] = [[picture]]
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
-    if wanted.dtype != torch.float32:  # what is written is the same weights in float32
+    if wanted.dtype != torch.float32:  # the modules have the same weights in float32
         wanted = copy.deepcopy(wanted).float()
     embeds = [wanted.encode(probe) for probe in probes]
-    # twice: a disk that failed for a moment, which transformers takes for a missing file, is no reason to need this library
+    # twice: a momentary error of the disk, which transformers takes for a missing file, should not make the export need xcompat
     alike = any(_embeds_alike(folder, probes, embeds) for _ in range(2))
     if not alike:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The module by which sentence-transformers embeds with a model of this library."""
+"""The module with which sentence-transformers runs a model of xcompat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENCODER = "encoder"
 
 
 class CompatModule(InputModule):
-    """A model whose texts and pictures are embedded in one space: the old one, or its own.
+    """A model that embeds texts and pictures in one space: the old one, or its own.
 
     Args:
         model: frozen, in evaluation mode, with an encoder.
@@ -46,17 +46,17 @@ class CompatModule(InputModule):
 
     @property
     def model(self) -> CompatModel:
-        """Return the model inside."""
+        """The wrapped model."""
         return self.image.model
 
     @property
     def modalities(self) -> list[Any]:
-        """Return what can be embedded."""
+        """The supported inputs."""
         return ["image"] if self.text is None else ["text", "image"]
 
     @property
     def max_seq_length(self) -> int:
-        """Return the most tokens of a text that are read; 0 where there is no text tower."""
+        """Tokens of a text that are read at most; 0 without a text tower."""
         return self.model.processor.max_length
 
     def get_embedding_dimension(self) -> int:
@@ -64,15 +64,12 @@ class CompatModule(InputModule):
         return self.image.dim
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: object) -> dict[str, Any]:
-        """Make a batch of texts, or of pictures.
+        """Make a batch of texts, or of pictures, for :meth:`forward`.
 
         Args:
             inputs: texts, or pictures as PIL images, arrays (H, W, 3) of uint8, or paths.
-            prompt: what every text begins with.
-            kwargs: not read.
-
-        Returns:
-            What :meth:`forward` reads.
+            prompt: prefix of every text.
+            kwargs: ignored.
         """
         if infer_batch_modality(inputs, supported_modalities=self.modalities) == "text":
             return dict(self.model.processor.texts([(prompt or "") + text for text in inputs]))
@@ -83,8 +80,8 @@ class CompatModule(InputModule):
         """Embed a batch of :meth:`preprocess`.
 
         Args:
-            features: ``pixel_values``, or ``input_ids`` and perhaps ``attention_mask``.
-            kwargs: not read.
+            features: ``pixel_values``, or ``input_ids`` and optionally ``attention_mask``.
+            kwargs: ignored.
 
         Returns:
             The batch with ``sentence_embedding`` (B, dim), float32, of length 1.
@@ -98,13 +95,13 @@ class CompatModule(InputModule):
         return features | {"sentence_embedding": embeds}
 
     def save(self, output_path: str, *args: object, safe_serialization: bool = True, **kwargs: object) -> None:
-        """Write the model as ``from_pretrained`` reads it, and the frozen encoder of a map beside it.
+        """Write the model for ``from_pretrained``, and the frozen encoder of a map beside it.
 
         Args:
-            output_path: a folder that exists.
-            args: not read.
-            safe_serialization: not read; weights are always safetensors.
-            kwargs: not read.
+            output_path: an existing folder.
+            args: ignored.
+            safe_serialization: ignored; weights are always safetensors.
+            kwargs: ignored.
         """
         self.model.save_pretrained(output_path)
         described = self.model.config.encoder
@@ -125,7 +122,7 @@ class CompatModule(InputModule):
         init_defaults: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ANN401 - sentence-transformers' own
     ) -> Self:
-        """Load what :meth:`save` wrote, from a folder or the Hub (see sentence-transformers' ``Module.load``)."""
+        """Load a saved module from a folder or the Hub (see sentence-transformers' ``Module.load``)."""
         where: dict[str, Any] = {
             "subfolder": subfolder,
             "token": token,

@@ -1,4 +1,4 @@
-"""A model as a folder that ``SentenceTransformer`` loads."""
+"""Export a model to a folder that ``SentenceTransformer`` loads."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MADE_BY = "export sentence-transformers"
 
 
 def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> bool:
-    """Write a model so that sentence-transformers embeds with it, texts and pictures.
+    """Write a model so that sentence-transformers embeds texts and pictures with it.
 
-    Where the model is an encoder that transformers loads by itself and layers in a row on it, the folder holds modules of
-    sentence-transformers alone, LoRA merged: ``SentenceTransformer(folder)`` loads it, and xcompat need not be installed. Such
-    are plain encoders and projections of them, φ (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a
-    ``query_map`` that is linear or a projection, and the own space of maps of embeddings. What was written is loaded and
-    compared with the model before it is kept. Opened pictures and arrays are read as here, transparent parts laid on white; one
-    given by its path is turned there as its camera says, and its transparency dropped, so open such first. Saved anew by
-    sentence-transformers, the folder no longer says that pictures are resized by PIL.
+    If the model is a sequence of layers on an encoder that transformers loads by itself, the folder holds only modules of
+    sentence-transformers, with LoRA merged: ``SentenceTransformer(folder)`` loads it without xcompat. This holds for plain
+    encoders and projections of them, φ (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a ``query_map``
+    that is linear or a projection, and the own space of maps over embeddings. Before the folder is kept, it is loaded and
+    compared with the model. Opened pictures and arrays are read as by xcompat, with transparent parts on white. A picture given
+    by its path is rotated by its EXIF orientation and loses its transparency, so open such pictures first. If
+    sentence-transformers saves the model again, the new folder no longer says that PIL resizes pictures.
 
-    Elsewhere (visual prompts, maps with a skip connection, ``rbt``, ``bt2``, ``simclr``, penultimate features; BLIP, SigLIP 2,
-    timm, open_clip) ``SentenceTransformer(folder, trust_remote_code=True)`` loads it. The flag is how sentence-transformers is
-    told that it may import a module that is not its own: here one of the installed xcompat, as the folder holds no code. Without
-    it, ``SentenceTransformer(modules=[CompatModule.load(folder)])`` does the same, and ``from_pretrained`` reads the folder too.
+    Other models (visual prompts, maps with a skip connection, ``rbt``, ``bt2``, ``simclr``, penultimate features; BLIP, SigLIP 2,
+    timm, open_clip) load with ``SentenceTransformer(folder, trust_remote_code=True)``. The flag allows sentence-transformers to
+    import a module that is not its own: one of the installed xcompat, as the folder holds no code. Without the flag,
+    ``SentenceTransformer(modules=[CompatModule.load(folder)])`` does the same, and ``from_pretrained`` reads the folder too.
 
     Args:
-        model: any that embeds; a map is written with its frozen encoder.
-        folder: replaced if an earlier export made it, and nothing else is in it.
+        model: any model that embeds; a map is written with its frozen encoder.
+        folder: the folder to write; replaced if it holds only an earlier export.
         space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
         overwrite: whether any folder may be replaced.
 
@@ -38,7 +38,7 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
         Whether modules of sentence-transformers were enough, so that no flag is needed.
 
     Raises:
-        XcompatError: something else is there, the model brings no queries into an old space, or was fitted on embeddings alone.
+        XcompatError: the folder holds something else, the model brings no queries into an old space, or has no encoder.
     """
     try:
         from sentence_transformers import SentenceTransformer
