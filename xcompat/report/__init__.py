@@ -1,4 +1,4 @@
-"""What an evaluation found, for people and for programs."""
+"""The report of an evaluation, for people and for programs."""
 
 from __future__ import annotations
 

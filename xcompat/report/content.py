@@ -1,4 +1,4 @@
-"""What a report holds, in memory: given by the caller, or read back from its folder."""
+"""The content of a report in memory: given by the caller, or read from its folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Hit(NamedTuple):
     Args:
         image: its picture, if it has one.
         caption: its text.
-        is_hit: whether it is what was asked for.
+        is_hit: whether it matches the query.
     """
 
     image: Image.Image | None
@@ -28,7 +28,7 @@ class Hit(NamedTuple):
 
 
 class ExampleRow(NamedTuple):
-    """What one kind of query found, best first.
+    """The results of one kind of query, the best first.
 
     Args:
         label: such as ``old query`` or ``new query``.
@@ -44,8 +44,8 @@ class Example:
     """One example search.
 
     Args:
-        query_text: what was asked.
-        rows: what each kind of query found.
+        query_text: the query.
+        rows: the results of each kind of query.
     """
 
     query_text: str
@@ -54,10 +54,10 @@ class Example:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything a report is made from; the models are those that were passed to :func:`xcompat.evaluation.evaluate`.
+    """The input of a report; the models are those that were passed to :func:`xcompat.evaluation.evaluate`.
 
     Args:
-        evaluation: what was measured.
+        evaluation: the measured results.
         old: the old model on the test set.
         new_view: the new model in the old space.
         new: the new model in its own space.
@@ -67,7 +67,7 @@ class ReportContent:
         run: versions, machine, command: any JSON.
         examples: example searches in the old gallery.
         tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 leaves the maps out.
-        seed: of the choice of pairs and of t-SNE.
+        seed: seed of the choice of pairs and of t-SNE.
     """
 
     evaluation: Evaluation
@@ -85,10 +85,10 @@ class ReportContent:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model as the report names it.
+    """A model in a report.
 
     Args:
-        name: what people call it.
+        name: the name that people know it by.
         fingerprint: 64 hexadecimal digits.
         dim: dimensions of its embeddings.
     """
@@ -114,8 +114,8 @@ class Panel(NamedTuple):
     """One t-SNE map: embeddings of one space.
 
     Args:
-        title: which space.
-        series: the clouds.
+        title: the space.
+        series: the clouds of points.
     """
 
     title: str
@@ -124,22 +124,22 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A report as it lies on disk: ``report.json`` and what its pictures are drawn from.
+    """A report as stored on disk: ``report.json`` and the data of its plots.
 
     Args:
         old: the old model.
         new: the new model.
         method: such as ``xbt``.
-        cases: who queried whom, with what result.
+        cases: the results of each pair of query model and gallery model.
         criterion: the verdict.
         seconds: stage -> seconds.
         run: versions, machine, command, and ``notes`` on the evaluation.
         ranks: (query, gallery, direction) -> int32 ``(Q,)``, -1 for queries left out.
         panels: t-SNE maps.
         examples: example searches.
-        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; of labelled images.
-        clusters: direction -> int32 ``(Q,)``, equal for queries about one item; each by itself in directions not in it.
-        confidence: direction -> float32 ``(Q,)``, how sure new queries are, NaN for queries left out.
+        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; for labelled images.
+        clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; in other directions queries are independent.
+        confidence: direction -> float32 ``(Q,)``, confidence of new queries, NaN for queries left out.
     """
 
     old: ModelInfo
@@ -158,12 +158,12 @@ class Report:
 
     @property
     def directions(self) -> list[str]:
-        """The directions measured, in order of appearance."""
+        """The measured directions, in order of appearance."""
         return list(dict.fromkeys(case.direction for case in self.cases))
 
     @property
     def is_labelled(self) -> bool:
-        """Whether images were searched by images of their class, not by captions."""
+        """Whether images search images of their class, rather than captions searching images."""
         return self.directions == [IMAGE_TO_IMAGE]
 
     @property
@@ -177,11 +177,7 @@ class Report:
         return list(self.run.get("notes", []))
 
     def tables(self) -> list[tuple[str, list[str], list[Case]]]:
-        """Group the cases into tables: those of one direction that have the same kind of metrics.
-
-        Returns:
-            (direction, metric names, cases) per table; zero-shot classification stands in its own.
-        """
+        """Return (direction, metric names, cases) per table: one for each direction, and one for its zero-shot classification."""
         groups: dict[tuple[str, bool], list[Case]] = {}
         for case in self.cases:
             groups.setdefault((case.direction, ZERO_SHOT_METRIC in case.metrics), []).append(case)
@@ -192,13 +188,7 @@ class Report:
 
 
 def retrieval_metrics(metrics: Iterable[str]) -> list[str]:
-    """Keep the metrics of searches of which more is better: not flips, and not zero-shot classification.
-
-    Args:
-        metrics: names.
-
-    Returns:
-        Those kept, in order.
+    """Return the names of search metrics for which higher is better: without flips and zero-shot classification.
 
     Example:
         >>> retrieval_metrics(["cmc@1", "map@R", "negative_flip_rate@1"])

@@ -1,4 +1,4 @@
-"""The report as pages: one HTML file that needs nothing else, and Markdown for where no page of its own can stand."""
+"""Render a report: as one self-contained HTML file, and as Markdown for a model card."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 
 def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
-    """Fill the page's template; styles and pictures are embedded.
+    """Render the HTML page, with embedded styles and pictures.
 
     Args:
         report: the report.
         plots: file name -> PNG, as named by :func:`xcompat.report.plots.draw_plots`.
-
-    Returns:
-        The HTML.
     """
     groups = {
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
@@ -38,14 +35,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
 
 
 def render_markdown(report: Report) -> str:
-    """Write verdict, cases with intervals, and what they mean.
-
-    Args:
-        report: the report.
-
-    Returns:
-        Markdown without a heading.
-    """
+    """Render verdict, cases with intervals, and their meanings as Markdown without a heading."""
     labels = dict.fromkeys(case.label for case in report.cases)
     return page_template("results.md.j2").render(
         report=report, verdicts=verdicts(report), meanings=_meanings(report), labels=labels
@@ -58,14 +48,7 @@ def _meanings(report: Report) -> list[tuple[str, str]]:
 
 @cache  # compiling a template takes longer than filling it in
 def page_template(name: str) -> Template:
-    """Return a template of this package with the filters that its pages share.
-
-    Args:
-        name: the file's path in this package.
-
-    Returns:
-        The template; texts that are filled in are shown as they are, and never read as HTML or Markdown.
-    """
+    """Return a template by its path in this package; texts filled into it are never read as HTML or Markdown."""
     folder = Path(__file__).parent
     environment = markdown_templates(folder) if name.endswith(".md.j2") else templates(folder, autoescape=True)
     environment.filters |= {
@@ -81,12 +64,5 @@ def page_template(name: str) -> Template:
 
 
 def png_uri(png: bytes) -> str:
-    """Return a picture as an address that holds it.
-
-    Args:
-        png: the bytes of the file.
-
-    Returns:
-        A ``data:`` address.
-    """
+    """Return the bytes of a PNG file as a ``data:`` URI."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -1,4 +1,4 @@
-"""The pictures of a report, one per direction or space, so that they stack on a small screen."""
+"""Draw the plots of a report, one per direction or space, so that they stack on a small screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours can be told apart by nearly everyone; new/old, the point of the project, gets the strongest.
+# Nearly everyone can tell Okabe and Ito's colours apart; new/old, the main result, gets the strongest.
 _COLOURS = {
     "old/old": "#7a828e",
     "independent/old": "#d9a28b",
@@ -28,14 +28,11 @@ _EXTRA_COLOURS = ("#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _CLOUD_COLOURS = ("#7a828e", "#b8a07a", "#0072b2", "#e69f00")
 _MARKED_PAIRS = 5
 _LEAST_COVERAGE = 5
-"""Percent of the queries that a share is shown of: that of a few says nothing."""
+"""Smallest percentage of queries for which risk is shown: fewer queries say nothing."""
 
 
 def draw_plots(report: Report) -> dict[str, Figure]:
-    """Draw every picture that the report has data for.
-
-    Args:
-        report: the report.
+    """Draw every plot that the report has data for.
 
     Returns:
         file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png`` or ``cmc-DIRECTION.png``,
@@ -58,40 +55,22 @@ def draw_plots(report: Report) -> dict[str, Figure]:
 
 
 def case_colours(report: Report) -> dict[str, str]:
-    """Give each case its colour, the same in every picture.
-
-    Args:
-        report: the report.
-
-    Returns:
-        case label -> CSS colour.
-    """
+    """Return case label -> CSS colour, the same in every plot."""
     extras = [label for label in dict.fromkeys(case.label for case in report.cases) if label not in _COLOURS]
     return _COLOURS | {label: _EXTRA_COLOURS[i % len(_EXTRA_COLOURS)] for i, label in enumerate(extras)}
 
 
 def figure_png(figure: Figure) -> bytes:
-    """Return a figure as a PNG that is the same in every run.
-
-    Args:
-        figure: the figure.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Return a figure as the bytes of a PNG file, the same in every run."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure in the report's style; no global matplotlib state is touched.
+    """Return an empty figure in the report's style, a given number of inches high, and its axes.
 
-    Args:
-        height: in inches; the width is that of a page's column.
-
-    Returns:
-        The figure and its only axes.
+    It changes no global state of matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -106,12 +85,7 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def set_title(axes: Axes, text: str) -> None:
-    """Write what a figure is about over its axes.
-
-    Args:
-        axes: of :func:`new_figure`.
-        text: the title.
-    """
+    """Write a title in the report's style."""
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color="#1f2937")
 
 
@@ -121,7 +95,7 @@ def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: 
     width = 0.84 / len(cases)
     for place, case in enumerate(cases):
         heights = np.array([case.metrics[name] for name in metrics]) * 100
-        # A percentile interval of a skewed bootstrap may leave the mean out; an error bar cannot be negative.
+        # A percentile interval of a skewed bootstrap may not contain the mean; an error bar cannot be negative.
         spans = np.array([case.ci95[name] for name in metrics]).T * 100
         errors = np.abs(np.clip([heights - spans[0], spans[1] - heights], 0, None))
         at = np.arange(len(metrics)) + (place - (len(cases) - 1) / 2) * width
@@ -136,7 +110,7 @@ def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: 
 
 
 def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], colours: dict[str, str]) -> Figure:
-    """Draw the share of queries that have found a match among the first k, against k, for every case."""
+    """Draw for every case the share of queries with a match among the first k, against k."""
     from matplotlib.ticker import StrMethodFormatter
 
     figure, axes = new_figure(4.0)
@@ -162,7 +136,7 @@ def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], c
 
 
 def _draw_risk(report: Report, direction: str) -> Figure:
-    """Draw which share of the surest queries is hurt, against how many of them are asked."""
+    """Draw the share of the surest new queries that find less than old ones, against how many of them are used."""
     figure, axes = new_figure(3.4)
     confidence_Q = report.confidence[direction]
     known_Q = np.isfinite(confidence_Q)
@@ -181,7 +155,7 @@ def _draw_risk(report: Report, direction: str) -> Figure:
 
 
 def _draw_map(panel: Panel) -> Figure:
-    """Draw one t-SNE map; some pairs of image and text, or of one image's embeddings by two models, are joined by a line."""
+    """Draw a t-SNE map; lines join some pairs of image and text, or of two models' embeddings of the same image."""
     figure, axes = new_figure(4.8)
     with_texts = any(label.startswith("texts") for label, _ in panel.series)
     colours = _CLOUD_COLOURS if with_texts else _CLOUD_COLOURS[::2]  # one colour per model, or per model and kind

@@ -1,4 +1,4 @@
-"""From an evaluation to the folder ``report``: ``report.json``, ``report.html`` and ``plots/``, published at once."""
+"""Turn an evaluation into the folder ``report`` with ``report.json``, ``report.html`` and ``plots/``, written atomically."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLOTS_NAME = "plots"
 
 
 def write_report(directory: str | Path, content: ReportContent) -> Path:
-    """Write the folder ``report`` at once: ``report.json``, ``report_data.safetensors``, ``report.html`` and ``plots/*.png``.
+    """Write the folder ``report`` atomically: ``report.json``, ``report_data.safetensors``, ``report.html``, ``plots/*.png``.
 
     Args:
-        directory: where the folder goes; made if missing.
-        content: what to report.
+        directory: parent of the folder; made if missing.
+        content: the evaluation, its models and examples.
 
     Returns:
         The path of ``report.html``.
@@ -40,14 +40,7 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
 
 
 def require_report_place(directory: str | Path) -> None:
-    """Refuse to write a report where a folder of that name holds something else.
-
-    Args:
-        directory: where the folder ``report`` goes.
-
-    Raises:
-        XcompatError: it is there, and it is not one of ours.
-    """
+    """Raise :class:`XcompatError` if a directory has an entry ``report`` that is no report."""
     place = Path(directory) / FOLDER_NAME
     is_other = any(place.iterdir()) and not _is_report(place) if place.is_dir() else os.path.lexists(place)
     if is_other or place.is_symlink():
@@ -55,7 +48,7 @@ def require_report_place(directory: str | Path) -> None:
 
 
 def _is_report(folder: Path) -> bool:
-    """Return whether the files of a report lie in a folder, perhaps damaged ones."""
+    """Return whether a folder holds a report, perhaps a damaged one."""
     if not (folder / JSON_NAME).is_file():
         return False
     with suppress(XcompatError):
@@ -66,14 +59,7 @@ def _is_report(folder: Path) -> bool:
 
 
 def gather(content: ReportContent) -> Report:
-    """Turn what an evaluation found into a report, with its t-SNE maps.
-
-    Args:
-        content: what to report.
-
-    Returns:
-        The report as :func:`xcompat.report.load_report` gives it back.
-    """
+    """Turn an evaluation into a report with t-SNE maps, equal to what :func:`xcompat.report.load_report` reads back."""
     evaluation = content.evaluation
     return Report(
         old=_model_info(content.old),
@@ -93,7 +79,7 @@ def gather(content: ReportContent) -> Report:
 
 
 def render_report(directory: str | Path) -> Path:
-    """Draw the pictures and the page again from what :func:`write_report` stored.
+    """Draw plots and page of a stored report again.
 
     Args:
         directory: as :func:`xcompat.report.load_report` takes it.
@@ -102,7 +88,7 @@ def render_report(directory: str | Path) -> Path:
         The path of ``report.html``.
 
     Raises:
-        XcompatError: if there is no report in the folder.
+        XcompatError: the folder holds no report.
     """
     file = report_file(directory)
     report = load_report(file)
@@ -111,9 +97,12 @@ def render_report(directory: str | Path) -> Path:
 
 
 def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Path:
-    """Put a whole report, with the files in which it is stored already, in the place of the one before.
+    """Write a report's folder in place of an earlier one; files that a user put there stay.
 
-    What else lies in its folder stays there.
+    Args:
+        directory: parent of the folder.
+        report: the report.
+        stored: its data files, to be copied; written anew if there are none.
     """
     place = directory / FOLDER_NAME
     plots = {name: figure_png(figure) for name, figure in draw_plots(report).items()}
@@ -142,13 +131,13 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _retire(directory: Path) -> None:
-    """Remove the files of a report that an earlier version wrote beside the folder: they would be taken for this one."""
+    """Remove the report that an earlier version of xcompat wrote into the parent folder: users would take it for this one."""
     if not _is_report(directory):
         return
     for plot in listed(directory / PLOTS_NAME, "*.png"):
         if plot.name.startswith(("cases-", "recall-", "cmc-", "tsne-")):
             plot.unlink()
-    with suppress(OSError):  # it is missing, or holds something else
+    with suppress(OSError):  # missing, or not empty
         (directory / PLOTS_NAME).rmdir()
     for name in (HTML_NAME, DATA_NAME, JSON_NAME):
         (directory / name).unlink(missing_ok=True)

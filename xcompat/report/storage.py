@@ -1,4 +1,4 @@
-"""The files of a report: ``report.json`` for programs, ``report_data.safetensors`` for drawing it again."""
+"""The files of a report: ``report.json`` for programs, ``report_data.safetensors`` for drawing its plots again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text
 
 
 class _Run(BaseModel):
-    """Where a report comes from; whatever else it says is shown as it is."""
+    """The run that a report comes from; unknown fields are shown as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,7 +35,7 @@ class _Run(BaseModel):
 
 
 class _Document(BaseModel):
-    """``report.json`` as it is written; what is edited by hand is checked against it."""
+    """The schema of ``report.json``, which catches mistakes of editing by hand."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -80,7 +80,7 @@ class _PanelLayout(BaseModel):
 
 
 class _Layout(BaseModel):
-    """What is what in ``report_data.safetensors``; its tensors are numbered."""
+    """The meaning of the numbered tensors in ``report_data.safetensors``."""
 
     ranks: list[RankKey]
     precision: list[ValueKey] = []
@@ -91,12 +91,7 @@ class _Layout(BaseModel):
 
 
 def save_report(folder: Path, report: Report) -> None:
-    """Write ``report.json`` and ``report_data.safetensors`` into a folder that nobody reads yet.
-
-    Args:
-        folder: made if missing.
-        report: what to write.
-    """
+    """Write ``report.json`` and ``report_data.safetensors`` into a new folder that nobody reads yet."""
     folder.mkdir(parents=True, exist_ok=True)
     _save_data(folder / DATA_NAME, report)
     write_json(
@@ -115,14 +110,10 @@ def save_report(folder: Path, report: Report) -> None:
 
 
 def report_file(path: str | Path) -> Path:
-    """Return where ``report.json`` is, or would be.
+    """Return the path of ``report.json``, whether it exists or not.
 
     Args:
-        path: the folder that has a report in its ``report``, that folder itself, the file, or a folder in which an earlier
-            version wrote the files of a report.
-
-    Returns:
-        The file, there or not.
+        path: the file, its folder ``report``, or the parent of that folder.
     """
     path = Path(path)
     if not path.is_dir():
@@ -132,7 +123,7 @@ def report_file(path: str | Path) -> Path:
 
 
 def load_report(path: str | Path) -> Report:
-    """Read a report back.
+    """Read a report.
 
     Args:
         path: as :func:`report_file` takes it. Without the data file beside it, curves, maps and examples are empty.
@@ -141,7 +132,7 @@ def load_report(path: str | Path) -> Report:
         The report.
 
     Raises:
-        XcompatError: if the file is missing, of another schema, or is not what was written.
+        XcompatError: the file is missing, damaged or of another schema.
     """
     file = report_file(path)
     document = read_json(file)
@@ -167,7 +158,7 @@ def load_report(path: str | Path) -> Report:
 
 
 def _save_data(path: Path, report: Report) -> None:
-    """Put what is known of each query, maps and thumbnails into one safetensors file whose metadata says what is what."""
+    """Write values per query, maps and thumbnails into one safetensors file, with a :class:`_Layout` as metadata."""
     from safetensors.numpy import save
 
     tensors = {f"ranks.{i}": ranks_Q.astype(np.int32) for i, ranks_Q in enumerate(report.ranks.values())}
@@ -204,7 +195,7 @@ def _save_data(path: Path, report: Report) -> None:
 
 
 def _load_data(path: Path) -> dict[str, Any]:
-    """Return the fields of a report that a data file holds; nothing if there is none."""
+    """Read the fields of a report that its data file holds; none if there is no such file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -249,14 +240,7 @@ def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Examp
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """Return a PNG of at most 160 pixels a side.
-
-    Args:
-        image: any picture.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Return a thumbnail of a picture as the bytes of a PNG file."""
     small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
     buffer = io.BytesIO()

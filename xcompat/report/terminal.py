@@ -1,4 +1,4 @@
-"""The report in the terminal."""
+"""Print a report in the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _STYLES = {"yes": "bold green", "no": "bold red", "not measured": "yellow"}
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a table per direction, the example searches and the verdict.
-
-    Args:
-        report: the report.
-        console: where to.
-    """
+    """Print a table per direction, the example searches and the verdict."""
     for direction, metrics, cases in report.tables():
         size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
         title = f"{literal(direction)}: {size}; percent, 95 % intervals"

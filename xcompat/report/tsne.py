@@ -1,4 +1,4 @@
-"""t-SNE maps of who lies where, as in Figure 5 of XBT."""
+"""t-SNE maps of embeddings, as in Figure 5 of XBT."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from xcompat.evaluation.scores import as_ids, as_rows
 from xcompat.report.content import Panel, ReportContent, Series
 
 _FEWEST_PAIRS = 5
-_ITERATIONS = 500  # the clouds of a thousand points no longer move after that
+_ITERATIONS = 500  # enough for the clouds of a thousand points to settle
 
 
 def project(content: ReportContent) -> list[Panel]:
     """Map a sample of pairs to the plane, one panel per space (XBT, Figure 5; t-SNE of van der Maaten and Hinton 2008).
 
-    Old and new-in-old-space embeddings are compared with each other by every search, so they share a panel; the independent
-    model has a space of its own, and points of different spaces have no distance.
-
-    Args:
-        content: the models, how many pairs, and the seed.
-
-    Returns:
-        A panel per space; none if there are fewer than five pairs.
+    Every search compares old embeddings with new ones in the old space, so they share a panel. The independent model has its own
+    space, and points of different spaces have no distance. With fewer than five pairs there are no panels.
     """
     rows = _sample(content.old, content.tsne_pairs, content.seed)
     if min(map(len, rows.values())) < _FEWEST_PAIRS:
@@ -45,7 +39,7 @@ def project(content: ReportContent) -> list[Panel]:
 
 
 def _sample(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
-    """Draw rows to show, by what they are: pairs of image and text, images alone, or queries of texts."""
+    """Draw the rows to show, as kind -> rows: pairs of image and text, images only, or queries only."""
     generator = np.random.default_rng(seed)
     if not isinstance(model, EmbeddedPairs):
         matrices = model.matrices()
@@ -53,7 +47,7 @@ def _sample(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
         return {kind: generator.permutation(len(matrices[kind]))[:count]}
     image_ids = as_ids(model.image_ids, len(model.image_ids), "images")
     text_ids = as_ids(model.text_ids, len(model.text_ids), "texts")
-    # texts with distinct ids, and for each one image that it describes
+    # texts with distinct ids, each with one image that it describes
     image_of = {image_ids[row]: row for row in generator.permutation(len(image_ids)).tolist()}
     text_of = {text_ids[row]: row for row in generator.permutation(len(text_ids)).tolist() if text_ids[row] in image_of}
     chosen = list(text_of)[:count]
@@ -70,10 +64,10 @@ def _tsne(rows_ND: np.ndarray, seed: int) -> np.ndarray:
     from threadpoolctl import threadpool_limits  # scikit-learn depends on it
 
     perplexity = min(30.0, (len(rows_ND) - 1) / 3)
-    # t-SNE starts from the two main components; one-dimensional embeddings have none to start from.
+    # t-SNE starts from two principal components, which one-dimensional embeddings do not have.
     start = "pca" if min(rows_ND.shape) >= 2 else "random"
     unit_ND = normalize(np.asarray(rows_ND, dtype=np.float32))
     tsne = TSNE(perplexity=perplexity, init=start, max_iter=_ITERATIONS, random_state=seed)
-    # A map this small gains nothing from more threads, and loses tenfold to their waiting where cores are shared.
+    # More threads do not speed up so small a map, and make it ten times slower on shared cores.
     with threadpool_limits(1):
         return np.asarray(tsne.fit_transform(unit_ND), dtype=np.float32)

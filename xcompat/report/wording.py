@@ -1,4 +1,4 @@
-"""The verdict and the cases in plain words, for the page and the terminal alike."""
+"""The verdict, the cases and the metrics in plain words, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _JUDGED = {
 
 
 class Verdict(NamedTuple):
-    """One question and its answer.
+    """A question and its answer.
 
     Args:
         question: in plain words.
         answer: ``yes``, ``no`` or ``not measured``.
-        detail: one sentence on why.
+        detail: the reason, in one or two sentences.
     """
 
     question: str
@@ -78,12 +78,6 @@ class Verdict(NamedTuple):
 def percent(value: float) -> str:
     """Return a fraction as a percentage with one decimal.
 
-    Args:
-        value: the fraction.
-
-    Returns:
-        The text.
-
     Example:
         >>> percent(0.1234)
         '12.3 %'
@@ -92,13 +86,7 @@ def percent(value: float) -> str:
 
 
 def interval(ci95: tuple[float, float]) -> str:
-    """Return an interval of fractions in percent, or of differences in percentage points.
-
-    Args:
-        ci95: (low, high).
-
-    Returns:
-        The text.
+    """Return an interval (low, high) of fractions in percent, or of differences in percentage points.
 
     Example:
         >>> interval((0.1, 0.25))
@@ -108,14 +96,7 @@ def interval(ci95: tuple[float, float]) -> str:
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Return a mean over seeds and its standard deviation in percent.
-
-    Args:
-        mean: of fractions.
-        std: None where there is one seed alone.
-
-    Returns:
-        The text.
+    """Return a mean of fractions over seeds and its standard deviation in percent; with one seed there is no deviation.
 
     Example:
         >>> spread(0.123, 0.0104), spread(0.5, None)
@@ -127,14 +108,6 @@ def spread(mean: float, std: float | None) -> str:
 def gain_with_interval(mean: float, low: float, high: float) -> str:
     """Return a difference of fractions in percentage points with its interval.
 
-    Args:
-        mean: the difference.
-        low: where its interval begins.
-        high: where it ends.
-
-    Returns:
-        The text.
-
     Example:
         >>> gain_with_interval(0.0312, 0.01, 0.05)
         '+3.1 (1.0 to 5.0)'
@@ -145,12 +118,6 @@ def gain_with_interval(mean: float, low: float, high: float) -> str:
 def gain(mean: float) -> str:
     """Return a difference of fractions in percentage points, with its sign.
 
-    Args:
-        mean: the difference.
-
-    Returns:
-        The text.
-
     Example:
         >>> gain(0.0312)
         '+3.1'
@@ -159,13 +126,7 @@ def gain(mean: float) -> str:
 
 
 def metric_name(metric: str) -> str:
-    """Return a metric as people write it.
-
-    Args:
-        metric: as in ``report.json``.
-
-    Returns:
-        The text.
+    """Return the usual name of a metric of ``report.json``.
 
     Example:
         >>> metric_name("recall@10"), metric_name("map@1.0"), metric_name("negative_flip_rate@1")
@@ -187,13 +148,7 @@ def metric_name(metric: str) -> str:
 
 
 def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
-    """Say what the metrics of a report measure.
-
-    Args:
-        metrics: as in ``report.json``.
-
-    Returns:
-        (name, meaning) of each kind among them.
+    """Return (name, meaning) of each kind among the metrics of ``report.json``.
 
     Example:
         >>> [name for name, _ in metric_meanings(["cmc@1", "cmc@5", "map@R"])]
@@ -205,13 +160,7 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def case_meaning(label: str) -> str:
-    """Say what a case measures.
-
-    Args:
-        label: ``query/gallery``.
-
-    Returns:
-        One line.
+    """Describe in one line what a case, ``query/gallery``, measures.
 
     Example:
         >>> case_meaning("ridge/old")
@@ -222,14 +171,7 @@ def case_meaning(label: str) -> str:
 
 
 def verdicts(report: Report) -> list[Verdict]:
-    """Answer the two questions that a report is read for.
-
-    Args:
-        report: the report.
-
-    Returns:
-        Backward compatibility first, then whether the new model was hurt.
-    """
+    """Answer the two main questions: is the new model backward compatible, and did compatibility training hurt it?"""
     criterion = report.criterion
     lost = [line for line in criterion.failed if "new/old" in line]
     hurt = [line for line in criterion.failed if "new/new" in line]

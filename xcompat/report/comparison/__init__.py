@@ -1,4 +1,4 @@
-"""Many methods, several seeds, one protocol, one table."""
+"""Compare methods over several seeds under one protocol, in one table."""
 
 from __future__ import annotations
 

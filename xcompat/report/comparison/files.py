@@ -26,11 +26,11 @@ JSON_NAME, CSV_NAME, MARKDOWN_NAME, HTML_NAME = (f"compare.{kind}" for kind in (
 
 
 def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
-    """Write the folder ``comparison`` at once: ``compare.json``, ``.csv`` (one row per model), ``.md`` and ``.html``.
+    """Write the folder ``comparison`` atomically: ``compare.json``, ``.csv`` (one row per model), ``.md`` and ``.html``.
 
     Args:
-        directory: where the folder goes; made if missing.
-        comparison: what to write.
+        directory: parent of the folder; made if missing.
+        comparison: the comparison.
 
     Returns:
         The path of ``compare.html``.
@@ -43,7 +43,7 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
     directory = Path(directory)
     require_comparison_place(directory)
     document = _document(comparison)
-    # from below, as methods have columns that the floor lacks, and their order is the one to keep
+    # reversed twice: the methods' columns, some of which the floor lacks, determine the order of columns
     table = pd.json_normalize(document["rows"][::-1], sep="/")[::-1].convert_dtypes()
     shown = {"comparison": comparison, "tables": tables(comparison), "summary": summary(comparison)}
     plots = {name: png_uri(figure_png(figure)) for name, figure in draw_comparison(comparison).items()}
@@ -63,36 +63,22 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
 
 
 def require_comparison_place(directory: str | Path) -> None:
-    """Refuse to write a comparison where a folder of that name holds what no comparison wrote.
-
-    Args:
-        directory: where the folder ``comparison`` goes.
-
-    Raises:
-        XcompatError: naming the first file that is in the way.
-    """
+    """Raise :class:`XcompatError` if the folder ``comparison`` of a directory holds files that no comparison wrote."""
     require_replaceable(Path(directory) / FOLDER_NAME, MADE_BY, overwrite=None)
 
 
 def comparison_file(directory: str | Path) -> Path:
-    """Return where ``compare.json`` is, or would be.
-
-    Args:
-        directory: the study's folder, in which an earlier version wrote the files themselves, or its ``comparison``.
-
-    Returns:
-        The file, there or not.
-    """
+    """Return the path of ``compare.json`` in a study's folder or in its ``comparison``, whether it exists or not."""
     places = (Path(directory) / FOLDER_NAME / JSON_NAME, Path(directory) / JSON_NAME)
     return next((file for file in places if file.is_file()), places[0])
 
 
 def _retire(directory: Path) -> None:
-    """Remove the files that an earlier version wrote beside the folder: they would be taken for this comparison."""
+    """Remove the files that an earlier version of xcompat wrote into the parent: users would take them for this comparison."""
     with suppress(XcompatError):
         document = read_json(directory / JSON_NAME)
         if isinstance(document, dict) and {"schema", "seeds", "rows"} <= document.keys():
-            for name in (HTML_NAME, MARKDOWN_NAME, CSV_NAME, JSON_NAME):  # the last is what they are known by
+            for name in (HTML_NAME, MARKDOWN_NAME, CSV_NAME, JSON_NAME):  # last the file that identifies them
                 (directory / name).unlink(missing_ok=True)
 
 
@@ -109,7 +95,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """Describe a model; in the CSV, nested keys become one column each, joined by slashes."""
+    """Return a model's row; in the CSV, nested keys become columns, joined by slashes."""
     galleries = {"old_gallery": _by_direction(row.old_gallery), "own_gallery": _by_direction(row.own_gallery)}
     if not isinstance(row, MethodRow):
         return {"name": row.name, "method": None, **galleries}

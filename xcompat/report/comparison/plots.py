@@ -1,4 +1,4 @@
-"""What a method gives on the old gallery against what it gives on its own: one point per method."""
+"""Plot each method's result on the old gallery against its result on its own gallery."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ _ALONG = (0.5, 0.65, 0.8, 0.95)  # from a marker's edge to its label
 
 
 def draw_comparison(comparison: Comparison) -> dict[str, Figure]:
-    """Draw new/old against new/new, for the metrics that are reported most.
-
-    Args:
-        comparison: the comparison.
-
-    Returns:
-        ``DIRECTION METRIC`` -> figure.
-    """
+    """Draw new/old against new/new for the most common metrics: ``DIRECTION METRIC`` -> figure."""
     own = {key for row in comparison.methods for key in row.own_gallery}
     known = [key for key in comparison.old.old_gallery if key in own and retrieval_metrics(key[1:])]
     figures = {}
@@ -66,7 +59,7 @@ def _draw(comparison: Comparison, key: Key) -> Figure:
 
 
 def _mark(axes: Axes, row: Row, key: Key) -> None:
-    """Draw one model with its standard deviations; diamonds are methods that map the gallery."""
+    """Draw a model with its standard deviations; methods that map galleries are diamonds."""
     across, up = row.own_gallery[key], row.old_gallery[key]
     if isinstance(row, MethodRow):
         marker, colour = "D" if row.maps_galleries else "o", _COLOURS["method"]
@@ -86,7 +79,7 @@ def _mark(axes: Axes, row: Row, key: Key) -> None:
 
 
 def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """Write each name beside its point, as near as it can stand without covering a point, a line or another name."""
+    """Write each name as near to its point as possible without covering a point, a line or another name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -103,7 +96,7 @@ def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, floa
         places = _places(axes.transData.transform(point), size.width, size.height, figure.dpi / 72)
         outside = [size.width * size.height - _overlap(box, inside) for _, (box, *_) in places]
         covered = [sum(_overlap(box, other) for box in boxes for other in taken) for _, boxes in places]
-        best = int(np.argmin(np.round(np.add(outside, covered))))  # the first, which is the nearest, of those that cover least
+        best = int(np.argmin(np.round(np.add(outside, covered))))  # the nearest of those that cover least
         offset, boxes = places[best]
         text.set_position(offset)
         taken += boxes
@@ -112,16 +105,16 @@ def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, floa
 def _places(
     point: NDArray[np.float64], width: float, height: float, per_point: float
 ) -> list[tuple[tuple[float, float], list[Bbox]]]:
-    """Return where a name may stand, nearest first.
+    """Return possible places of a name, nearest first.
 
     Args:
         point: (x, y) in pixels.
-        width: of the name, in pixels.
-        height: of the name, in pixels.
+        width: width of the name in pixels.
+        height: height of the name in pixels.
         per_point: pixels per point.
 
     Returns:
-        The offset of its lower left corner in points, and in pixels its box and dots of the line that joins it to the point.
+        The offset of its lower left corner in points; its box, and dots on the line that joins it to the point, in pixels.
     """
     from matplotlib.transforms import Bbox
 

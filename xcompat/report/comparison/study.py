@@ -1,10 +1,11 @@
-"""What a study found: every method's mean and spread over seeds, and which differences are more than luck of the test set."""
+"""The results of a study: every method's mean and spread over seeds, and differences with intervals over queries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ Key = tuple[str, str]
 
 _OWN_CASES = ("old/old", "new/old", "new/new")
 _COMMON_CASES = ("old/old", "independent/old", "independent/independent")
-_SAME = 0.005  # embeddings made anew on another machine move a few ranks; another model or test set moves more than half a point
+_SAME = 0.005  # embedding again on another machine changes a few ranks; another model or test set, more than half a point
 
 
 class Spread(NamedTuple):
@@ -36,15 +37,15 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """A method as it was trained and judged with every seed.
+    """A method, trained and evaluated with every seed.
 
     Args:
-        name: of its stage.
-        method: by its name in recipes.
+        name: name of its stage.
+        method: its name in recipes.
         reports: seed -> report.
-        parameters: of the finished model, outside its encoder.
+        parameters: number of parameters of the finished model outside its encoder.
         maps_galleries: whether gallery items go through those parameters instead of queries.
-        seconds: of training, one per seed.
+        seconds: training time, one per seed.
     """
 
     name: str
@@ -57,12 +58,12 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """What queries of one model find.
+    """Results of one model's queries.
 
     Args:
         name: the model.
-        old_gallery: (direction, metric) -> on the old gallery.
-        own_gallery: the same on the gallery that the model embedded itself; empty for the old model, whose own is the old one.
+        old_gallery: (direction, metric) -> result on the old gallery.
+        own_gallery: the same on the gallery that the model embedded itself; empty for the old model.
     """
 
     name: str
@@ -75,20 +76,20 @@ class MethodRow(Row):
     """The row of a method: ``old_gallery`` is its new/old, ``own_gallery`` its new/new.
 
     Args:
-        method: by its name in recipes.
-        compatible: with how many seeds new/old was above old/old on every metric.
-        not_hurt: with how many new/new was not below independent/independent; None where that was not measured.
+        method: its name in recipes.
+        compatible: number of seeds with which new/old was above old/old on every metric.
+        not_hurt: number of seeds with which new/new was not below independent/independent; None if not measured.
         gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
-        behind_best: new/old - new/old of the best method likewise; empty for the best one.
-        from_old: (direction, metric) -> of old queries on the new gallery, old/new; empty where that was not measured.
-        without_memory: (direction, metric) -> of its queries without metric and memory, on the old gallery; empty where they wear
+        behind_best: likewise new/old - new/old of the best method; empty for the best method.
+        from_old: (direction, metric) -> old queries on the new gallery, old/new; empty if not measured.
+        without_memory: (direction, metric) -> its queries without metric and memory on the old gallery; empty if they use
             neither.
-        old_with_memory: likewise of old queries that wear the same, and
-        beside_old_with_memory: new/old - that, mean over seeds, with its interval over queries.
-        extra_dims: dimensions of the new model's embeddings beyond the old one's.
+        old_with_memory: likewise old queries with the same metric and memory.
+        beside_old_with_memory: new/old - ``old_with_memory``, mean over seeds, with its interval over queries.
+        extra_dims: dimensions of the new model's embeddings minus those of the old one's.
         parameters: see :class:`Contender`.
         maps_galleries: see :class:`Contender`.
-        seconds: of training, mean over seeds.
+        seconds: training time, mean over seeds.
     """
 
     method: str
@@ -111,14 +112,14 @@ class Comparison:
     """A study's result.
 
     Args:
-        name: of the study.
-        seeds: with which everything was done.
+        name: the study's name.
+        seeds: the seeds of all runs.
         old: the floor, old/old.
-        independent: independent/old, and independent/independent, the ceiling; None where no report has them.
-        methods: one row each, in the study's order.
+        independent: independent/old, and independent/independent, the ceiling; None if no report has them.
+        methods: one row per method, in the study's order.
         best: name of the method with the highest new/old on the first metric.
         sizes: direction -> (queries, gallery items).
-        notes: what a reader must know, one sentence each.
+        notes: facts that a reader must know, one sentence each.
     """
 
     name: str
@@ -142,15 +143,15 @@ class Comparison:
 
 
 def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000) -> Comparison:
-    """Put the reports of many methods and seeds side by side.
+    """Compare the reports of several methods and seeds.
 
-    A difference is that of per-query values averaged over seeds; its 95 % interval is of the paired bootstrap over queries, so
-    it speaks of other queries, not of other seeds.
+    Differences are taken between per-query values averaged over seeds. Their 95 % intervals come from a paired bootstrap over
+    queries, so they hold for other queries, not for other seeds.
 
     Args:
-        name: of the study.
-        contenders: one per method, all judged on the same test set against the same old model.
-        n_resamples: bootstrap draws.
+        name: the study's name.
+        contenders: one per method, all evaluated on the same test set with the same old model.
+        n_resamples: number of bootstrap samples.
 
     Returns:
         The comparison.
@@ -161,15 +162,13 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
     seeds = _require_comparable(contenders)
     first = next(iter(contenders[0].reports.values()))
     old = Row("old", _spreads(contenders[0], "old/old"), {})
-    plain = next((each for each in contenders if all(_has_ceiling(report) for report in each.reports.values())), None)
+    ceiling_case = "independent/independent"
+    plain = next((each for each in contenders if all(_metrics(report, ceiling_case) for report in each.reports.values())), None)
     key = next(iter(old.old_gallery))
     best = max(contenders, key=lambda each: _spreads(each, "new/old")[key].mean)
     values = {each.name: _values_per_query(each, "new") for each in contenders}
     floor = _values_per_query(contenders[0], "old")
-
-    def differences(mine: Mapping[Key, np.ndarray], other: Mapping[Key, np.ndarray]) -> dict[Key, PairedDifference]:
-        return _differences(mine, other, first.clusters, n_resamples)
-
+    differences = partial(_differences, clusters=first.clusters, n_resamples=n_resamples)
     rows = [
         MethodRow(
             each.name,
@@ -192,8 +191,8 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
     ]
     ceiling = None
     if plain is not None:
-        ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, "independent/independent"))
-    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in reversed(first.cases)}  # zero-shot cases stand last
+        ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, ceiling_case))
+    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in reversed(first.cases)}  # zero-shot cases come last
     notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
     notes += [said for each in contenders if (said := _said_of_forgetting(each))]
     silent = [each.name for each in contenders if not values[each.name]]
@@ -203,7 +202,7 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
 
 
 def _said_of_forgetting(contender: Contender) -> str:
-    """Say in how many seeds queries remember nothing, where in others they do; else nothing."""
+    """Return a note if queries use a memory with some seeds only; else an empty text."""
     reports = contender.reports.values()
     forgetful = sum(not _metrics(report, f"{WITHOUT_MEMORY}/old") for report in reports)
     if forgetful in (0, len(reports)):
@@ -215,7 +214,7 @@ def _said_of_forgetting(contender: Contender) -> str:
 
 
 def values_per_query(report: Report, query: str, direction: str, metric: str) -> np.ndarray | None:
-    """Return what each query scores on the old gallery.
+    """Return the value of a metric for each query on the old gallery.
 
     Args:
         report: the report.
@@ -224,7 +223,7 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
         metric: recall or CMC at some k, or a mean average precision.
 
     Returns:
-        float64 ``(Q,)``, NaN for queries left out; None if the report does not say.
+        float64 ``(Q,)``, NaN for queries left out; None if the report does not hold them.
     """
     stored_Q = report.average_precision.get((query, "old", direction, metric))
     if stored_Q is not None:
@@ -237,12 +236,12 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
 
 
 def _values_per_query(contender: Contender, query: str, plain: str = "") -> dict[Key, np.ndarray]:
-    """Average what each query scores over the seeds, for the metrics that every report has it of.
+    """Average each query's values over the seeds, for the metrics that every report has.
 
     Args:
         contender: the method.
         query: the model that embeds the queries.
-        plain: whose queries they are in seeds where nothing is remembered, if only in some of them.
+        plain: the model that stands in for it with seeds whose queries use no memory, if others do.
     """
     reports = list(contender.reports.values())
     asked = [query if _metrics(report, f"{query}/old") else plain for report in reports]
@@ -275,12 +274,12 @@ def _metrics(report: Report, label: str) -> dict[Key, float]:
 
 
 def _spreads(contender: Contender, label: str, plain: str = "") -> dict[Key, Spread]:
-    """Return mean and deviation over seeds of a case; of ``plain`` in seeds that have not that case, if others have."""
+    """Return mean and deviation of a case over seeds; seeds without the case use the case ``plain`` if other seeds have it."""
     reports = list(contender.reports.values())
     per_seed = [_metrics(report, label) for report in reports]
     if plain and any(per_seed):
         per_seed = [found or _metrics(report, plain) for found, report in zip(per_seed, reports, strict=True)]
-    shared = [key for key in per_seed[0] if all(key in metrics for metrics in per_seed)]  # old queries have no flips
+    shared = [key for key in per_seed[0] if all(key in metrics for metrics in per_seed)]  # old queries have no flip rate
     return {key: _spread([metrics[key] for metrics in per_seed]) for key in shared}
 
 
@@ -294,15 +293,11 @@ def _verdicts(contender: Contender) -> tuple[int, int | None]:
     return sum(each.backward_compatible for each in criteria), sum(unhurt) if len(unhurt) == len(criteria) else None
 
 
-def _has_ceiling(report: Report) -> bool:
-    return bool(_metrics(report, "independent/independent"))
-
-
 # ------------------------------------------------------------------------------------------------------- one protocol
 
 
 def _require_comparable(contenders: Sequence[Contender]) -> list[int]:
-    """Refuse reports that cannot stand in one table; return the seeds."""
+    """Refuse reports that are not comparable; return the seeds."""
     if not contenders:
         raise XcompatError("there is nothing to compare: no stage of the study is evaluated; give it an old model and a test set")
     seeds = list(dict.fromkeys(seed for each in contenders for seed in each.reports))
@@ -343,7 +338,7 @@ def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> N
 
 
 def _require_same_opponents(one: Contender, other: Contender, seed: int) -> None:
-    """Refuse methods that were judged against other old or independent models."""
+    """Refuse methods that were compared with different old or independent models."""
     reports = one.reports[seed], other.reports[seed]
     if reports[0].old.fingerprint != reports[1].old.fingerprint:
         raise XcompatError(

@@ -1,4 +1,4 @@
-"""A comparison as tables of text, the same for the page, Markdown and the terminal, where they are printed."""
+"""Lay a comparison out as tables of text, the same for the page, Markdown and the terminal, and print them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD_QUERIES = "from old"
 
 
 class TableRow(NamedTuple):
-    """One model.
+    """One model's row.
 
     Args:
         name: the model.
@@ -36,10 +36,10 @@ class Table(NamedTuple):
     """One table.
 
     Args:
-        title: what it shows.
+        title: the table's title.
         explanation: how to read it.
-        columns: their headings, without the models' own.
-        rows: the models.
+        columns: headings of all columns but the first, which names the models.
+        rows: one per model.
     """
 
     title: str
@@ -49,14 +49,7 @@ class Table(NamedTuple):
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Lay a comparison out.
-
-    Args:
-        comparison: the comparison.
-
-    Returns:
-        Per direction what is found, what is gained over old/old, and the distance to the best method; then verdicts and costs.
-    """
+    """Return per direction the results, gains over old/old and distances to the best method; then verdicts and costs."""
     found = []
     for direction, (n_queries, n_gallery) in comparison.sizes.items():
         size = f"{direction}: {n_queries:,} queries, {n_gallery:,} items"
@@ -73,13 +66,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def headline(key: Key) -> str:
-    """Return what to call a metric of one direction.
-
-    Args:
-        key: (direction, metric).
-
-    Returns:
-        The text.
+    """Return the name of a metric with its direction.
 
     Example:
         >>> headline(("image-to-image", "cmc@1"))
@@ -89,14 +76,7 @@ def headline(key: Key) -> str:
 
 
 def summary(comparison: Comparison) -> str:
-    """Say in one sentence how the study ended.
-
-    Args:
-        comparison: the comparison.
-
-    Returns:
-        The sentence.
-    """
+    """Summarise a comparison in two sentences."""
     every = len(comparison.seeds)
     good = sum(row.compatible == every for row in comparison.methods)
     with_seeds = f"with all {every} seeds" if every > 1 else f"with seed {comparison.seeds[0]}"
@@ -107,12 +87,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print every table, the best method in bold.
-
-    Args:
-        comparison: the comparison.
-        console: where to.
-    """
+    """Print every table, with the best method in bold."""
     seeds = ", ".join(map(str, comparison.seeds))
     console.print(f"[bold]{literal(comparison.name)}[/]: seeds {seeds}")
     for each in tables(comparison):
@@ -171,7 +146,7 @@ def _differences(
 
 
 def _memories(comparison: Comparison, direction: str) -> Table:
-    """Say what of a gain is the metric's and the memory's: new queries without them, old queries with them."""
+    """Separate the effect of metric and memory: new queries without them, and old queries with them."""
     wearing = [row for row in comparison.methods if row.without_memory]
     metrics = [metric for each, metric in (wearing[0].gains if wearing else ()) if each == direction]
     rows = []
