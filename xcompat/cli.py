@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, Optional
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -17,8 +17,8 @@ from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 
-RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last of an earlier version
-INTERRUPTED = 130  # what Typer makes of Ctrl-C
+RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last one is where an earlier version wrote the report
+INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
@@ -33,7 +33,7 @@ def _print_version(asked: bool) -> None:
 
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+    list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
@@ -70,18 +70,16 @@ def map_(
     new: Annotated[Path, typer.Option(help="What the new model made of the same items, likewise.")],
     out: Annotated[Path, typer.Option(help="Folder that gets the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given."),
+        str | None, typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given.")
     ] = None,
-    new_model: Annotated[Optional[str], typer.Option(help="The new model, so that texts and pictures can be asked.")] = None,  # noqa: UP045
+    new_model: Annotated[str | None, typer.Option(help="The new model, so that texts and pictures can be asked.")] = None,
     searched_classes: Annotated[
-        Literal["known", "open", "unknown"],
-        typer.Option(help="Whether all classes that will be searched are given."),
+        Literal["known", "open", "unknown"], typer.Option(help="Whether all classes that will be searched are given.")
     ] = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Of what is held out.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out.")] = False,
     memory_codec: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
     ] = None,
 ) -> None:
@@ -106,18 +104,18 @@ def embed(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def evaluate(
-    target: Annotated[Optional[Path], typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,  # noqa: UP045
+    target: Annotated[Path | None, typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,
     overrides: Overrides = None,
-    data: Annotated[Optional[Path], typer.Option(help="Images to test a checkpoint on.")] = None,  # noqa: UP045
-    old: Annotated[Optional[str], typer.Option(help="The old model, or a folder with its embeddings as .npy.")] = None,  # noqa: UP045
-    new: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,  # noqa: UP045
-    new_own: Annotated[Optional[Path], typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,  # noqa: UP045
-    independent: Annotated[Optional[Path], typer.Option(help="Folder with embeddings of the independent new model.")] = None,  # noqa: UP045
+    data: Annotated[Path | None, typer.Option(help="Images to test a checkpoint on.")] = None,
+    old: Annotated[str | None, typer.Option(help="The old model, or a folder with its embeddings as .npy.")] = None,
+    new: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,
+    new_own: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,
+    independent: Annotated[Path | None, typer.Option(help="Folder with embeddings of the independent new model.")] = None,
     qrels: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="With --old and --new: which texts are relevant to which queries, as TREC or BEIR writes it."),
     ] = None,
-    output: Annotated[Optional[Path], typer.Option(help="Where the report goes.")] = None,  # noqa: UP045
+    output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
 ) -> None:
     """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report.
@@ -168,14 +166,13 @@ def push(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A finished run's folder, or a checkpoint's.")],
     name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub (or on HF_ENDPOINT).")],
     private: Annotated[
-        Optional[bool],  # noqa: UP045
-        typer.Option("--private/--public", help="Of a new repository; private by default where the base is gated."),
+        bool | None, typer.Option("--private/--public", help="Of a new repository; private by default where the base is gated.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model that is there.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Fold LoRA into the weights.")] = False,
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Leave out the weights of the base.")] = False,
-    revision: Annotated[Optional[str], typer.Option(help="The branch; made if missing.")] = None,  # noqa: UP045
-    license: Annotated[Optional[str], typer.Option(help="Of the model, such as apache-2.0.")] = None,  # noqa: A002, UP045
+    revision: Annotated[str | None, typer.Option(help="The branch; made if missing.")] = None,
+    license: Annotated[str | None, typer.Option(help="Of the model, such as apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "metric", "none"],
         typer.Option(help="What goes along of what queries remember, which holds embeddings of training data."),
@@ -203,7 +200,7 @@ def lineage(
     from xcompat.hub.lineage import draw, require_whole, trace_lineage
 
     traced = trace_lineage(name)
-    Console(width=10_000, highlight=False).print(draw(traced))  # a tree cuts names off at the edge of the terminal
+    Console(width=10_000, highlight=False).print(draw(traced))  # rich would cut long names off at the terminal's edge
     require_whole(traced)
 
 
@@ -219,19 +216,19 @@ def quickstart(
 
 
 def main() -> None:
-    """Run the command line; what a user can mend is one line and exit code 2, and a bug says what a report of it needs."""
+    """Run the command line; an error that a user can mend prints one line and exits with 2, a bug prints facts for its report."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
-    warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # of Pillow, below the limit that data.images has
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may be undecodable
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow warns below the limit of data.images
     try:
         try:
             app()
         finally:
-            sys.stdout.flush()  # here, where a full disk has its line, not when Python leaves
+            sys.stdout.flush()  # while an error, such as a full disk, can still be explained
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             _fail(failures.INTERRUPTED)
-        if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich end with the code of a check that failed
+        if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich exit with 1, the code of a failed check
             _fail(failures.NOBODY_READS)
         end_processes()
         raise
@@ -248,13 +245,8 @@ def _fail(line: str) -> NoReturn:
     who = "xcompat" if rank == "0" else f"xcompat (process {rank})"
     print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
     end_processes()
-    _drop_output()
-    sys.exit(2)
-
-
-def _drop_output() -> None:
-    """Leave out what can no longer be printed: Python would try again when it leaves, and complain."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError:  # discard output that cannot be printed: Python would try again at exit, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,13 +23,13 @@ EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision to embed pict
 
 @app.command()
 def build(
-    pictures: Annotated[Optional[Path], typer.Argument(help="Folder of pictures, or shards.")] = None,  # noqa: UP045 - typer
+    pictures: Annotated[Path | None, typer.Argument(help="Folder of pictures, or shards.")] = None,
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Folder of the gallery.")] = Path("gallery"),
-    index: Annotated[Optional[str], typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,  # noqa: UP045
-    milvus: Annotated[Optional[str], typer.Option(help="URI of a Milvus that holds the vectors.")] = None,  # noqa: UP045
-    from_faiss: Annotated[Optional[Path], typer.Option(help="A faiss index to adopt where it is.")] = None,  # noqa: UP045
-    ids: Annotated[Optional[Path], typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,  # noqa: UP045
+    index: Annotated[str | None, typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,
+    milvus: Annotated[str | None, typer.Option(help="URI of a Milvus that holds the vectors.")] = None,
+    from_faiss: Annotated[Path | None, typer.Option(help="A faiss index to adopt where it is.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,
     dtype: EmbedIn = "float32",
 ) -> None:
     """Embed pictures into a new gallery, or adopt a faiss index; started again, it continues."""
@@ -58,9 +58,9 @@ def search(
     query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
-    where: Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,  # noqa: UP045
+    where: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,
     fallback: Annotated[str, typer.Option(help="The old model, asked instead where the new one is not sure.")] = "",
-    fallback_below: Annotated[Optional[float], typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,  # noqa: UP045
+    fallback_below: Annotated[float | None, typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,
 ) -> None:
     """Find what is nearest to a text or a picture, whichever models embedded the gallery."""
     from xcompat.retrieval import commands
@@ -90,8 +90,8 @@ def add(
 def upgrade(
     gallery: Folder,
     model: ModelName = "",
-    backfill: Annotated[Optional[Path], typer.Option(help="The pictures, to embed them anew in random order.")] = None,  # noqa: UP045
-    budget: Annotated[Optional[int], typer.Option(min=1, help="How many pictures to embed in this call.")] = None,  # noqa: UP045
+    backfill: Annotated[Path | None, typer.Option(help="The pictures, to embed them anew in random order.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="How many pictures to embed in this call.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
     dtype: EmbedIn = "float32",
 ) -> None:
@@ -128,7 +128,7 @@ def verify(gallery: Folder) -> None:
 def doctor(
     gallery: Folder,
     model: ModelName = "",
-    images: Annotated[Optional[Path], typer.Option(help="The pictures that it was built from.")] = None,  # noqa: UP045
+    images: Annotated[Path | None, typer.Option(help="The pictures that it was built from.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="How many of each version are embedded anew.")] = 400,
 ) -> None:
     """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
@@ -144,8 +144,7 @@ def doctor(
 def rollback(
     gallery: Folder,
     generation: Annotated[
-        Optional[int],  # noqa: UP045 - typer
-        typer.Argument(help="As `xcompat gallery info` lists them; the one before this unless given."),
+        int | None, typer.Argument(help="As `xcompat gallery info` lists them; the one before this unless given.")
     ] = None,
 ) -> None:
     """Return to an earlier state: undo what came last, or all since a generation."""
@@ -157,7 +156,7 @@ def rollback(
 @app.command()
 def resync(
     gallery: Folder,
-    ids: Annotated[Optional[Path], typer.Option(help="One id a line for all vectors of the index, old and new.")] = None,  # noqa: UP045
+    ids: Annotated[Path | None, typer.Option(help="One id a line for all vectors of the index, old and new.")] = None,
 ) -> None:
     """Take over vectors that were added to an adopted faiss index; what is known of it must be as it was."""
     from xcompat.retrieval import commands
