@@ -50,8 +50,9 @@ def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
     bar.get_time = clock
     task = bar.add_task("embedding", total=100, rate="")
     waiting = Waiting()
-    with waiting:
-        clock.now += 1
+    waiting.begin()
+    clock.now += 1
+    waiting.end()
     clock.now += 3
     rate_of(bar, task, 20, "images", waiting)
     assert bar.tasks[0].fields["rate"] == "5 images/s, 25% waiting for data"

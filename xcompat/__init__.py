@@ -1,7 +1,7 @@
 """Change the embedding model without re-embedding the gallery.
 
-``import xcompat`` costs next to nothing and makes ``AutoConfig`` and ``AutoModel`` of transformers know its models; the
-names below load torch and transformers when they are first used.
+``import xcompat`` is cheap and registers its models with ``AutoConfig`` and ``AutoModel`` of transformers; its classes load torch
+and transformers when they are first used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
 _PACKAGES = ("xcompat.methods", "xcompat.models")
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a method, or of what methods share
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model class
     if not name.startswith("_") and name.endswith(("Config", "Model")):
         for package in _PACKAGES:
             if name in (found := importlib.import_module(package)).__all__:
@@ -45,20 +44,20 @@ _CONTRACT = "xcompat.models"
 
 
 def _register(module: Any) -> None:  # noqa: ANN401 - a module
-    if module.__name__ not in (_MODELING, _CONTRACT) and _MODELING in sys.modules:  # it is being imported, and comes here itself
+    if module.__name__ not in (_MODELING, _CONTRACT) and _MODELING in sys.modules:  # it calls this itself once it is imported
         return
     base = sys.modules.get(_BASE)
-    if base is not None and not hasattr(base, "PreTrainedModel"):  # so is this, which our models need
+    if base is not None and not hasattr(base, "PreTrainedModel"):  # still being imported, and our models need it
         return
     contract = sys.modules.get(_CONTRACT)
-    if contract is not None and not hasattr(contract, "CompatModel"):  # and this, which all methods need
+    if contract is not None and not hasattr(contract, "CompatModel"):  # still being imported, and all methods need it
         return
     if _CONFIGURATION in sys.modules:
         importlib.import_module("xcompat.methods")
 
 
 def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
-    importlib.import_module("xcompat.retrieval.pipeline")  # which registers itself, whoever imports it first
+    importlib.import_module("xcompat.retrieval.pipeline")  # registers itself when it is imported
 
 
 _AUTO_CLASSES = {

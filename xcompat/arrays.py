@@ -1,4 +1,4 @@
-"""Arrays and their names as people bring them: whatever is wrong with a file is one line that names it."""
+"""Read arrays and lists of ids that users bring; an error names the file in one line."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from xcompat.errors import XcompatError, what_failed
 
 
 def map_array(path: Path) -> NDArray[Any]:
-    """Map an array of numbers on disk into memory.
-
-    Args:
-        path: a ``.npy`` file.
-
-    Returns:
-        The array, of integers or floats.
+    """Map a ``.npy`` file of integers or floats into memory.
 
     Raises:
-        XcompatError: it is damaged, or holds something else.
+        XcompatError: the file is damaged, or holds something else.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         kind = array.dtype.kind
     except OSError:
         raise
-    except Exception as error:  # a header is Python, and whatever Python's tokenizer and NumPy's types raise on it comes out
+    except Exception as error:  # the header is a Python literal: Python's tokenizer and NumPy's types raise many kinds of errors
         raise XcompatError(f"{path} is not a .npy array of numbers ({what_failed(error)}); write it again") from None
     if kind not in "iuf":
         raise XcompatError(f"{path} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
@@ -36,16 +30,10 @@ def map_array(path: Path) -> NDArray[Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read a text file line by line.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Its lines.
+    """Return the lines of a UTF-8 file.
 
     Raises:
-        XcompatError: it is not UTF-8.
+        XcompatError: the file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig").splitlines()

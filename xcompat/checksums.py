@@ -1,4 +1,4 @@
-"""What a file was when it was written, so that damage is found before its content is used."""
+"""Record sizes and checksums of files, so that damage is found before a file is used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BLOCK = 1 << 22
 
 
 class FileRecord(BaseModel):
-    """A file as it was written.
+    """Size and checksum of a file.
 
     Args:
         size: bytes.
-        xxh3: 32 hexadecimal digits of XXH3-128, which finds damage and is no protection against forgery.
+        xxh3: 32 hexadecimal digits of XXH3-128, which reveals damage but does not protect against forgery.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -24,13 +24,7 @@ class FileRecord(BaseModel):
 
 
 def file_record(path: Path) -> FileRecord:
-    """Return size and checksum of a file.
-
-    Args:
-        path: an existing file.
-
-    Returns:
-        What it is now.
+    """Return the current size and checksum of a file.
 
     Example:
         >>> import tempfile
@@ -51,15 +45,7 @@ def file_record(path: Path) -> FileRecord:
 
 
 def difference(path: Path, record: FileRecord) -> list[str]:
-    """Compare a file with what it was.
-
-    Args:
-        path: the file.
-        record: what it was when it was written.
-
-    Returns:
-        One line that says how it differs; nothing where it does not.
-    """
+    """Compare a file with its record; return one line if it differs, else none."""
     if not path.is_file():
         return [f"{path} is missing"]
     size = path.stat().st_size

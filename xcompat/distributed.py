@@ -1,4 +1,4 @@
-"""What every layer needs to know about the other processes, and the one collective that carries gradients."""
+"""Ranks, collectives and the device of this process; one collective carries gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 T = TypeVar("T")
 JUDGING = timedelta(hours=6)
-"""Longest that processes wait for one of them, which may be evaluating or embedding the larger shards."""
+"""Longest wait of processes for one of them, which may be evaluating, or embedding larger shards."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 
 
 def process_state() -> PartialState:
-    """Start the process group when a launcher set one up, and return this process's device and rank.
+    """Start the process group if a launcher set one up; return accelerate's state with this process's device and rank.
 
-    accelerate has to be told that there is no accelerator: left alone it waits for one, and every process takes itself for the
-    only one.
-
-    Returns:
-        accelerate's state, the same object at every call.
+    accelerate must be told if there is no accelerator: otherwise it expects one, and every process takes itself for the only one.
     """
     import torch
     import torch.distributed
@@ -34,22 +30,22 @@ def process_state() -> PartialState:
     from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
     present = torch.accelerator.is_available() or is_torch_xla_available()
-    # PartialState does not read the launcher's use_cpu itself; and the first process judges while the others wait
+    # PartialState does not read the launcher's use_cpu itself; the timeout is long as the first process evaluates alone
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
     if state.distributed_type == DistributedType.XLA and not torch.distributed.is_initialized():
-        # accelerate leaves both out on TPU: the ranks in the environment, and the collectives of torch.distributed
+        # on TPU accelerate sets neither the ranks in the environment nor the collectives of torch.distributed
         os.environ |= {"RANK": str(state.process_index), "WORLD_SIZE": str(state.num_processes)}
         torch.distributed.init_process_group("xla", init_method="xla://")
     return state
 
 
 def device() -> torch.device:
-    """Return this process's device, an accelerator where there is one."""
+    """Return this process's device, an accelerator if there is one."""
     return process_state().device
 
 
 def end_processes() -> None:
-    """Leave the process group; a process that exits while its threads still talk is aborted."""
+    """Leave the process group: a process that exits while its threads still communicate is aborted."""
     if "RANK" in os.environ and is_distributed():  # the environment first: torch takes seconds to import
         import torch.distributed as dist
 
@@ -57,7 +53,7 @@ def end_processes() -> None:
 
 
 def is_distributed() -> bool:
-    """Return whether ``torch.distributed`` runs; launchers set ranks in the environment before it does."""
+    """Return whether ``torch.distributed`` has been started."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -82,12 +78,12 @@ def rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this process prints and writes what only one may."""
+    """Return whether this process has rank 0, which alone prints and writes shared files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def barrier() -> None:
-    """Wait until every process is here; does nothing alone."""
+    """Wait for all processes; a single process goes on at once."""
     if is_distributed():
         import torch.distributed as dist
 
@@ -95,7 +91,7 @@ def barrier() -> None:
 
 
 def gather_with_grad(embeds_BD: torch.Tensor) -> torch.Tensor:
-    """Concatenate equally sized batches of all processes, gradients flowing back to their owners.
+    """Concatenate equally sized batches of all processes; gradients flow back to their owners.
 
     Args:
         embeds_BD: this rank's rows, the same B on every rank.
@@ -131,14 +127,11 @@ def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late
 
 
 def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
-    """Return the rows that are this process's to work on.
+    """Return this process's share of some rows, a contiguous part.
 
     Args:
-        rows_N: row numbers, the same on every process.
-        shared: whether every process is here; else all rows are this one's.
-
-    Returns:
-        A stretch of them.
+        rows_N: (N,) row numbers, the same on every process.
+        shared: whether all processes take part; if not, all rows are this process's.
     """
     if not (shared and is_distributed()):
         return rows_N
@@ -148,14 +141,11 @@ def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
 
 
 def gather_objects(mine: T, shared: bool) -> list[T]:
-    """Return what every process has made, in the order of their ranks.
+    """Return the objects of all processes, in the order of their ranks.
 
     Args:
-        mine: what this one has made.
-        shared: whether every process is here.
-
-    Returns:
-        As many objects as processes; this one's alone where they are not.
+        mine: this process's object.
+        shared: whether all processes take part; if not, the list holds only this process's object.
     """
     if not (shared and is_distributed()):
         return [mine]
@@ -167,14 +157,7 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
 
 
 def from_main_process(make: Callable[[], T]) -> T:
-    """Make something on the first process alone and give it to all.
-
-    Args:
-        make: what to call there.
-
-    Returns:
-        What it returned there, on every process.
-    """
+    """Call a function on the first process only, and return its result on every process."""
     return cast(T, gather_objects(make() if is_main_process() else None, shared=True)[0])
 
 

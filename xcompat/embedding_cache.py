@@ -1,4 +1,4 @@
-"""Embeddings on disk: sharded, memory-mapped, and compared with what was written before they are used."""
+"""Embeddings on disk: sharded, memory-mapped, and compared with their checksums before they are used."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SCHEMA = 1
 
 
 class DamagedShardError(XcompatError):
-    """A part of a cache that is missing, or not what was written."""
+    """A shard of a cache is missing or damaged."""
 
 
 class MissingShardError(DamagedShardError):
-    """A part of a cache that is missing."""
+    """A shard of a cache is missing."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class CacheInfo:
 
     Args:
         fingerprint: digest of the model that made the embeddings.
-        name: what people call that model.
-        data: digest of what was embedded, in order.
+        name: the name that people know that model by.
+        data: digest of the embedded items, in order.
         kind: ``texts`` or ``images``.
         rows: number of embeddings.
         dim: their dimension.
@@ -55,21 +55,21 @@ class CacheInfo:
 
     @property
     def shards(self) -> int:
-        """Return the number of shards."""
+        """Number of shards."""
         return -(-self.rows // self.shard_rows)
 
 
 class EmbeddingCache:
-    """Embeddings on disk that are fetched by row number without being loaded.
+    """Embeddings on disk, read by row number through memory-mapped shards.
 
-    A shard is compared with its checksum when it is first read in this process; one that was written before there were checksums
-    only has to have its size.
+    A process compares a shard with its checksum when it first reads it; a shard without one, of an older version of xcompat, only
+    needs the right shape.
 
     Args:
         path: the cache's folder.
 
     Raises:
-        XcompatError: when it is missing, unfinished, damaged or of another format.
+        XcompatError: the cache is missing, unfinished, damaged or of another format.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -87,12 +87,12 @@ class EmbeddingCache:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Return which model made the embeddings."""
+        """The model that made the embeddings."""
         return Fingerprint(self.info.fingerprint, self.info.name)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (rows, dim)."""
+        """(rows, dim)."""
         return self.info.rows, self.info.dim
 
     def __len__(self) -> int:
@@ -100,14 +100,7 @@ class EmbeddingCache:
         return self.info.rows
 
     def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """Fetch rows, in the order asked for.
-
-        Args:
-            rows: row numbers, or a slice.
-
-        Returns:
-            (len(rows), dim) float32; a row of NaN is an image that could not be read.
-        """
+        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read."""
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(self.info.rows))
         rows = np.asarray(rows)
@@ -119,21 +112,15 @@ class EmbeddingCache:
         return fetched
 
     def readable(self) -> NDArray[np.bool_]:
-        """Return which rows are embeddings and not the NaN of an image that could not be read: (rows,)."""
+        """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
         return np.concatenate([np.isfinite(self._shard(shard)[:, 0]) for shard in range(self.info.shards)])
 
 
 def read_info(folder: Path) -> CacheInfo:
-    """Read what a finished cache holds.
-
-    Args:
-        folder: of the cache.
-
-    Returns:
-        Its description.
+    """Read the description of a finished cache.
 
     Raises:
-        XcompatError: it is missing, unfinished, damaged or of another format.
+        XcompatError: the cache is missing, unfinished, damaged or of another format.
     """
     file, plan = folder / "cache.json", folder / "plan.json"
     if not file.exists():
@@ -155,7 +142,7 @@ def read_info(folder: Path) -> CacheInfo:
 
 
 def _nameless(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Leave out what people call the model: a cache may be continued with one that is called otherwise."""
+    """Leave out the model's name: a cache may be continued under another name of the same model."""
     return {key: value for key, value in fields.items() if key != "name"} if isinstance(fields, dict) else None
 
 
@@ -164,14 +151,7 @@ def _shard_path(folder: Path, shard: int) -> Path:
 
 
 def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np.float32]) -> None:
-    """Write a shard, and before it takes its place the checksum that it is compared with ever after.
-
-    Args:
-        folder: of the cache.
-        shard: its number.
-        info: what the cache holds.
-        embeds_ND: the shard's rows; NaN for what could not be read.
-    """
+    """Write a shard's checksum, then the shard; rows of NaN stand for images that could not be read."""
     path = _shard_path(folder, shard)
     with atomic_path(path) as temporary:
         write_array(temporary, embeds_ND.astype(info.dtype))
@@ -179,18 +159,10 @@ def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np
 
 
 def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
-    """Map a shard into memory, once it was compared with its checksum.
-
-    Args:
-        folder: of the cache.
-        shard: its number.
-        info: what the cache holds.
-
-    Returns:
-        Its rows, read-only.
+    """Compare a shard with its checksum, and map it into memory, read-only.
 
     Raises:
-        DamagedShardError: it is missing, or not what was written.
+        DamagedShardError: the shard is missing or damaged.
     """
     path = _shard_path(folder, shard)
     if not path.is_file():
@@ -209,7 +181,7 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
 
 
 def _recorded(file: Path) -> FileRecord | None:
-    """Read what a shard was when it was written; None for one of before there were checksums."""
+    """Read a shard's size and checksum; None for a shard of an older version, which has none."""
     if not file.exists():
         return None
     try:
@@ -220,5 +192,5 @@ def _recorded(file: Path) -> FileRecord | None:
 
 @functools.cache
 def _differences(path: Path, size: int, changed: int, record: FileRecord | None) -> list[str]:
-    """Compare a file with its checksum, once in a process unless it changes; ``size`` and ``changed`` say whether it did."""
+    """Compare a file with its checksum, once in a process unless ``size`` or ``changed``, the time of the last write, differ."""
     return [] if record is None else difference(path, record)

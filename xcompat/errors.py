@@ -13,14 +13,14 @@ _SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 _BREAKS = {ord("\t"): "\\t", ord("\n"): "\\n", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
-_CREDENTIALS = re.compile(r"([A-Za-z][\w+.-]+:/{1,2})[^/\s@]+@")  # a path made of an address has one slash
+_CREDENTIALS = re.compile(r"([A-Za-z][\w+.-]+:/{1,2})[^/\s@]+@")  # one slash: Path() of a URL drops the other
 
 
 def visible(text: str) -> str:
-    r"""Spell out what a terminal would obey, or what turns the order of letters: names and ids may come from strangers.
+    r"""Spell out control characters and marks that reverse the direction of text: names and ids may come from strangers.
 
     Args:
-        text: any; its lines stay lines.
+        text: any text; line breaks and tabs stay.
 
     Example:
         >>> visible("\x1b[2Jshoe")
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""Spell out what :func:`visible` does, and what would begin another line: a name could forge one.
+    r"""Spell out what :func:`visible` does, line breaks and tabs too: a name could otherwise forge a line of output.
 
     Example:
         >>> visible_line("a\nxcompat: done")
@@ -40,7 +40,7 @@ def visible_line(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Leave out the user and password of addresses.
+    """Mask the user and password of URLs.
 
     Example:
         >>> without_secrets("https://me:secret@hub.example/x is not there")
@@ -50,23 +50,23 @@ def without_secrets(text: str) -> str:
 
 
 class XcompatError(ValueError):
-    """A mistake the user can mend; the command line prints its message alone and exits with code 2."""
+    """A mistake that the user can mend; the command line prints only its message and exits with code 2."""
 
     def __str__(self) -> str:
-        """Return the message in one line; it may repeat what a file or an answer holds."""
+        """Return the message in one line; parts of it may come from a file or a server."""
         return without_secrets(visible_line(super().__str__()))
 
 
 class FingerprintMismatchError(XcompatError):
-    """Embeddings of two different models were about to be compared as if they were of one."""
+    """Embeddings of two models that are not compatible were about to be compared."""
 
 
 class GenerationGoneError(XcompatError):
-    """A gallery does not keep a state: it never did, or a compaction has forgotten it. Open the gallery again for its newest."""
+    """A gallery does not have a generation: it never had, or a compaction deleted it. Opening again gives the newest one."""
 
 
 class NothingHeldOutError(XcompatError):
-    """Too little is there, or known of it, to hold any out: a choice would be a guess."""
+    """There are too few data, or too little is known about them, to hold any out: a choice would be a guess."""
 
 
 class TrainingDivergedError(XcompatError):
@@ -74,13 +74,7 @@ class TrainingDivergedError(XcompatError):
 
 
 def what_failed(error: BaseException) -> str:
-    """Return in one line what a library raised.
-
-    Args:
-        error: of any kind.
-
-    Returns:
-        Its kind and the beginning of what it says.
+    """Return the type of a library's error and the beginning of its message, in one line.
 
     Example:
         >>> what_failed(KeyError("width"))
@@ -91,14 +85,14 @@ def what_failed(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name is meant, for the end of an error message.
+    """Suggest the known name that was meant, for the end of an error message.
 
     Args:
         name: what the user wrote.
-        known: the names that would have been right.
+        known: the valid names.
 
     Returns:
-        ``"did you mean 'x'?"``, or the list of known names when none is near.
+        ``"did you mean 'x'?"``, or the list of known names if none is similar.
 
     Example:
         >>> nearest("learing_rate", ["learning_rate", "seed"])

@@ -1,4 +1,4 @@
-"""What stops a command, for people: one line where input or machine are at fault, and for a bug what a report of it needs."""
+"""Explain what stopped a command: one line if input or machine are at fault, and for a bug the facts that a report needs."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ REMEDIES = {
     errno.ENFILE: "close what holds so many files open, and start again to continue",
     errno.ENOMEM: "choose a smaller batch, or a machine with more memory",
 }
-"""What mends what the machine refuses."""
+"""Error number of the operating system -> remedy."""
 WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
     "PytorchStreamWriter failed writing": errno.ENOSPC,
-    "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch again, where the last bytes do not go to disk
+    "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch again, if the last bytes cannot be written
     ". unexpected pos ": errno.ENOSPC,
-    "Parent directory ": errno.EIO,  # PyTorch again, of a folder that was just made and cannot be looked at
+    "Parent directory ": errno.EIO,  # PyTorch again, if a folder that was just made cannot be read
     "DefaultCPUAllocator: ": errno.ENOMEM,
     "std::bad_alloc": errno.ENOMEM,
     "out of memory": errno.ENOMEM,
 }
-"""How libraries that are not written in Python report the machine's refusals."""
+"""Words by which libraries not written in Python report an error of the operating system -> its number."""
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 LIBRARIES = ("torch", "transformers", "faiss-cpu")
 
 
 def explain(error: BaseException) -> str | None:
-    """Say in one line what a user can mend.
+    """Explain in one line an error that a user can mend.
 
     Args:
         error: what a command raised.
 
     Returns:
-        The line; None for what nobody but us can mend, a bug.
+        The line; None for a bug.
 
     Example:
         >>> explain(PermissionError(errno.EACCES, "Permission denied", "/data/run"))
@@ -57,7 +57,7 @@ def explain(error: BaseException) -> str | None:
         True
     """
     seen: BaseException | None = error
-    while seen is not None:  # a library wraps what the machine refused in an error of its own
+    while seen is not None:  # libraries wrap errors of the operating system in their own
         line = _explain_one(seen)
         if line is not None:
             return without_secrets(visible_line(line))
@@ -78,11 +78,11 @@ def _explain_one(error: BaseException) -> str | None:
 
 
 def _explain_library(error: BaseException) -> str | None:
-    """Say which library is missing, or which value pydantic refuses."""
+    """Explain a missing library, or a value that pydantic refuses."""
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "xcompat":
         name = error.name.partition(".")[0]
         return f"the library {name} is not installed; `pip install {name}`"
-    pydantic = sys.modules.get("pydantic")  # whoever raised it has imported it
+    pydantic = sys.modules.get("pydantic")  # imported already if it raised the error
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, (error.title, *first["loc"])))
@@ -91,10 +91,10 @@ def _explain_library(error: BaseException) -> str | None:
 
 
 def _explain_machine(error: BaseException) -> str | None:
-    """Say what the machine refused: its disk, its memory, its network."""
+    """Explain an error of the disk, the memory or the network."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else _number(error)
     file, said = getattr(error, "filename", None), _said(error)
-    file = os.fsdecode(file) if isinstance(file, bytes) else file  # of some libraries
+    file = os.fsdecode(file) if isinstance(file, bytes) else file  # some libraries give bytes
     if number in FULL:
         return f"no space left on the device while writing {file or 'a file'}; free some and start again to continue"
     if number == errno.ENOMEM:
@@ -110,7 +110,7 @@ def _explain_machine(error: BaseException) -> str | None:
 
 
 def _number(error: BaseException) -> int | None:
-    """Return the number of a refusal of the operating system, from what a library says of it if need be."""
+    """Return the error number of the operating system, from a library's message if the error does not hold it."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     said = str(error)
@@ -120,8 +120,8 @@ def _number(error: BaseException) -> int | None:
 
 
 def _said(error: BaseException) -> str:
-    """Return what an error says in one line, without the traceback that a data loader's worker puts before it."""
-    said = ValueError.__str__(error) if isinstance(error, XcompatError) else str(error)  # a traceback with its lines
+    """Return an error's message in one line, without the traceback that a data loader's worker puts before it."""
+    said = ValueError.__str__(error) if isinstance(error, XcompatError) else str(error)  # keeps the lines of a traceback
     if "\nOriginal Traceback" in said:
         return re.sub(r"^[\w.]*(Error|Exception): ", "", said.strip().splitlines()[-1])
     return str(error) if isinstance(error, XcompatError) else " ".join(said.split())
@@ -133,14 +133,7 @@ def _short(value: object) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Say what whoever mends a bug must know: versions, machine, and the models that were at work.
-
-    Args:
-        error: the bug, with its traceback.
-
-    Returns:
-        One line, to stand under the traceback.
-    """
+    """Return the line to print under a bug's traceback: versions, machine, and the models in use."""
     installed = [f"xcompat {installed_version('xcompat')}", f"Python {platform.python_version()}"]
     installed += [f"{name} {installed_version(name)}" for name in LIBRARIES]
     models = f"; models: {', '.join(found)}" if (found := _models(error)) else ""
@@ -148,14 +141,7 @@ def origin(error: BaseException) -> str:
 
 
 def installed_version(name: str) -> str:
-    """Return which version of a library is installed, without importing it.
-
-    Args:
-        name: as the package index knows it.
-
-    Returns:
-        Its version, or ``not installed``.
-    """
+    """Return the installed version of a distribution without importing it, or ``not installed``."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -163,7 +149,7 @@ def installed_version(name: str) -> str:
 
 
 def _models(error: BaseException) -> list[str]:
-    """Return the fingerprints that the functions of a traceback held, themselves or in an object."""
+    """Return the fingerprints among the local variables of a traceback, and among the attributes of these."""
     found: dict[str, None] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in list(frame.f_locals.values()):

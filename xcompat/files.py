@@ -1,4 +1,4 @@
-"""Durable, atomic writes: at every instant a name leads to the old content or to the new one, whole, also after a power cut."""
+"""Durable, atomic writes: at every instant a path holds either the whole old or the whole new content, even after a power cut."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from xcompat.errors import XcompatError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-"""What a file system answers that cannot exchange two names, or flush a folder."""
-_NAME_KEPT = 50  # characters of a name in that of its temporary folder: 255 bytes are allowed
+"""Errors of a file system that cannot exchange two names, or flush a folder."""
+_NAME_KEPT = 50  # characters of a name that its temporary folder's name repeats: names may have 255 bytes
 _LEFTOVER = re.compile(r"\..*\.[a-z0-9_]{8}\.partial", re.DOTALL)
 _PREVIOUS = ".previous"
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place, for good, when the block succeeds.
+    """Yield a temporary path beside ``path`` that durably replaces it when the block succeeds.
 
-    Data are flushed before they get their name, and the name before this returns. What a killed process left of an earlier
-    attempt at the same path is removed.
+    Data are flushed to disk before the rename, and the rename before this returns. Leftovers of a killed process that wrote the
+    same path are removed.
 
     Args:
         path: the file (or folder) to be written. Its parent is made if missing.
@@ -44,7 +44,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         A path that does not exist yet, on the same file system; write a file or a folder there.
 
     Raises:
-        OSError: something cannot be written; what was there is there still.
+        OSError: something cannot be written; the old content stays.
 
     Example:
         >>> import tempfile
@@ -68,10 +68,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Remove the temporary folders of writers that could not do so, from what one writer made and nobody sees yet.
+    """Remove leftover temporary folders inside a folder that is about to be published.
 
     Raises:
-        OSError: one cannot be removed now either: it would be published.
+        OSError: one cannot be removed: it would be published.
     """
     for parent, names, _ in os.walk(folder, onerror=_raise) if folder.is_dir() else ():
         for name in filter(_LEFTOVER.fullmatch, list(names)):
@@ -84,7 +84,7 @@ def _raise(error: OSError) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that a power cut leaves them there."""
+    """Make a folder and its parents, durably: a power cut does not take them back."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -92,7 +92,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder: without it a power cut can take back a rename that was done."""
+    """Flush the names in a folder: otherwise a power cut can undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -104,12 +104,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what writers that were killed left in a folder, and put back what one of them had set aside.
+    """Remove what killed writers left in a folder, and put back a folder that one of them was replacing.
 
-    Temporary folders of writers that are alive, and all that this module did not make, stay.
-
-    Args:
-        folder: any folder; one that is missing holds nothing.
+    Temporary folders of live writers stay, and so does everything that this module did not make. The folder may be missing.
     """
     if folder.is_dir():
         _clear(folder, ".")
@@ -122,7 +119,7 @@ def _prefix(path: Path) -> str:
 def _clear(folder: Path, prefix: str) -> None:
     for entry in os.scandir(folder):
         if entry.name.startswith(prefix) and _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            with suppress(FileNotFoundError, PermissionError):  # another process may clear it as well
+            with suppress(FileNotFoundError, PermissionError):  # another process may be clearing it too
                 _clear_one(Path(entry.path))
 
 
@@ -136,7 +133,7 @@ def _clear_one(leftover: Path) -> None:
 
 
 def _remove(holder: Path) -> None:
-    """Remove a temporary folder; what it holds of a folder whose place is empty goes back there first."""
+    """Remove a temporary folder, but first put a folder that was being replaced back if its place is empty."""
     for previous in listed(holder, f"*{_PREVIOUS}"):
         place = holder.parent / previous.name.removesuffix(_PREVIOUS)
         if not os.path.lexists(place):
@@ -146,17 +143,17 @@ def _remove(holder: Path) -> None:
 
 
 def _lock(descriptor: int, wait: bool) -> bool:
-    """Lock a folder for as long as this process lives; return whether that was done."""
+    """Lock a folder until its descriptor is closed; return whether it worked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held by another, or no locks on this storage: then nobody can tell whether an owner is alive
+    except OSError:  # another process holds it, or the storage has no locks and nobody can tell whether an owner is alive
         return False
     return True
 
 
 @contextmanager
 def _holder(path: Path) -> Iterator[Path]:
-    """Make a temporary folder beside a path, locked so that nobody takes it for a leftover, and remove it in the end."""
+    """Make a temporary folder beside a path, locked so that no process takes it for a leftover; remove it at the end."""
     holder, descriptor = _locked_holder(path)
     try:
         try:
@@ -172,7 +169,7 @@ def _locked_holder(path: Path) -> tuple[Path, int]:
         holder = Path(tempfile.mkdtemp(prefix=_prefix(path), suffix=".partial", dir=path.parent))
         try:
             descriptor = os.open(holder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # cleared away before it was locked
+        except FileNotFoundError:  # another process cleared it before it was locked
             continue
         _lock(descriptor, wait=True)
         if holder.exists():
@@ -181,30 +178,30 @@ def _locked_holder(path: Path) -> tuple[Path, int]:
 
 
 def _mode_of_new_files(folder: Path) -> int:
-    """Return what the umask leaves, by a file in a temporary folder: to ask for the umask is to set it, for all threads."""
-    probe = Path(tempfile.mkdtemp(dir=folder)) / "probe"  # a name of its own beside what is written
+    """Return the mode that the umask gives new files, from a probe file: reading the umask would set it for all threads."""
+    probe = Path(tempfile.mkdtemp(dir=folder)) / "probe"  # in a folder of its own, so that no written name collides
     probe.touch()
     return stat.S_IMODE(probe.stat().st_mode)
 
 
 def _follow_umask(path: Path, mode: int) -> None:
-    """Give files the permissions of others: some libraries, such as safetensors, write them for their owner alone."""
+    """Give files the umask's permissions: some libraries, such as safetensors, write files that only their owner may read."""
     for file in files_below(path) if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink() and (now := stat.S_IMODE(file.stat().st_mode)) | mode != now:
             file.chmod(now | mode)
 
 
 def listed(folder: Path, pattern: str = "*") -> list[Path]:
-    """List what is in a folder, in order; nothing where there is no folder.
+    """List the sorted entries of a folder; a missing folder has none.
 
-    Unlike ``Path.glob`` and ``Path.rglob`` it does not take a folder that may not be read for one that is empty.
+    Unlike ``Path.glob`` and ``Path.rglob`` it raises on a folder that may not be read, rather than finding it empty.
 
     Args:
         folder: the folder.
-        pattern: of names, as of ``fnmatch``.
+        pattern: ``fnmatch`` pattern of names.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the folder cannot be read.
     """
     try:
         return sorted(file for file in folder.iterdir() if fnmatch.fnmatchcase(file.name, pattern))
@@ -213,7 +210,7 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield every file and link in a folder and in those below it, in order; like :func:`listed` it passes over no folder."""
+    """Yield every file and link below a folder, in order; like :func:`listed` it raises on a folder that may not be read."""
     with os.scandir(folder) as scanned:
         entries = sorted(scanned, key=lambda entry: entry.name)
     for entry in entries:
@@ -224,7 +221,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or every file of a folder and then the names in it."""
+    """Flush a file, or a folder with everything in it."""
     if path.is_dir():
         for inner in path.iterdir():
             if not inner.is_symlink():
@@ -236,18 +233,18 @@ def sync_tree(path: Path) -> None:
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """Give what was written its name; a folder that was there ends up where the new one was."""
+    """Rename a new file or folder to its place; a folder that it replaces goes into the temporary folder."""
     if not (path.is_dir() and temporary.is_dir()) or path.is_symlink():
         temporary.replace(path)
     elif not _exchange(temporary, path):  # rename cannot replace a folder that holds files
         previous = temporary.with_name(f"{path.name}{_PREVIOUS}")
-        path.rename(previous)  # if this process dies here, whoever writes next puts it back
+        path.rename(previous)  # if this process dies here, the next writer puts it back
         temporary.rename(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step; return whether the system can."""
-    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux alone has it
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # only Linux has it
     if swap is None:
         return False
     if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
@@ -259,14 +256,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write a ``.npy`` file through a handle whose errors are seen: NumPy's own way loses what a full disk says at the end.
-
-    Args:
-        path: the file, such as :func:`atomic_path` yields.
-        array: of numbers or booleans.
+    """Write a ``.npy`` file of numbers or booleans, and report every error: NumPy's own writer misses a disk full at the end.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from numpy.lib import format as npy
 
@@ -277,13 +270,13 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Write a JSON file atomically; NaN and infinities are refused, as JSON has none."""
+    """Write a JSON file atomically; refuse NaN and infinities, which JSON does not have."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file, naming the file when it is missing or not JSON."""
+    """Read a JSON file; refuse one that is missing or no JSON, by its name."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The identity of a model: what it computes, not what it is called."""
+"""The identity of a model: what it computes, not its name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SAMPLED = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of a model's architecture, weights and preprocessing; two are equal when their digests are.
+    """Hash of a model's architecture, weights and preprocessing; two are equal if their digests are.
 
     Args:
         digest: 64 hexadecimal digits (SHA-256).
-        name: what people call the model; not part of the identity.
+        name: the name that people know the model by; not part of the identity.
 
     Example:
         >>> Fingerprint.from_string("clip-b32") == Fingerprint.from_string("clip-b32")
@@ -34,28 +34,22 @@ class Fingerprint:
 
     @classmethod
     def from_string(cls, name: str) -> Fingerprint:
-        """Make a fingerprint for embeddings whose model is known by name only.
+        """Make a fingerprint for embeddings whose model is known by name only; no model with weights has the same.
 
         Args:
             name: any name; equal names give equal fingerprints.
-
-        Returns:
-            A fingerprint that no model with weights has.
         """
         return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
 
     @classmethod
     def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
-        """Hash every parameter and persistent buffer of a module, and what stands beside them.
+        """Hash every parameter and persistent buffer of a module, and a description of the rest.
 
         Args:
             module: the model; its ``state_dict`` is hashed tensor by tensor, in order of name.
             parts: JSON-like description of architecture and preprocessing.
-            name: what people call the model.
-            without: a submodule that is left out.
-
-        Returns:
-            The fingerprint.
+            name: the name that people know the model by.
+            without: name of a submodule to leave out.
         """
         import torch
 
@@ -70,32 +64,23 @@ class Fingerprint:
 
     @staticmethod
     def state(module: nn.Module) -> tuple[Any, ...]:
-        """Return what changes whenever the weights do, at the cost of a few numbers of each tensor.
+        """Return a value that changes whenever the weights do, by reading only a few numbers of each tensor.
 
-        It holds within a process: addresses tell tensors that were replaced, version counters those written in place, and
-        samples those written behind the counter's back (``parameter.data += delta``, as adapters are merged).
-
-        Args:
-            module: the model.
-
-        Returns:
-            Something to compare.
+        It is valid within a process: addresses reveal tensors that were replaced, version counters those written in place, and
+        samples those written without the counter's notice (``parameter.data += delta``, as adapters are merged).
         """
         import torch
 
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
         samples = tuple(_samples(tensor).to("cpu", torch.float64).numpy().tobytes() for tensor in tensors)
-        counts = (None if tensor.is_inference() else tensor._version for tensor in tensors)  # inference mode counts nothing
+        counts = (None if tensor.is_inference() else tensor._version for tensor in tensors)  # no counter in inference mode
         return tuple((tensor.data_ptr(), count) for tensor, count in zip(tensors, counts, strict=True)), samples
 
     def derived(self, what: str) -> Fingerprint:
-        """Return the identity of other embeddings that the same model makes, such as its view of an old space.
+        """Return the fingerprint of other embeddings of the same model, such as its view of an old space.
 
         Args:
-            what: how they are made from the model's own.
-
-        Returns:
-            A fingerprint of the same name that differs from this one.
+            what: how they are derived from the model's own embeddings.
         """
         return Fingerprint(hashlib.sha256(f"{self.digest}:{what}".encode()).hexdigest(), self.name)
 
@@ -104,10 +89,10 @@ class Fingerprint:
 
         Args:
             other: the fingerprint found.
-            what: what carries ``other``, for the message.
+            what: the file or object that holds ``other``, for the message.
 
         Raises:
-            FingerprintMismatchError: naming both.
+            FingerprintMismatchError: names both.
         """
         if self != other:
             raise FingerprintMismatchError(
@@ -121,6 +106,6 @@ class Fingerprint:
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    """Return some numbers of a tensor, from wherever they lie: in whatever memory format, nothing is copied."""
+    """Return some numbers of a tensor's storage without copying it, whatever its memory format."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((min(SAMPLED, size),), (max(1, size // SAMPLED),))

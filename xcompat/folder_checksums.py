@@ -1,4 +1,4 @@
-"""What the files of a folder were when they were written, kept beside them."""
+"""Checksums of a folder's files, kept in a file beside them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,28 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 
 CHECKSUMS = "xcompat_checksums.json"
-"""A name of its own: others keep checksums of theirs beside a model, in forms of theirs."""
+"""Distinct from the checksum files that other tools keep beside a model, in other formats."""
 _RECORDS = TypeAdapter(dict[str, FileRecord])
 
 
 def write_checksums(folder: Path, files: Iterable[Path]) -> None:
-    """Record what files are now.
-
-    Args:
-        folder: where the record is written.
-        files: files under it.
-    """
+    """Write the checksums of some files below a folder into the folder."""
     records = {file.relative_to(folder).as_posix(): file_record(file) for file in sorted(files) if file.name != CHECKSUMS}
     write_json(folder / CHECKSUMS, _RECORDS.dump_python(records))
 
 
 def changes(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
-    """Compare the files of a folder with what they were.
+    """Compare the files of a folder with their checksums.
 
     Args:
-        folder: with a record, or without one.
-        matters: whether a file, by its path under the folder, is looked at.
+        folder: any folder; without recorded checksums nothing is compared.
+        matters: whether to compare a file, given its path below the folder.
 
     Yields:
-        One line for each file that has changed or is gone; nothing where nothing was recorded.
+        One line for each file that has changed or is gone.
 
     Raises:
-        XcompatError: the record itself is damaged.
+        XcompatError: the recorded checksums are damaged.
 
     Example:
         >>> import tempfile

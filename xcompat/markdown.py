@@ -1,4 +1,4 @@
-"""Markdown around texts that others chose: they are shown as they are, and can neither mark up, link, load nor close anything."""
+"""Write Markdown with untrusted texts in it: they are shown literally, and cannot add markup, links, images or HTML."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from xcompat.errors import visible
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is one for Markdown too
-_BLOCK = re.compile(r"^(?:(?=>|[#+\-=]+(?:\s|$)|--|==)|(\d+)(?=[.)](?:\s|$)))")  # what begins a heading, a list or a rule
-_HTML = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")  # elsewhere they are the signs that they are
+_MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # Markdown shows an underscore inside a word as it is
+_BLOCK = re.compile(r"^(?:(?=>|[#+\-=]+(?:\s|$)|--|==)|(\d+)(?=[.)](?:\s|$)))")  # begins a heading, a list or a rule
+_HTML = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")  # elsewhere these characters are shown as they are
 
 
 class Markdown(str):
-    """What is Markdown already."""
+    """A text that is Markdown already."""
 
 
 def one_line(text: str) -> str:
-    r"""Return a text in one line, its control characters spelled out.
+    r"""Return a text in one line, with control characters spelled out.
 
     Example:
         >>> one_line("a name\n---\x1b[31m")
@@ -32,13 +32,7 @@ def one_line(text: str) -> str:
 
 
 def as_text(text: str) -> str:
-    r"""Return Markdown that shows a text, whatever is in it.
-
-    Args:
-        text: any.
-
-    Returns:
-        One line.
+    r"""Return one line of Markdown that shows a text literally.
 
     Example:
         >>> as_text("query_map"), as_text("![](http://tracker) | *new*")
@@ -56,18 +50,13 @@ def as_code(text: str) -> Markdown:
         >>> print(as_code("clip"), as_code("a`b"))
         `clip` `` a`b ``
     """
-    line = one_line(text).replace("|", "\\|")  # in a table; elsewhere names have none
+    line = one_line(text).replace("|", "\\|")  # needed in tables; elsewhere names have none
     fence = _fence(line, 1)
     return Markdown(f"{fence} {line} {fence}" if "`" in line or not line else f"{fence}{line}{fence}")
 
 
 def as_block(text: str, language: str) -> Markdown:
-    """Return a fenced block that shows a text, which cannot close it.
-
-    Args:
-        text: any lines.
-        language: for colours.
-    """
+    """Return a fenced block that shows lines of a language; the text cannot close it."""
     fence = _fence(text, 3)
     lines = "\n".join(visible(line) for line in text.rstrip().splitlines())
     return Markdown(f"{fence}{language}\n{lines}\n{fence}")
@@ -78,11 +67,11 @@ def _fence(text: str, least: int) -> str:
 
 
 def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2's own
-    """Return the templates of a folder, where what is not given is an error and a line that holds a tag alone leaves none.
+    """Return the jinja2 templates of a folder: an undefined name is an error, and a line with only a tag leaves no line.
 
     Args:
-        folder: where they lie.
-        how: what else jinja2 is to do, ``autoescape`` always.
+        folder: the folder.
+        how: other options of the environment; ``autoescape`` must be among them.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -92,13 +81,9 @@ def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2
 
 @cache  # compiling a template takes longer than filling it in
 def markdown_templates(folder: Path) -> Environment:
-    """Return the templates of a folder, filling in texts by :func:`as_text`.
+    """Return the templates of a folder, which fill in texts by :func:`as_text`.
 
-    Args:
-        folder: where they lie.
-
-    Returns:
-        The environment. ``| safe`` takes what is Markdown already; ``| code`` and ``| block("yaml")`` show a text as code.
+    In them, ``| safe`` marks a text that is Markdown already; ``| code`` and ``| block("yaml")`` show a text as code.
     """
     environment = templates(folder, autoescape=False, finalize=_shown)  # autoescape would escape for HTML
     environment.filters |= {"safe": Markdown, "code": as_code, "block": as_block}
@@ -106,4 +91,4 @@ def markdown_templates(folder: Path) -> Environment:
 
 
 def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
-    return as_text(value) if type(value) is str else value  # no Markdown, which is one of a kind
+    return as_text(value) if type(value) is str else value  # not its subclass Markdown

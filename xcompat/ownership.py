@@ -1,4 +1,4 @@
-"""What a command may replace: only what the same command made, as it made it, unless it is told to overwrite."""
+"""What a command may replace: only its own, unchanged output, unless it is told to overwrite."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, clear_leftovers, drop_unfinished, files_below, read_json, write_json
 
 MARKER = ".xcompat.json"
-"""In a folder that a command made; behind a file's name it is the marker of that file."""
+"""Name of the marker in a folder that a command made; the marker of a file is the file's name with this appended."""
 
 
 class Made(BaseModel):
-    """What a marker says.
+    """Content of a marker.
 
     Args:
         made_by: the command, such as ``export onnx``.
-        files: what it wrote: paths below the folder (or the file's name) and what each was.
-        before: what the file was that is being replaced, in case a kill leaves it there beside its new marker.
-        about: what else is worth knowing of it, such as fingerprints.
+        files: path below the folder (or the file's name) -> size and checksum, for every file that the command wrote.
+        before: the file that is being replaced: a kill can leave it in place beside the new marker.
+        about: further facts, such as fingerprints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,12 +39,12 @@ class Made(BaseModel):
 def owned_path(
     path: str | Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path that takes the place of a command's output, with a marker that says who made it.
+    """Yield a temporary path that replaces a command's output when the block succeeds, with a marker that names the command.
 
     Args:
         path: the file or folder.
         made_by: the command.
-        overwrite: whether anything may be replaced; None where the command has no such switch.
+        overwrite: whether anything may be replaced; None for a command without that option.
         read: what the command reads, which it never replaces.
         about: see :class:`Made`.
 
@@ -71,12 +71,12 @@ def owned_path(
     require_replaceable(path, made_by, overwrite, read)
     with atomic_path(path) as temporary:
         yield temporary
-        require_replaceable(path, made_by, overwrite, read)  # it may have taken long
-        drop_unfinished(temporary)  # before what is there is recorded
+        require_replaceable(path, made_by, overwrite, read)  # again: writing may have taken long
+        drop_unfinished(temporary)  # before its files are recorded
         files = {name: record for name, record in _records(temporary).items() if record is not None}
         made = Made(made_by=made_by, files=files, about=about or {})
         if temporary.is_dir():
-            # as it is: nobody sees it yet, and a temporary folder that cannot be removed would be published beside it
+            # not atomically: nobody sees it yet, and a temporary folder that cannot be removed would be published with it
             (temporary / MARKER).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
         else:
             before = file_record(path) if path.is_file() else None
@@ -84,18 +84,18 @@ def owned_path(
 
 
 def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = ()) -> None:
-    """Refuse to replace what a command did not make, or what it reads.
+    """Refuse to replace anything that a command did not make, or that it reads.
 
     Args:
-        path: what would be replaced.
+        path: the file or folder that would be replaced.
         made_by: the command.
-        overwrite: whether anything but what is read may be replaced; None where the command has no such switch.
+        overwrite: whether anything but what the command reads may be replaced; None for a command without that option.
         read: what the command reads.
 
     Raises:
-        XcompatError: naming the first file that is in the way.
+        XcompatError: names the first file that is in the way.
     """
-    clear_leftovers(path.parent)  # where a kill hid the folder, it is back
+    clear_leftovers(path.parent)  # puts a folder back that a killed writer was replacing
     for source in read:
         if path.resolve() in (source.resolve(), *source.resolve().parents) or (path.exists() and path.samefile(source)):
             raise XcompatError(f"{path} is where `xcompat {made_by}` reads {source}; choose another place to write to")
@@ -115,7 +115,7 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
 
 
 def read_marker(path: Path) -> Made | None:
-    """Return what the marker of a file or folder says; None where there is none that can be read."""
+    """Return the marker of a file or folder; None if it is missing or cannot be read."""
     marker = path / MARKER if path.is_dir() else _marker(path)
     try:
         return Made.model_validate(read_json(marker))
@@ -128,7 +128,7 @@ def _marker(file: Path) -> Path:
 
 
 def _records(path: Path) -> dict[str, FileRecord | None]:
-    """Return what every file is now; None for links and whatever else no command writes."""
+    """Return the current size and checksum of every file; None for links and other entries that no command writes."""
     if not path.is_dir():
         return {path.name: file_record(path) if path.is_file() else None}
     inside = (file for file in files_below(path) if file != path / MARKER)

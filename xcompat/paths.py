@@ -1,4 +1,4 @@
-"""What a user's path means: a file or folder here, or a name on the Hub; and which one is meant where there is none."""
+"""What a user's path means: a file or folder on this machine, or a name on the Hub; and suggestions for misspelt paths."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 LISTED = 10_000
-"""Longest folder that is searched for what was meant."""
+"""Entries of a folder that are searched for similar names."""
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name can only mean a folder here, there or not: it has a path's form, or its first folder is here.
-
-    Args:
-        name: of a model or a data set.
+    """Return whether a name of a model or data set can only be a local path: by its form, or because its first folder exists.
 
     Example:
         >>> is_local("./clip"), is_local("/data/clip"), is_local("~/clip"), is_local("openai/clip-vit-base-patch32")
@@ -46,13 +43,13 @@ def model_folder(name: str | os.PathLike[str]) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Say which path is meant by one that leads nowhere, for the end of an error message.
+    """Suggest the path that was meant by one that does not exist, for the end of an error message.
 
     Args:
         path: a file, a folder or a glob.
 
     Returns:
-        ``"did you mean 'photos/train'?"``, or where the path ends when nothing there has a similar name.
+        ``"did you mean 'photos/train'?"``, or the last folder that exists when nothing in it has a similar name.
 
     Example:
         >>> import tempfile

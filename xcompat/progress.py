@@ -1,4 +1,4 @@
-"""Progress on the main process only: one line per stage with its time, one bar with its rate, one line for what was left out."""
+"""Progress on the main process only: a line per stage with its time, bars with rates, and notices about skipped samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,10 +31,10 @@ console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
 
 
 def literal(text: object) -> str:
-    r"""Return a text for the terminal as it is: its brackets are no markup, its control characters are spelled out.
+    r"""Escape a text for rich: brackets are shown and not read as markup, control characters are spelled out.
 
     Args:
-        text: a name, an id, a path, or what else a file or a stranger may have chosen.
+        text: a name, an id, a path, or any other text that a file or a stranger may have chosen.
 
     Example:
         >>> literal("[red]shoe")
@@ -42,7 +42,7 @@ def literal(text: object) -> str:
     """
     shown = visible(str(text))
     before = shown.rstrip("\\")
-    # what stands before a tag is read as an escape, and elsewhere as it is: an empty tag makes it the former, whatever follows
+    # rich reads backslashes before a tag as escapes: with an empty tag after them they are escapes, whatever text follows
     return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
 
 
@@ -61,21 +61,13 @@ logger.propagate = False
 
 
 def notice(line: str) -> None:
-    """Warn of samples, shards or texts that were left out.
-
-    Args:
-        line: plain text; names in it may hold brackets, which are no markup.
-    """
+    """Warn in plain text of samples, shards or texts that were left out; brackets in it are no markup."""
     logger.warning("%s", visible_line(line))
 
 
 @functools.cache
 def notice_once(line: str) -> None:
-    """Warn of what holds for many samples, the first time only; workers of a data loader each print their own.
-
-    Args:
-        line: plain text.
-    """
+    """Warn only the first time; each worker of a data loader warns once."""
     notice(line)
 
 
@@ -96,41 +88,33 @@ def progress_bar() -> Progress:
 
 
 class Waiting:
-    """Counts the seconds that pass inside it: those in which a model waits for data."""
+    """Measures the seconds in which a model waits for data."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._begun = 0.0
 
     def begin(self) -> None:
-        """Begin to count, or begin anew."""
+        """Start the clock, or start it again."""
         self._begun = time.perf_counter()
 
     def end(self) -> None:
-        """Count no longer."""
+        """Stop the clock."""
         self.seconds += time.perf_counter() - self._begun
 
-    def __enter__(self) -> Self:
-        """Begin to count."""
-        self.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Count no longer."""
-        self.end()
-
     def of(self, items: Iterable[T]) -> Iterator[T]:
-        """Pass on items, counting the seconds until each is there."""
+        """Yield items, and count the seconds until each arrives."""
         iterator = iter(items)
         while True:
-            with self:
-                item = next(iterator, self)
+            self.begin()
+            item = next(iterator, self)
+            self.end()
             if item is self:
                 return
             yield cast(T, item)
 
     def share_of(self, seconds: float) -> str:
-        """Say which part of some seconds was waited."""
+        """Describe the share of some seconds that was spent waiting."""
         return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
 
 
@@ -141,8 +125,8 @@ def rate_of(bar: Progress, task: TaskID, done: int, unit: str, waiting: Waiting 
         bar: the display.
         task: its task, made with the field ``rate``.
         done: units done since the last call.
-        unit: what is counted, such as ``"texts"``.
-        waiting: the seconds in which data were waited for, whose share is shown too.
+        unit: plural of the unit, such as ``"texts"``.
+        waiting: the time spent waiting for data; its share is shown too.
     """
     state = bar.tasks[bar.task_ids.index(task)]
     elapsed = max(state.elapsed or 0.0, 1e-9)
@@ -152,11 +136,11 @@ def rate_of(bar: Progress, task: TaskID, done: int, unit: str, waiting: Waiting 
 
 @contextmanager
 def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
-    """Print one line for a stage when it is done, with the seconds it took.
+    """Print a stage's title when it begins, and again with its seconds when it ends.
 
     Args:
         title: what the stage does.
-        seconds: a record to which the stage's seconds are added under ``title``.
+        seconds: a dictionary that gets the stage's seconds under ``title``.
     """
     started = time.perf_counter()
     shown = literal(title)
@@ -169,7 +153,7 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
 
 
 def silence_libraries() -> None:
-    """Silence the bars that datasets and transformers show for every file: the stages show their own."""
+    """Silence the progress bars of datasets and transformers: the stages show their own."""
     import datasets
     import transformers
 

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, machine, source revision, command."""
+"""The origin of a result: versions, machine, source revision, command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-@cache  # of what was imported, which is what runs, whatever is installed or checked out meanwhile
+@cache  # the versions that run, even if others are installed or checked out meanwhile
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 

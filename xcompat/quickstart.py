@@ -16,15 +16,15 @@ from xcompat.training.run import run_recipe
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 OLD_CHARACTERS = 2000
 SPLIT_SEED = 1
-"""Every setting of the recipe was chosen on the test characters of split 0; these are others."""
+"""Another split than 0, on whose test characters every setting of the recipe was chosen."""
 
 
 def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
-    """Do the main job on the data that the fonts of matplotlib hold.
+    """Run the quickstart on characters rendered with matplotlib's fonts.
 
     Args:
-        output: where data, recipe, models, caches and the report go.
-        overrides: ``key=value`` each, on the packaged recipe.
+        output: folder for data, recipe, models, caches and the report.
+        overrides: ``key=value`` settings that override the packaged recipe.
 
     Returns:
         The report's folder.
@@ -47,12 +47,10 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def render_data(folder: Path) -> None:
-    """Render the characters and write train, test and text-only data, unless they are there.
+    """Render the characters and write train, test and text-only data into a folder, unless it exists.
 
-    The test characters are in no training image and no text. The gallery holds the upright regular faces.
-
-    Args:
-        folder: where ``old_train``, ``new_train``, ``test`` and ``names.txt`` go.
+    The folder gets ``old_train``, ``new_train``, ``test`` and ``names.txt``. The test characters are in no training image and no
+    text. The gallery holds the upright regular faces.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The cores and the memory of one process: work that is spread over them, and memory that is used again."""
+"""Use the cores and the memory of one process well: spread work over threads, and reuse freed memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import TypeVar
 import torch
 
 MOST_THREADS = 16
-"""Each holds blocks of its own in memory, and shares the machine's way to it with all others."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+"""Limit of threads: each holds its own blocks in memory, and all share the memory bandwidth."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 KEPT = 2**30
-"""Bytes of freed memory that a process keeps, and the size from which on memory is the system's nevertheless."""
+"""Bytes of freed memory that a process keeps; single blocks from this size on go back to the system."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Have glibc give freed memory to whoever asks next (mallopt(3)), for the rest of the process.
+    """Have glibc keep freed memory for the next allocation (mallopt(3)), for the rest of the process.
 
-    Left alone it returns anything as large as a batch's activations to the system, which clears every page of it for the next
-    batch, and takes a third of the time for that where a ResNet-50 embeds on a CPU
-    (`python benchmarks/speed/freed_memory.py`). Other C libraries stay as they are.
+    By default glibc returns blocks as large as a batch's activations to the system, which clears every page again for the next
+    batch. That takes a third of the time when a ResNet-50 embeds on a CPU (`python benchmarks/speed/freed_memory.py`). Other C
+    libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -39,12 +39,12 @@ def keep_freed_memory() -> None:
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Compute ahead of who asks, in order, and at most one item more than there are threads.
+    """Apply a function in threads, ahead of the consumer by at most one item more than there are threads.
 
     Args:
-        function: what is computed of each item; most of it must run outside Python's lock.
-        items: read one by one, by the thread that asks.
-        threads: how many items are worked on at a time.
+        function: must spend most of its time outside Python's global lock.
+        items: read one by one, in the consumer's thread.
+        threads: number of threads.
 
     Yields:
         The results in the order of the items.
@@ -53,9 +53,8 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
         >>> list(map_in_threads(abs, [-3, 2, -1], threads=2))
         [3, 2, 1]
     """
-    with ThreadPoolExecutor(
-        threads
-    ) as pool:  # whose map reads all items at once before Python 3.14; joblib reads them in its threads
+    # before Python 3.14 the pool's own map reads all items at once; joblib reads them in its threads
+    with ThreadPoolExecutor(threads) as pool:
         started = (pool.submit(function, item) for item in items)
         ahead = deque(islice(started, threads + 1))
         try:
@@ -68,15 +67,15 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
 
 
 def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Compute as many items at once as there are threads, in order, and nothing while who asks uses them.
+    """Apply a function to as many items at once as there are threads, and rest while the consumer uses the results.
 
-    A model on the same cores loses more to threads that compute beside it than these gain: each of its products waits for the
-    core that was taken.
+    For a consumer that runs a model on the same cores: threads beside it would cost more than they gain, as each matrix product
+    waits for the core that was taken.
 
     Args:
-        function: what is computed of each item; most of it must run outside Python's lock.
-        items: read by the thread that asks, so many at a time.
-        threads: how many items are worked on at a time.
+        function: must spend most of its time outside Python's global lock.
+        items: read in the consumer's thread, as many at a time as there are threads.
+        threads: number of threads.
 
     Yields:
         The results in the order of the items.
@@ -92,22 +91,22 @@ def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) 
 
 
 def cores(device: torch.device) -> int:
-    """Return how many threads :func:`map_over_cores` spreads work over: as many as torch computes with, on a CPU."""
+    """Return the number of threads of :func:`map_over_cores`: torch's own number on a CPU, else 1."""
     return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, which may be fewer than the machine has."""
+    """Return the number of cores that this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
-    """Compute each item on a core of its own, as sorting, counting and indexing in torch know no other way.
+    """Compute each item on one core: for sorting, counting and indexing, which torch does not spread over cores itself.
 
     Args:
-        function: what is computed of each item.
+        function: computes one item with torch.
         items: independent of each other.
-        device: what is computed on; anything but a CPU is given one item after the other.
+        device: where it computes; on anything but a CPU items are computed one after the other.
 
     Yields:
         The results in the order of the items.
@@ -119,11 +118,7 @@ def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch
 
 
 def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
-    """Return a function for threads beside each other: torch computes on the one that calls it, and starts no more for each.
-
-    Args:
-        function: what is to be called.
-    """
+    """Wrap a function for use in several threads: torch computes in the calling thread and starts no threads of its own."""
     of_all = torch.get_num_threads()
 
     def alone(item: T) -> R:
@@ -135,10 +130,10 @@ def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
 
 @contextmanager
 def _one_torch_thread(of: int) -> Iterator[None]:
-    """Have torch compute on the calling thread alone; other threads keep what they have."""
-    torch.get_num_threads()  # the first question in a thread takes over everyone's number, over what it was told before
+    """Have torch compute only in the calling thread; other threads keep their setting."""
+    torch.get_num_threads()  # a thread's first call adopts the global number, and would undo the next line later
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(of)  # what threads that start later take over
+        torch.set_num_threads(of)  # the number that later threads adopt
