@@ -1,4 +1,4 @@
-"""Who finds what: exact retrieval metrics, bootstrap intervals, and the criterion of backward compatibility."""
+"""Exact retrieval metrics, bootstrap intervals, and the criterion of backward compatibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases, differences and the verdict: what an evaluation finds, whatever its items are."""
+"""The results of an evaluation: cases, differences and the verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ IMAGE_TO_TEXT = "image-to-text"
 TEXT_TO_IMAGE = "text-to-image"
 TEXT_TO_TEXT = "text-to-text"
 OLD_WITH_MEMORY = "old+memory"
-"""Who asks old queries that wear the metric and the memory of the new ones."""
+"""Query side of a case: old queries with a metric and a memory like those of the new ones."""
 WITHOUT_MEMORY = "without memory"
-"""Who asks new queries that wear neither."""
+"""Query side of a case: new queries without metric and memory, or on a gallery that was mapped without memory."""
 NEW_WITH_MEMORY = "new+memory"
-"""Who asks new queries that remember what a mapped gallery does; a gallery of the new model that does likewise."""
+"""Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
 FLIP_METRIC = "negative_flip_rate@1"
 ZERO_SHOT = "zero_shot"
 ZERO_SHOT_METRIC = f"{ZERO_SHOT}@1"
@@ -33,7 +33,7 @@ class Case:
         query: the model that embeds the queries.
         gallery: the model that embedded the gallery.
         direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``.
-        n_queries: queries measured, those without any match left out.
+        n_queries: queries with a match; others are not measured.
         n_gallery: items in the gallery.
         metrics: name such as ``recall@1`` -> fraction.
         ci95: the same names -> 95 % bootstrap interval.
@@ -89,20 +89,19 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was measured.
+    """The whole result of an evaluation.
 
     Args:
         cases: one per (query, gallery, direction), zero-shot cases last.
         criterion: the verdict.
         ranks: (query, gallery, direction) -> int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`, for recall curves.
-        dropped: direction -> queries without any match, left out.
-        notes: what a reader must know, one sentence each.
-        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; ranks do not
-            say it.
-        clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which intervals draw together; each query by
-            itself in directions that are not in it.
-        confidence: direction -> float32 ``(Q,)``, how sure new queries are that they find no less than old ones, NaN for queries
-            left out; where the model says so.
+        dropped: direction -> number of queries that are left out because they have no match.
+        notes: remarks for the reader, one sentence each.
+        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out.
+        clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which the bootstrap draws together; a direction
+            without an entry has no clusters.
+        confidence: direction -> float32 ``(Q,)``, the new queries' confidence that they find no less than the old ones; NaN for
+            queries left out, and empty if the model has no confidence.
     """
 
     cases: list[Case]

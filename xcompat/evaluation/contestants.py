@@ -1,4 +1,4 @@
-"""Who stands in an evaluation, as embeddings of one test set, and who searches whom."""
+"""The models of an evaluation, as embeddings of one test set, and the cases: whose queries search whose gallery."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EvaluationOptions:
         chunk_size: rows per block; results do not depend on it.
         n_resamples: bootstrap draws; queries about one item are drawn together.
         seed: of the draws.
-        shared: whether every process evaluates the same contestants, to rank a share of the queries each; all get everything.
+        shared: whether all processes evaluate the same contestants: each ranks a share of the queries, all get the result.
     """
 
     ks: Sequence[int] | None = None
@@ -37,16 +37,16 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class Direction:
-    """One way to search a test set, and how what is found is counted.
+    """One way to search a test set, and the metric that counts the hits.
 
     Args:
         name: ``image-to-text``, ``text-to-image`` or ``image-to-image``.
-        metric: what it is called to find an item among the first k, such as ``recall``.
+        metric: name of the metric for a match among the first k, such as ``recall``.
         ks: the cut-offs k.
-        n_gallery: items that are searched.
-        clusters_Q: int64 ``(Q,)``, equal for queries about one item; None where each is about its own.
-        without_match: what is true of queries that are left out.
-        notes: what a reader must know, one sentence each.
+        n_gallery: items in the gallery.
+        clusters_Q: int64 ``(Q,)``, equal for queries about one item; None if the queries are independent.
+        without_match: describes the queries that are left out, in a note.
+        notes: remarks for the reader, one sentence each.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Direction:
 
 
 class Found(NamedTuple):
-    """What each query of one model finds in the gallery of another.
+    """The result of each query of one model in the gallery of another.
 
     Args:
         ranks_Q: int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`.
-        average_precision: metric -> float64 ``(Q,)``, NaN for queries without a match; empty where only the first match counts.
+        average_precision: metric -> float64 ``(Q,)``, NaN for queries without a match; empty if only the first match counts.
     """
 
     ranks_Q: np.ndarray
@@ -71,40 +71,40 @@ class Found(NamedTuple):
 
 
 class Contestant(Protocol):
-    """What one model makes of a test set, of whatever items."""
+    """One model's embeddings of a test set."""
 
     @property
     def name(self) -> str:
-        """What people call the model."""
+        """The model's name, for people."""
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Which model it is."""
+        """The model's identity."""
 
     @property
     def dim(self) -> int:
         """Dimensions of the embeddings."""
 
     def require_same_items(self, other: Self, name: str) -> None:
-        """Refuse another model's embeddings of other items, naming the first that differs."""
+        """Raise unless the other model, called ``name``, embedded the same items; the error names the first that differs."""
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return every matrix of embeddings by what it holds, such as ``images``."""
+        """Return the matrices of embeddings by the kind of their items, such as ``images``."""
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> Self:
         """Return the same items with other embeddings."""
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the rows that are embeddings, not the NaN of an item that could not be read."""
+        """Return one mask per kind of item: False for rows of NaN, whose item could not be read."""
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> Self:
-        """Return the items that masks like those of :meth:`readable` leave."""
+        """Return only the items for which the masks, as :meth:`readable` returns them, are True."""
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return how the items are searched, counted at these cut-offs; classification comes last."""
+        """Return the directions of search with these cut-offs; classification comes last."""
 
     def find(self, gallery: Self, direction: Direction, options: EvaluationOptions) -> Found | None:
-        """Search another model's gallery in one direction; None where one of both has nothing to classify."""
+        """Search another model's gallery in one direction; None if one of the two has nothing to classify."""
 
 
 C = TypeVar("C", bound=Contestant)
@@ -112,20 +112,20 @@ C = TypeVar("C", bound=Contestant)
 
 @dataclass(frozen=True)
 class Contestants(Generic[C]):
-    """Everyone in an evaluation, as embeddings of one test set.
+    """All models of an evaluation, as embeddings of one test set.
 
     Args:
         old: the old model; its gallery stays.
         new_view: the new model in the space of that gallery: ``new/old``.
-        new: the new model among its own: ``new/new``.
+        new: the new model in its own space: ``new/new``.
         independent: the new model without any training for compatibility. For ``independent/old`` its first dimensions are
             compared (zero-padded if it has fewer).
         extra: other query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
         upgraded: the old gallery mapped towards the new model (FCT), of the dimension of ``new_view``, which searches it.
-        forgetful: the same without what the map remembers.
-        ceiling: the new model among its own, where both its queries and its gallery remember likewise.
-        side_info: what is stored beside the old gallery and mapped with it, where there is some.
-        confidence: how sure the new queries are, (N, 1) each, where the model says so.
+        forgetful: the same gallery, mapped without the map's memory.
+        ceiling: the new model in its own space, with the same kind of memory for its queries and its gallery.
+        side_info: side-information that is stored beside the old gallery and mapped with it.
+        confidence: the confidence of the new queries, ``(N, 1)`` per kind of item.
     """
 
     old: C
@@ -140,18 +140,15 @@ class Contestants(Generic[C]):
     confidence: C | None = None
 
     def _roles(self) -> dict[str, C]:
-        """Return everyone who is there but the extra models."""
+        """Return the models by role, without the extra ones."""
         roles = {role.name: getattr(self, role.name) for role in fields(self) if role.name != "extra"}
         return {role: model for role, model in roles.items() if model is not None}
 
     def without_unreadable(self) -> Contestants[C]:
-        """Drop the items that one of them could not read.
-
-        Returns:
-            The same with equal rows left in each.
+        """Return the models with the items that all of them could read.
 
         Raises:
-            XcompatError: they are of different items.
+            XcompatError: the models embedded different items.
         """
         self._require_same_items()
         roles = self._roles()
@@ -161,7 +158,7 @@ class Contestants(Generic[C]):
         return replace(self, extra=extra, **{role: model.keep(masks) for role, model in roles.items()})
 
     def searches(self, old_on_new: bool = False) -> list[tuple[str, str, C, C]]:
-        """Check that all fit together, and list who queries whom.
+        """Check that the models fit together, and list the cases.
 
         Args:
             old_on_new: whether old queries search the new model's gallery too.
@@ -170,7 +167,7 @@ class Contestants(Generic[C]):
             (query, gallery, query model, gallery model) per case, in the report's order.
 
         Raises:
-            XcompatError: a name is taken, items differ, dimensions do not fit, or old queries have no place in the new space.
+            XcompatError: a name is taken, items differ, dimensions do not fit, or ``old_on_new`` is set for a mapped gallery.
         """
         old, plain, stays = self.old, self.independent, self._gallery_that_stays
         self._require_same_items()
@@ -179,7 +176,7 @@ class Contestants(Generic[C]):
             raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
         cases: list[tuple[str, str, C | None, C | None]] = [
             ("old", "old", old, old),
-            ("independent", "old", None if plain is None else fit_dim(plain, old.dim), old),
+            ("independent", "old", None if plain is None else _fit_dim(plain, old.dim), old),
             *((name, "old", model, old) for name, model in self.extra.items()),
             ("new", "old", self.new_view, stays),
             (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
@@ -203,7 +200,7 @@ class Contestants(Generic[C]):
             self.old.require_same_items(model, name)
 
     def _require_fitting(self) -> None:
-        """Refuse names that are taken, and models whose queries are of another dimension than the gallery."""
+        """Refuse names that are taken, and queries of another dimension than the gallery they search."""
         taken = {"old", "new", "independent", "new_view"} & self.extra.keys()
         if taken:
             raise XcompatError(
@@ -217,16 +214,8 @@ class Contestants(Generic[C]):
                 )
 
 
-def fit_dim(model: C, dim: int) -> C:
-    """Cut embeddings to their first dimensions, or fill them up with zeros.
-
-    Args:
-        model: with D dimensions.
-        dim: how many there shall be.
-
-    Returns:
-        The same items with ``dim`` dimensions.
-    """
+def _fit_dim(model: C, dim: int) -> C:
+    """Cut embeddings to their first ``dim`` dimensions, or fill them up with zeros."""
 
     def fit(embeds_ND: Embeddings) -> np.ndarray:
         rows_ND = as_rows(embeds_ND, model.name)[:, :dim]

@@ -1,4 +1,4 @@
-"""Images with a class, as one model embeds them: queries, and a gallery that they search."""
+"""One model's embeddings of labelled images: the queries, and the gallery that they search."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
-from xcompat.evaluation.labelled import Items, LabelledPairs
-from xcompat.evaluation.ranking import rank_queries
+from xcompat.evaluation.ranking import ranking_per_query
 from xcompat.evaluation.scores import Embeddings, Ids, as_ids
 from xcompat.fingerprint import Fingerprint
 
@@ -20,13 +19,13 @@ _KS = (1, 5)
 
 @dataclass(frozen=True)
 class EmbeddedImages:
-    """What one model makes of labelled queries and of a labelled gallery.
+    """One model's embeddings of labelled queries and of a labelled gallery.
 
     Args:
-        name: what people call the model.
-        fingerprint: which model it is.
+        name: the model's name, for people.
+        fingerprint: the model's identity.
         query_embeds_QD: ``(Q, D)`` embeddings of the queries.
-        gallery_embeds_GD: ``(G, D)`` embeddings of the gallery; queries may be in it, and never find themselves.
+        gallery_embeds_GD: ``(G, D)`` embeddings of the gallery; it may hold the queries, and no query finds itself.
         query_ids: Q hashables, one per image.
         gallery_ids: G hashables.
         query_labels: Q classes.
@@ -48,14 +47,14 @@ class EmbeddedImages:
         return int(self.gallery_embeds_GD.shape[1])
 
     def require_same_items(self, other: EmbeddedImages, name: str) -> None:
-        """Refuse embeddings of other items, or in another order, naming the first that differs."""
+        """Raise unless the other model, called ``name``, embedded the same items in the same order."""
         for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels"):
             expected, found = getattr(self, what), getattr(other, what)
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
                 raise XcompatError(f"{what} of {name} are not those of old; embed the same images in the same order with both")
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return every matrix of embeddings by what it holds."""
+        """Return the embeddings of ``queries`` and of the gallery's ``images``."""
         return {"queries": self.query_embeds_QD, "images": self.gallery_embeds_GD}
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedImages:
@@ -63,11 +62,11 @@ class EmbeddedImages:
         return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"])
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return which queries, and which items of the gallery, could be read."""
+        """Return masks of the queries and of the gallery items that could be read."""
         return tuple(np.isfinite(np.asarray(embeds)[:, 0]) for embeds in (self.query_embeds_QD, self.gallery_embeds_GD))
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedImages:
-        """Return the queries and items of the gallery that masks leave."""
+        """Return only the queries and gallery items for which the masks are True."""
         kept_Q, kept_G = masks
         if kept_Q.all() and kept_G.all():
             return self
@@ -84,14 +83,21 @@ class EmbeddedImages:
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Search images with images."""
+        """Return the one direction: images search images."""
         without_match = "queries have no image of their class in the gallery"
         return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
 
     def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
-        """Rank the images of a query's class."""
-        queries = Items(self.query_embeds_QD, self.query_labels, self.query_ids)
-        items = Items(gallery.gallery_embeds_GD, gallery.gallery_labels, gallery.gallery_ids)
-        ranked = rank_queries(LabelledPairs(queries, items, options.chunk_size), options.shared)
+        """Rank the gallery images of each query's class."""
+        ranked = ranking_per_query(
+            self.query_embeds_QD,
+            gallery.gallery_embeds_GD,
+            self.query_labels,
+            gallery.gallery_labels,
+            self.query_ids,
+            gallery.gallery_ids,
+            chunk_size=options.chunk_size,
+            shared=options.shared,
+        )
         precision = {"map@1.0": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
         return Found(ranked.first_hit_ranks_Q, precision)

@@ -1,4 +1,4 @@
-"""Images with captions, as one model embeds them: how they are searched, and classified by prompts."""
+"""One model's embeddings of images with captions: retrieval in both directions, and zero-shot classification."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10, 50)
 _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}
-"""What asks, and what is searched."""
+"""Direction -> (kind of the queries, kind of the gallery)."""
 
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """One model's side of a zero-shot classification.
+    """One model's embeddings for a zero-shot classification.
 
     Args:
         image_embeds_ND: ``(N, D)`` embeddings of labelled images.
@@ -36,16 +36,16 @@ class ZeroShot:
 
 @dataclass(frozen=True)
 class EmbeddedPairs:
-    """What one model makes of the test set.
+    """One model's embeddings of images with captions.
 
     Args:
-        name: what people call the model.
-        fingerprint: which model it is.
+        name: the model's name, for people.
+        fingerprint: the model's identity.
         image_embeds_ND: ``(N, D)`` embeddings.
         text_embeds_MD: ``(M, D)`` embeddings.
         image_ids: N hashables; several images may share one.
         text_ids: M hashables; the id of the image or images that each text describes.
-        zero_shot: the same model's side of a zero-shot classification, if there is one.
+        zero_shot: the same model's embeddings for a zero-shot classification, if the test set has one.
     """
 
     name: str
@@ -62,7 +62,7 @@ class EmbeddedPairs:
         return int(self.image_embeds_ND.shape[1])
 
     def require_same_items(self, other: EmbeddedPairs, name: str) -> None:
-        """Refuse embeddings of other items, or in another order, naming the first that differs."""
+        """Raise unless the other model, called ``name``, embedded the same items in the same order."""
         sides: list[tuple[str, Ids, Ids]] = [
             ("image", self.image_ids, other.image_ids),
             ("text", self.text_ids, other.text_ids),
@@ -80,7 +80,7 @@ class EmbeddedPairs:
                     )
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return every matrix of embeddings by what it holds."""
+        """Return the embeddings of ``images``, ``texts``, and of ``zero-shot images`` and ``classes`` if there are such."""
         own = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
         zero = self.zero_shot
         return own | ({"zero-shot images": zero.image_embeds_ND, "classes": zero.class_embeds_CD} if zero is not None else {})
@@ -93,11 +93,11 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return which images could be read; texts always can."""
+        """Return a mask of the images that could be read; texts always can."""
         return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
-        """Drop images, and the captions of those that are gone altogether."""
+        """Return only the images for which the mask is True, and the captions whose id still has an image."""
         (kept_N,) = masks
         if kept_N.all():
             return self
@@ -109,14 +109,14 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Search texts with images, images with texts, and classes with images where there are such."""
+        """Return the search of texts by images, of images by texts, and of classes by images if the test set has classes."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
         if self.zero_shot is not None:
             found.append(Direction(IMAGE_TO_TEXT, ZERO_SHOT, (1,), len(self.zero_shot.class_embeds_CD)))
         return found
 
     def _direction(self, name: str, ks: Sequence[int]) -> Direction:
-        """Leave out the cut-offs that do not leave anything out of the gallery; queries about one item are a cluster."""
+        """Return a direction with the cut-offs below the size of the gallery; queries of one id are a cluster."""
         (_, query_ids), (_, gallery_ids) = (self._side(side) for side in _SIDES[name])
         n_gallery = len(gallery_ids)
         kept = [int(k) for k in ks if 1 <= k < n_gallery]
@@ -132,7 +132,7 @@ class EmbeddedPairs:
         return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
 
     def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:
-        """Rank the captions of an image, the images of a caption, or the classes of an image."""
+        """Rank the captions of each image, the images of each caption, or the classes of each image."""
         if direction.metric == ZERO_SHOT:
             if self.zero_shot is None or gallery.zero_shot is None:
                 return None

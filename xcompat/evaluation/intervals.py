@@ -14,7 +14,7 @@ _BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference between two measurements of the same queries, and its bootstrap interval.
+    """The mean difference between two models on the same queries, and its bootstrap interval.
 
     Args:
         mean: mean of ``a - b``.
@@ -46,7 +46,7 @@ def bootstrap_interval(
         n_resamples: how often to draw.
         level: the share of resampled means inside.
         seed: equal seeds draw equal queries, so that intervals over the same queries are comparable.
-        clusters_Q: what each query is about; queries of one cluster (16 faces of a character, 5 captions of an image) are drawn
+        clusters_Q: the item of each query; queries about one item (16 faces of a character, 5 captions of an image) are drawn
             together, as they are not independent.
 
     Returns:
@@ -121,10 +121,10 @@ def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters
     n_queries = len(values_QK)
     if n_queries == 0 or n_resamples < 1:
         raise XcompatError(f"a bootstrap of {n_queries} values and {n_resamples} resamples is empty; both must be at least 1")
-    codes_Q = _cluster_codes(clusters_Q, n_queries)
+    codes_Q = cluster_codes(clusters_Q, n_queries)
     sizes_C = np.bincount(codes_Q)
     n_clusters = len(sizes_C)
-    # One more column, the sizes, so that a weighted sum over clusters gives numerators and denominator together.
+    # The sizes are one more column, so that a weighted sum over clusters gives numerators and denominator together.
     sums_CK = np.stack([np.bincount(codes_Q, column, n_clusters) for column in values_QK.T] + [sizes_C], axis=1)
     generator = np.random.default_rng(seed)
     per_block = max(1, _BLOCK_NUMBERS // n_clusters)
@@ -165,7 +165,8 @@ def _column(values_Q: np.ndarray) -> np.ndarray:
     return values_Q[:, None]
 
 
-def _cluster_codes(clusters_Q: Ids | None, n_queries: int) -> np.ndarray:
+def cluster_codes(clusters_Q: Ids | None, n_queries: int) -> np.ndarray:
+    """Return int64 ``(Q,)``, equal numbers for queries of one cluster; each query is its own cluster if None are given."""
     if clusters_Q is None:
         return np.arange(n_queries)
     return id_codes(as_ids(clusters_Q, n_queries, "clusters"), ())[0]

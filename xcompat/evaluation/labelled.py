@@ -1,4 +1,4 @@
-"""Queries and a gallery with a class each: who counts for whom, and their exact scores, tile by tile."""
+"""Labelled queries and gallery items: which pairs count, which are positives, and their exact scores, tile by tile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, blocks, id_codes
 
 LEFT_OUT = -(2.0**53)
-"""Stands where a pair does not count; below every score, which are integers of at most about 2^52."""
+"""Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""
 
 MATED_ROWS = 128
-"""Queries whose positives are looked for together; few, so that little else stands between them."""
+"""Queries scored together against the items of their classes: few, so that few of these items are of another query's class."""
 
-_BLOCK_POSITIVES = 2**21  # positives of one block of queries: some hundred MB where each has tens of thousands
-_WIDER = 16  # gallery items per block are so many times the queries: whoever counts in a tile has a cost per row of it
-_TILE = 2**21  # scores computed together, 16 MB: more would be given back to the system and fetched again for each tile
+_BLOCK_POSITIVES = 2**21  # bounds a block of queries with tens of thousands of positives each to some hundred MB
+_WIDER = 16  # gallery items per query of a block: counting costs time per row of a tile, so tiles are wide
+_TILE = 2**21  # scores per tile, 16 MB: the allocator would give a larger tile back to the system and fetch it again
 
 
 class Items(NamedTuple):
@@ -29,7 +29,7 @@ class Items(NamedTuple):
     Args:
         embeds_ND: ``(N, D)`` embeddings; normalised inside, so scores are cosines.
         labels_N: N hashables, the classes.
-        ids_N: N hashables that say which sample each is; None to leave nothing out.
+        ids_N: N hashables, the samples; None if no query is in the gallery.
     """
 
     embeds_ND: Embeddings
@@ -38,13 +38,13 @@ class Items(NamedTuple):
 
 
 class LabelledPairs:
-    """All pairs of a query and a gallery item, but those of equal sample ids; equal labels make a positive.
+    """All pairs of a query and a gallery item, except those of one sample; equal labels make a positive.
 
     Args:
         queries: Q items.
         gallery: G items; they have ids exactly if the queries do.
         chunk_size: queries per block; memory grows with it, scores do not change.
-        called: what the labels of queries and of the gallery are called in messages.
+        called: names of the two sides' labels in messages.
 
     Raises:
         XcompatError: if shapes, labels, ids or numbers are unusable.
@@ -68,7 +68,7 @@ class LabelledPairs:
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
         self.chunk_size = chunk_size
         self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
-        # In order of their classes, the positives of a block of queries stand together: finding them is a fraction of the work.
+        # Sorted by class, the positives of a block of queries are one range of the gallery, and only that range is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
         self._read_ids(queries.ids_N, gallery.ids_N)
@@ -77,7 +77,7 @@ class LabelledPairs:
         return id_codes(as_ids(of_queries, self.n_queries, called[0]), as_ids(of_gallery, self.n_gallery, called[1]))
 
     def _read_ids(self, query_ids: Ids | None, gallery_ids: Ids | None) -> None:
-        """Find which stretch of the gallery, in order of its ids, each query must not meet."""
+        """Find the items of each query's own id, which do not count: a range of the gallery sorted by id."""
         if (query_ids is None) != (gallery_ids is None):
             raise XcompatError("sample ids of one side only; give query_ids and gallery_ids, or neither")
         if query_ids is None or gallery_ids is None:
@@ -92,23 +92,16 @@ class LabelledPairs:
 
     @property
     def n_pairs(self) -> int:
-        """Pairs that count."""
+        """Number of pairs that count."""
         return self.n_queries * self.n_gallery - int((self._left_last_Q - self._left_first_Q).sum())
 
     def mated_rows(self, shared: bool = False) -> np.ndarray:
-        """Return the queries whose class occurs in the gallery, in order of their classes.
-
-        Args:
-            shared: whether every process is here, and gets a share of them.
-
-        Returns:
-            Row numbers.
-        """
+        """Return the rows of the queries whose class occurs in the gallery, sorted by class; a process's share if ``shared``."""
         order_Q = np.argsort(self.query_codes, kind="stable")
         return my_share(order_Q[np.isin(self.query_codes[order_Q], self.gallery_codes)], shared)
 
     def mated_blocks(self, shared: bool = False) -> Iterator[np.ndarray]:
-        """Yield the rows of :meth:`mated_rows` in blocks of at most ``chunk_size``, and fewer where classes are large."""
+        """Yield the rows of :meth:`mated_rows` in blocks of at most ``chunk_size``, and fewer if classes are large."""
         rows_N = self.mated_rows(shared)
         first_N, last_N = (np.searchsorted(self._sorted_codes_G, self.query_codes[rows_N], side) for side in ("left", "right"))
         before_N, start = np.cumsum(last_N - first_N), 0
@@ -119,14 +112,7 @@ class LabelledPairs:
             start = stop
 
     def blocks_of(self, rows_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield row numbers in blocks of at most ``chunk_size``.
-
-        Args:
-            rows_N: row numbers of queries.
-
-        Yields:
-            Their blocks, in order.
-        """
+        """Yield row numbers in blocks of at most ``chunk_size``."""
         for part in blocks(len(rows_N), self.chunk_size):
             yield rows_N[part]
 
@@ -137,7 +123,7 @@ class LabelledPairs:
             rows_B: row numbers of queries.
 
         Yields:
-            Which of ``rows_B``, which columns of the gallery, and their exact scores, float64 ``(R, C)``, :data:`LEFT_OUT` for
+            A range of ``rows_B``, a range of the gallery, and their exact scores, float64 ``(R, C)``, with :data:`LEFT_OUT` for
             pairs of equal ids.
         """
         block_BD = self.queries.block(rows_B)
@@ -154,10 +140,10 @@ class LabelledPairs:
         """Yield the scores of some queries against the gallery items of their classes.
 
         Args:
-            rows_B: row numbers of a few queries (:data:`MATED_ROWS`) in order of their classes, as they are in a block.
+            rows_B: row numbers of a few queries (:data:`MATED_ROWS`), sorted by class as in :meth:`mated_blocks`.
 
         Yields:
-            float64 ``(B, C)`` exact scores, and bool ``(B, C)`` which of them are of positives.
+            float64 ``(B, C)`` exact scores, and bool ``(B, C)``, True for positives.
         """
         codes_B = self.query_codes[rows_B]
         first, last = np.searchsorted(self._sorted_codes_G, [codes_B[0], codes_B[-1] + 1])
@@ -178,7 +164,7 @@ class LabelledPairs:
             rows_B: row numbers as in :meth:`class_tiles`.
 
         Returns:
-            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` whose they are: positions in ``rows_B``.
+            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` the query of each, as a position in ``rows_B``.
         """
         scores, owners = [], []
         for scores_BC, positive_BC in self.class_tiles(rows_B):
@@ -188,7 +174,7 @@ class LabelledPairs:
         return torch.cat(scores), torch.cat(owners)
 
     def _left_out(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of equal ids: positions in ``rows_B``, and gallery items."""
+        """Return the pairs of equal ids, as positions in ``rows_B`` and numbers of gallery items."""
         first_B = self._left_first_Q[rows_B]
         n_B = self._left_last_Q[rows_B] - first_B
         inside_N = np.arange(n_B.sum()) - np.repeat(np.cumsum(n_B) - n_B, n_B)
@@ -196,7 +182,7 @@ class LabelledPairs:
 
 
 def _leave_out(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:
-    """Mark pairs that do not count; positions outside of the tile are another tile's."""
+    """Overwrite the scores of pairs that do not count; positions outside of this tile are ignored."""
     n_rows, n_columns = scores_RC.shape
     here_N = (rows_N >= 0) & (rows_N < n_rows) & (columns_N >= 0) & (columns_N < n_columns)
     rows, columns = (torch.from_numpy(positions_N[here_N]).to(scores_RC.device) for positions_N in (rows_N, columns_N))

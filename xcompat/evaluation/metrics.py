@@ -1,4 +1,4 @@
-"""Retrieval metrics, pure and exact: ranks without sorting, ties against you, memory bounded by the chunk."""
+"""Exact retrieval metrics: ranks without sorting, pessimistic ties, memory bounded by the chunk size."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def first_hit_ranks(
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> np.ndarray:
-    """Return how many negatives stand before each query's best positive.
+    """Return how many negatives rank before each query's best positive.
 
-    Ties are pessimistic: a positive ranks after every negative of the same score; positives do not push each other down.
+    Ties are pessimistic: a positive ranks after every negative of the same score. Positives do not push each other down.
     Nothing is sorted: the rank is the number of negatives that score at least as high as the best positive. Scores are exact
     (:mod:`xcompat.evaluation.scores`), so the result does not depend on the chunk size in any bit.
 
@@ -83,7 +83,7 @@ def first_hit_ranks(
         query_ids: Q hashables.
         gallery_ids: G hashables.
         chunk_size: rows per block on both sides.
-        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+        shared: whether all processes call this with the same arguments: each ranks a share of the queries, all get the result.
 
     Returns:
         int64 ``(Q,)``, 0 for a first place, -1 for queries whose id is not in the gallery.
@@ -109,19 +109,19 @@ def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
 
     def rank(rows_B: np.ndarray) -> np.ndarray:
         best_B, tied_B = _best_positives(pairs, rows_B)
-        # Counts every item at or above the best positive: the negatives wanted, and the positives that equal it.
+        # The count includes the positives that tie with the best one; what is left are negatives.
         return (_count_at_least(pairs, rows_B, best_B) - tied_B).cpu().numpy()
 
     if not len(rows_N):
         return np.zeros(0, dtype=np.int64)
-    n_blocks = -(-len(rows_N) // (pairs.chunk_size * cores(pairs.device))) * cores(pairs.device)  # threads have equally many
+    n_blocks = -(-len(rows_N) // (pairs.chunk_size * cores(pairs.device))) * cores(pairs.device)  # equally many per thread
     with ieee_products():
         parts = np.array_split(rows_N, min(n_blocks, len(rows_N)))
         return np.concatenate(list(map_over_cores(rank, parts, pairs.device)))
 
 
 def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each query's best positive score, and how many positives have exactly that; each has one in the gallery."""
+    """Return the score of each query's best positive, and how many positives have exactly that score."""
     best_B = torch.full((len(rows_B),), -torch.inf, dtype=torch.float64, device=pairs.device)
     tied_B = torch.zeros(len(rows_B), dtype=torch.int64, device=pairs.device)
     for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
@@ -137,8 +137,8 @@ def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Ten
 def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
     """Return how many gallery items score at least the threshold, per query.
 
-    A float32 product (:func:`ieee_products`) is half the work of an exact one, and leaves few pairs that are within its error of
-    the threshold: those alone are scored exactly.
+    A float32 product (:func:`ieee_products`) takes half the time of an exact one. Only the few pairs within its rounding error of
+    the threshold are scored exactly.
     """
     block_BD, margin = pairs.queries.block(rows_B), rounding_error(pairs.dim)
     narrow_BD = narrow(block_BD)
@@ -160,8 +160,7 @@ def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch
 def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int = 1) -> float:
     """Return the share of queries that the old model answered within the first k and the new one does not.
 
-    The negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval: better on average may still mean
-    worse for some.
+    This is the negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval.
 
     Args:
         old_ranks_Q: ``(Q,)`` from :func:`first_hit_ranks`.
@@ -172,7 +171,7 @@ def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int 
         A fraction in [0, 1] of the queries that have any match.
 
     Raises:
-        XcompatError: if the two are not ranks of the same queries.
+        XcompatError: if the two are not ranks of the same queries, or no query has a match.
 
     Example:
         >>> negative_flip_rate(np.array([0, 0, 3, -1]), np.array([0, 1, 0, -1]))
@@ -244,20 +243,7 @@ def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings,
 def zero_shot_ranks(
     image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024
 ) -> np.ndarray:
-    """Return how many classes stand before each image's own one; arguments as in :func:`zero_shot_accuracy`.
-
-    Args:
-        image_embeds_ND: ``(N, D)`` embeddings.
-        class_embeds_CD: ``(C, D)`` from :func:`class_embeddings`.
-        labels_N: N integers in [0, C).
-        chunk_size: rows per block.
-
-    Returns:
-        int64 ``(N,)``, 0 for a right answer.
-
-    Raises:
-        XcompatError: if shapes, labels or numbers are unusable.
-    """
+    """Return how many classes rank before each image's own, int64 ``(N,)``; arguments as in :func:`zero_shot_accuracy`."""
     ranks_N = first_hit_ranks(image_embeds_ND, class_embeds_CD, labels_N, range(len(class_embeds_CD)), chunk_size)
     if (ranks_N < 0).any():
         bad = int(np.flatnonzero(ranks_N < 0)[0])

@@ -1,4 +1,4 @@
-"""Measure every case that a report shows, and judge whether the new model is backward compatible."""
+"""Measure all cases, and judge whether the new model is backward compatible."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
 
     Args:
         contestants: embeddings of one test set, all of them readable: :class:`EmbeddedPairs` or :class:`EmbeddedImages`.
-        options: cut-offs and resampling; the usual ones unless given.
+        options: cut-offs and resampling; the defaults of :class:`EvaluationOptions` if None.
 
     Returns:
-        Cases, verdict, and what each query finds.
+        Cases, verdict, and the ranks of every query.
 
     Raises:
-        XcompatError: the models were not evaluated on the same items, dimensions do not fit, there is nothing to measure, or old
-            queries shall search a new gallery where the old one is mapped.
+        XcompatError: the models embedded different items, dimensions do not fit, there is nothing to measure, or ``old_on_new``
+            is set for a mapped gallery.
     """
     options = options or EvaluationOptions()
     searches, directions = contestants.searches(options.old_on_new), contestants.old.directions(options.ks)
@@ -69,13 +69,7 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
 
 @dataclass(frozen=True)
 class _Measured:
-    """What every case finds in one direction, and how it is counted: queries without a match are left out.
-
-    Args:
-        direction: in which queries search.
-        found: (query, gallery) -> what they find.
-        options: how intervals are drawn.
-    """
+    """The results of all cases in one direction; queries without a match are left out."""
 
     direction: Direction
     found: Mapping[tuple[str, str], Found]
@@ -92,7 +86,7 @@ class _Measured:
         return int((~self._known).sum())
 
     def notes(self) -> list[str]:
-        """Say what a reader must know."""
+        """Return the direction's notes, and one on the queries that are left out."""
         left_out = [f"{self.dropped} {self.direction.without_match} and are left out."] if self.dropped else []
         return [*self.direction.notes, *left_out]
 
@@ -110,7 +104,7 @@ class _Measured:
         return Case(query, gallery, self.direction.name, len(values_QK), self.direction.n_gallery, metrics, ci95)
 
     def differences(self, than: str) -> list[Difference]:
-        """Compare new queries of the old gallery with another model's, metric by metric; nothing where one does not ask."""
+        """Compare the queries of ``new`` with those of ``than`` on the old gallery, by metric; empty if one was not measured."""
         if not {("new", "old"), (than, "old")} <= self.found.keys():
             return []
         values, floor = self._values("new", "old"), self._values(than, "old")
@@ -122,7 +116,7 @@ class _Measured:
         return differences
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
-        """Return each metric of each query that has a match."""
+        """Return metric -> value of each query that has a match."""
         found, known_Q = self.found[query, gallery], self._known
         hits = {f"{self.direction.metric}@{k}": found.ranks_Q < k for k in self.direction.ks}
         return {name: values_Q[known_Q] for name, values_Q in {**hits, **found.average_precision}.items()}
@@ -136,7 +130,7 @@ class _Measured:
 def _measure(
     searches: Sequence[tuple[str, str, C, C]], direction: Direction, options: EvaluationOptions, among_others: bool
 ) -> _Measured:
-    """Search in every case; an error names the case, and the direction where it is one among others."""
+    """Search in every case; an error names the case, and the direction if there are several."""
     measured = {}
     for query, gallery, asking, searched in searches:
         try:
@@ -150,7 +144,7 @@ def _measure(
 
 
 def _beside_same_memory(differences: Sequence[Difference]) -> str:
-    """Say what new queries find more than old ones that remember the same; the verdict is about old ones as they are."""
+    """Return a note on new queries against old ones with the same metric and memory; the verdict is against plain old ones."""
     points = (
         f"{each.direction} {each.metric} {100 * each.mean:+.1f} ({100 * each.ci95[0]:.1f} to {100 * each.ci95[1]:.1f})"
         for each in differences
@@ -161,7 +155,7 @@ def _beside_same_memory(differences: Sequence[Difference]) -> str:
 def _judge(cases: Sequence[Case], differences: list[Difference]) -> Criterion:
     """Compare ``new/old`` with ``old/old``, and ``new/new`` with ``independent/independent``, metric by metric."""
     table = {(case.label, case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
-    lost, hurt = [], []  # negative flips are of new queries against old ones: old/old has none, so they are not judged
+    lost, hurt = [], []  # negative flips are not judged: they compare with old/old, which has none
     for (label, direction, metric), value in table.items():
         floor = table.get(("old/old", direction, metric))
         if label == "new/old" and floor is not None and not value > floor:

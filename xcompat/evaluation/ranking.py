@@ -22,13 +22,13 @@ _NONE_FOUND = "no query has another item of its class in the gallery; check that
 
 @dataclass(frozen=True)
 class RankedQueries:
-    """What one pass over the ranking says of each query.
+    """Ranks and average precisions of each query.
 
     Args:
         first_hit_ranks_Q: int64 ``(Q,)`` negatives before the best positive, 0 for a first place; -1 for queries without any.
         average_precision_Q: float64 ``(Q,)`` over the whole ranking; NaN for queries without positives.
         average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R the query's number of positives; NaN likewise.
-        positives_Q: int64 ``(Q,)`` gallery items of the query's class, without itself.
+        positives_Q: int64 ``(Q,)`` number of gallery items of the query's class, without itself.
     """
 
     first_hit_ranks_Q: np.ndarray
@@ -46,14 +46,14 @@ def cmc(
     gallery_ids: Ids | None = None,
     ks: Sequence[int] = (1, 5),
 ) -> dict[int, float]:
-    """Return the share of queries that find an item of their class among the first k (the cumulative match characteristic).
+    """Return the share of queries that find an item of their class among the first k (cumulative match characteristic).
 
     Args:
         queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
         gallery_GD: ``(G, D)`` embeddings.
         query_labels: Q hashables, the classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         ks: cut-offs, at least 1.
 
@@ -70,9 +70,7 @@ def cmc(
     """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
-    ranked = rank_queries(
-        LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
-    )
+    ranked = ranking_per_query(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
     found_Q = ranked.first_hit_ranks_Q[ranked.positives_Q > 0]
     return {int(k): float((found_Q < k).mean()) for k in ks}
 
@@ -88,16 +86,16 @@ def mean_average_precision(
 ) -> float:
     """Return the mean over queries of average precision: the mean, over a query's positives, of the precision at each one's rank.
 
-    The j-th best positive has rank j + the negatives that score at least as high as it, and precision j / rank. Where the ranking
-    is cut after k places, positives behind it count 0 and the sum is divided by the number of positives that could stand before
-    it: min(k, R) of a query's R. With k = R this is mAP@R (Musgrave et al. 2020, section 3.2).
+    The j-th best positive has the rank j + the number of negatives that score at least as high, and the precision j / rank. If
+    the ranking is cut after k places, later positives count 0, and the sum is divided by min(k, R), with R the query's number of
+    positives. With k = R this is mAP@R (Musgrave et al. 2020, section 3.2).
 
     Args:
         queries_QD: ``(Q, D)`` embeddings; normalised inside.
         gallery_GD: ``(G, D)`` embeddings.
         query_labels: Q hashables, the classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         at: None for the whole ranking (mAP@1.0), "R" to cut after each query's number of positives, or places, at least 1.
 
@@ -130,7 +128,7 @@ def ranking_per_query(
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> RankedQueries:
-    """Return first hits and average precisions of each query, for means, flips and bootstrap intervals, from one pass.
+    """Return first hits and average precisions of each query in one pass, for means, flips and bootstrap intervals.
 
     Scores are exact, ties are pessimistic (a positive ranks after every negative of its score), and the result does not depend on
     the chunk size in any bit.
@@ -140,10 +138,10 @@ def ranking_per_query(
         gallery_GD: ``(G, D)`` embeddings.
         query_labels: Q hashables, the classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         chunk_size: queries per block; memory grows with it.
-        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+        shared: whether all processes call this with the same arguments: each ranks a share of the queries, all get the result.
 
     Returns:
         One number of each kind per query.
@@ -157,11 +155,7 @@ def ranking_per_query(
         ([2, -1], [0.333, nan], [1, 0])
     """
     queries, gallery = Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids)
-    return rank_queries(LabelledPairs(queries, gallery, chunk_size), shared)
-
-
-def rank_queries(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
-    """Return first hits and average precisions of each query; see :func:`ranking_per_query`."""
+    pairs = LabelledPairs(queries, gallery, chunk_size)
     first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
     whole_Q, at_r_Q = np.full(pairs.n_queries, np.nan), np.full(pairs.n_queries, np.nan)
     mine = [
@@ -177,16 +171,16 @@ def rank_queries(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
 
 @dataclass(frozen=True)
 class Hits:
-    """The positives of a block of queries, each query's from the worst to the best, and where they stand in its ranking.
+    """The ranked positives of a block of queries, from each query's worst to its best.
 
     Args:
-        rows_B: which queries; each has a positive.
-        positives_B: how many.
-        owners_N: whose each positive is: a position in ``rows_B``, ascending.
-        places_N: their places among the query's positives, 1 for the best.
-        ranks_N: their places among all items, 1 for the best.
-        best_scores_B: exact scores of the best positives.
-        first_hit_ranks_B: negatives before the best positives.
+        rows_B: row numbers of the queries; each has a positive.
+        positives_B: the number of positives of each query.
+        owners_N: the query of each positive, as a position in ``rows_B``, ascending.
+        places_N: the place of each positive among the query's positives, 1 for the best.
+        ranks_N: the rank of each positive in the gallery, 1 for the best.
+        best_scores_B: exact score of each query's best positive.
+        first_hit_ranks_B: number of negatives before each query's best positive.
     """
 
     rows_B: np.ndarray
@@ -198,31 +192,24 @@ class Hits:
     first_hit_ranks_B: np.ndarray
 
     def average_precision(self, at: int | Literal["R"] | None) -> np.ndarray:
-        """Return each query's average precision.
-
-        Args:
-            at: where the ranking is cut, as in :func:`mean_average_precision`.
-
-        Returns:
-            float64 ``(B,)``.
-        """
+        """Return each query's average precision, float64 ``(B,)``, cut as in :func:`mean_average_precision`."""
         precisions_N, most_B = self.places_N / self.ranks_N, self.positives_B
         if at is not None:
             places_B = self.positives_B if at == "R" else np.full_like(self.positives_B, at)
             precisions_N, most_B = precisions_N * (self.ranks_N <= places_B[self.owners_N]), np.minimum(places_B, most_B)
-        # bincount adds one by one, in the order of the scores: the same sum in a block of any size
+        # bincount adds one by one, in the order of the scores, so the sum does not depend on the block size
         return np.bincount(self.owners_N, weights=precisions_N, minlength=len(self.rows_B)) / most_B
 
 
 def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
-    """Rank the positives of all queries that have any.
+    """Rank the positives of all queries that have any, block by block of queries.
 
     Args:
         pairs: queries and gallery.
-        shared: whether every process is here and ranks a share of the queries, which may have none.
+        shared: whether each process ranks a share of the queries; a share without positives is no error.
 
     Yields:
-        The positives, block by block of queries.
+        The ranked positives of a block.
 
     Raises:
         XcompatError: if no query has a positive.
@@ -237,7 +224,7 @@ def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
 
 
 def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
-    """Rank the positives of a block of queries; None if they have none."""
+    """Rank the positives of a block of queries; None if there are none."""
     scores_N, owners_N = _sorted_positives(pairs, rows_B)
     positives_B = torch.bincount(owners_N, minlength=len(rows_B))
     has_any_B = positives_B > 0  # a query may be the only one of its class
@@ -252,7 +239,7 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
 def placed(
     rows_B: np.ndarray, positives_B: np.ndarray, owners_N: np.ndarray, scores_N: np.ndarray, at_least_N: np.ndarray
 ) -> Hits:
-    """Turn counts of all items at or above each positive into ranks after the negatives only.
+    """Turn the counts of items at or above each positive into ranks, in which only negatives push a tied positive down.
 
     Args:
         rows_B: which queries.
@@ -275,7 +262,7 @@ def placed(
 
 
 def _sorted_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positives of a block of queries by owner, then by score, and their owners."""
+    """Return the scores of all positives of a block, sorted by query, then by score, and the query of each."""
     scores, owners = [], []
     for part in blocks(len(rows_B), MATED_ROWS):
         keys_N = sorted_keys(sort_keys(*pairs.positives(rows_B[part])))

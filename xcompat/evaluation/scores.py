@@ -5,7 +5,7 @@ chunk size, and copies of one gallery item need not tie. Here rows are L2-normal
 than float32 scores can tell apart). As integers their products are below 2^52 and so, by Cauchy-Schwarz, is every partial sum;
 float64 holds integers up to 2^53, hence no order of summation rounds, and a score is a pure function of its two rows.
 
-Where a score is only compared, a float32 product says most of it at half the cost: what it may be wrong by is known.
+To compare scores with a threshold, a float32 product decides most of them at half the cost, as its rounding error is bounded.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _GRID = 2.0**26
 UNIT = _GRID**2
 """The score of a cosine of 1."""
 _NORM_ROWS = 1024
-_FEW = 1 / 64  # share of pairs that are sooner scored one by one than with all others
-_MOST_NUMBERS = 2**24  # of embeddings that are brought together to be scored one by one: 128 MB
+_FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster than a whole product
+_MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one: 128 MB
 SCORE_BITS = 54
-"""A score is an integer of about 53 bits with its sign; 8 bits of a sort key are left to say whose it is, one for a mark."""
+"""Bits of a score, with its sign, in a sort key; of the others, 8 hold the row and 1 a mark."""
 
 
 def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
-    """Return embeddings as a NumPy matrix, without a copy where they are one (memory-mapped files stay so).
+    """Return embeddings as a NumPy matrix, without a copy if they are one (a memory-mapped file stays one).
 
     Args:
         embeds_ND: ``(N, D)`` numbers.
-        what: what they are, for the message.
+        what: their name in messages.
 
     Returns:
         ``(N, D)``, N and D at least 1.
 
     Raises:
-        XcompatError: if there is nothing in it, or it is not a matrix.
+        XcompatError: if they are no matrix, or empty.
     """
     if isinstance(embeds_ND, torch.Tensor):
         tensor = embeds_ND.detach().cpu()
@@ -65,8 +65,8 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
 
     Args:
         ids_N: N hashables: strings, integers, tuples, or a one-dimensional array.
-        n_rows: how many there must be.
-        what: whose ids they are, for the message.
+        n_rows: the number of rows.
+        what: their name in messages.
 
     Returns:
         A list of length ``n_rows``.
@@ -84,7 +84,7 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
 
 
 def _plain(item: Any) -> Any:  # noqa: ANN401 - an id may be anything
-    """Turn a NumPy scalar into Python's own, which reads well in messages."""
+    """Turn a NumPy scalar into a Python one, which is easier to read in messages."""
     return item.item() if isinstance(item, np.generic) else item
 
 
@@ -110,26 +110,18 @@ def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> 
 
 
 def blocks(total: int, chunk_size: int) -> Iterator[slice]:
-    """Yield the slices that cut ``total`` rows into chunks.
-
-    Args:
-        total: number of rows.
-        chunk_size: rows per chunk; the last one may be smaller.
-
-    Yields:
-        Slices in order.
-    """
+    """Yield, in order, the slices that cut ``total`` rows into chunks of ``chunk_size``; the last may be smaller."""
     for start in range(0, total, chunk_size):
         yield slice(start, min(start + chunk_size, total))
 
 
 class ExactRows:
-    """Embeddings whose normalised, rounded rows are handed out block by block; only their norms are held.
+    """Embeddings that are normalised and rounded block by block; only their norms are held in memory.
 
     Args:
         embeds_ND: ``(N, D)`` numbers; a row of zeros stays zero and scores 0 against everything.
-        what: what they are, for messages.
-        device: where blocks go.
+        what: their name in messages.
+        device: the device of the blocks.
 
     Raises:
         XcompatError: if they are no matrix, empty, or hold a number that is not finite.
@@ -158,7 +150,7 @@ class ExactRows:
         """Return rows as integers whose dot products are exact.
 
         Args:
-            rows: which ones: a slice, or their numbers.
+            rows: a slice, or row numbers.
 
         Returns:
             float64 ``(B, D)``, integers of norm about 2^26.
@@ -169,25 +161,23 @@ class ExactRows:
 
 
 def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
-    """Return float64 ``(B, 1)`` Euclidean norms, 1 for rows of zeros; refuse what is not finite."""
+    """Return float64 ``(B, 1)`` Euclidean norms, 1 for rows of zeros; refuse rows that are not finite."""
     wide_BD = np.asarray(rows_BD, dtype=np.float64)
     peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
     if not np.isfinite(peak_B1).all():
         raise XcompatError(f"{what} hold NaN or infinite numbers; the model that made them diverged or overflowed: embed again")
     peak_B1[peak_B1 == 0] = 1.0
-    # accumulate adds from left to right by definition; a plain sum may pair its terms differently in blocks of another shape
+    # accumulate always adds from left to right; the order of a plain sum may depend on the shape of the block
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
     return np.where(norms_B1 > 0, norms_B1, 1.0)
 
 
 def copy_score(dim: int) -> float:
-    """Return the least score that two rows of one direction can have, which stands for a cosine of 1.
+    """Return the lowest score that a row of D dimensions can have with a copy of itself.
 
-    Rounding to the grid moves the score of a row with its copy to either side of :data:`UNIT`, by less than √D + 1 of its steps.
-    Two copies of one item tie for a query all the same; two pairs of copies, whose cosines are all 1, do not.
-
-    Args:
-        dim: D.
+    Rounding to the grid moves the score of a row with its copy to either side of :data:`UNIT`, by less than √D + 1 grid steps. So
+    the scores of two different pairs of copies may differ although both cosines are 1. (Two copies of one item always tie for the
+    same query.)
     """
     return UNIT - (math.sqrt(dim) + 1) * _GRID
 
@@ -198,20 +188,20 @@ def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.T
     Args:
         queries_RD: float64 ``(R, D)`` rows of :meth:`ExactRows.block`.
         items_CD: float64 ``(C, D)`` likewise.
-        row_N: int64, which queries.
-        column_N: int64, which items.
+        row_N: int64, the query of each pair.
+        column_N: int64, the item of each pair.
 
     Returns:
         float64 ``(N,)``.
     """
     n_rows, dim = queries_RD.shape
-    if len(row_N) > min(_FEW * n_rows * len(items_CD), _MOST_NUMBERS // dim):  # among copies, say
+    if len(row_N) > min(_FEW * n_rows * len(items_CD), _MOST_NUMBERS // dim):  # such as for a gallery full of copies
         return (queries_RD @ items_CD.T)[row_N, column_N]
     return torch.linalg.vecdot(queries_RD[row_N], items_CD[column_N])
 
 
 def sort_keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``(N,)`` that sort by row, then by score, and hold both.
+    """Return int64 ``(N,)`` keys that hold row and score and sort by both in that order.
 
     Args:
         scores_N: float64 exact scores.
@@ -221,23 +211,17 @@ def sort_keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
 
 
 def scores_of(keys_N: torch.Tensor) -> torch.Tensor:
-    """Return the scores, float64, that :func:`sort_keys` put in."""
+    """Return the float64 scores in keys of :func:`sort_keys`."""
     return ((keys_N & (2**SCORE_BITS - 1)) - 2 ** (SCORE_BITS - 1)).double()
 
 
 def sorted_keys(keys_N: torch.Tensor) -> torch.Tensor:
-    """Return keys in ascending order; on a CPU by NumPy, which, not asked where each came from, is three times as fast."""
+    """Return keys in ascending order; on a CPU NumPy is three times as fast as torch, which returns indices too."""
     return keys_N.sort().values if keys_N.is_cuda else torch.from_numpy(np.sort(keys_N.numpy()))
 
 
 def true_places(mask: torch.Tensor) -> torch.Tensor:
-    """Return the places of what is True in a mask laid out flat, ascending; on a CPU by NumPy, which is faster.
-
-    Args:
-        mask: bool, of any shape.
-
-    Returns:
-        int64 ``(N,)``.
+    """Return the flat indices of the True entries of a mask, int64 ``(N,)``, ascending; on a CPU NumPy is faster.
 
     Example:
         >>> true_places(torch.tensor([[True, False], [False, True]])).tolist()
@@ -254,17 +238,11 @@ def narrow(block_BD: torch.Tensor) -> torch.Tensor:
 
 
 def rounding_error(dim: int) -> float:
-    """Return how far the product of two :func:`narrow` rows may be from their exact cosine, whatever order it adds up in.
+    """Return a bound on the error of the product of two :func:`narrow` rows of D dimensions, in any order of summation.
 
     γₙ = nu / (1 - nu) times the sum of the terms' sizes, at most about 1 by Cauchy-Schwarz (Higham, Accuracy and Stability of
-    Numerical Algorithms, section 3.1); n counts D - 1 additions and, for each term, a product and the rounding of two factors.
-    What a score is compared with is rounded too: that makes one more.
-
-    Args:
-        dim: D.
-
-    Returns:
-        A cosine.
+    Numerical Algorithms, section 3.1). n counts D - 1 additions, for each term a product and the rounding of two factors, and the
+    rounding of the threshold that the score is compared with.
     """
     n_u = (dim + 3) * 2.0**-24
     return 1.001 * n_u / (1 - n_u)
@@ -272,7 +250,7 @@ def rounding_error(dim: int) -> float:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Compute float32 products in float32 inside the block, whatever lower precision is allowed outside of it."""
+    """Compute float32 products in full precision inside the block, even if a lower one is allowed outside."""
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:

@@ -1,4 +1,4 @@
-"""Whether a query knows that it finds less than an older model's would: how well confidence tells, and what it is worth."""
+"""How well the confidence of new queries predicts which of them find less than the old model's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import RankKey, ValueKey
-from xcompat.evaluation.scores import Ids, as_ids, id_codes
+from xcompat.evaluation.intervals import cluster_codes
+from xcompat.evaluation.scores import Ids
 
 _BINS = 10
 _NORMAL = 1.96
@@ -33,16 +34,16 @@ class Area(NamedTuple):
 def query_quality(
     ranks: Mapping[RankKey, np.ndarray], average_precision: Mapping[ValueKey, np.ndarray], query: str, direction: str
 ) -> np.ndarray:
-    """Return what each query finds in the old gallery, as one number: average precision, or of captions the reciprocal rank.
+    """Return how well each query searches the old gallery: its average precision, or the reciprocal rank for captioned images.
 
     Args:
-        ranks: of the first match, as an evaluation and a report hold them.
-        average_precision: likewise; empty of captions.
-        query: who asks, such as ``new``.
+        ranks: ``ranks`` of an :class:`~xcompat.evaluation.Evaluation`.
+        average_precision: ``average_precision`` of the same.
+        query: the query model, such as ``new``.
         direction: such as ``image-to-image``.
 
     Returns:
-        (Q,) floats, NaN for queries without a match.
+        ``(Q,)`` floats, NaN for queries without a match.
     """
     if (values_Q := average_precision.get((query, "old", direction, "map@1.0"))) is not None:
         return values_Q
@@ -51,15 +52,15 @@ def query_quality(
 
 
 def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids | None = None) -> Area:
-    """Compare scores of two kinds of queries (Hanley and McNeil 1982), with an interval for queries that come in clusters.
+    """Return the area under the ROC curve (Hanley and McNeil 1982), with an interval that respects clusters of queries.
 
-    The interval is normal, of the variance of the Mann-Whitney statistic (DeLong et al. 1988), summed over clusters (Obuchowski
+    The interval is normal, with the variance of the Mann-Whitney statistic (DeLong et al. 1988) summed over clusters (Obuchowski
     1997).
 
     Args:
-        scores_Q: ``(Q,)`` numbers, the higher the likelier to be one of the better.
-        better_Q: ``(Q,)`` whether each is.
-        clusters_Q: what each query is about; each by itself if None.
+        scores_Q: ``(Q,)`` numbers: a higher score predicts a better query.
+        better_Q: ``(Q,)`` whether each query is a better one.
+        clusters_Q: the item of each query; None if the queries are independent.
 
     Returns:
         The area; ties count half.
@@ -83,8 +84,7 @@ def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids |
     area = float(above_P.mean())
     shares_Q = np.empty(len(better_Q))
     shares_Q[better_Q], shares_Q[~better_Q] = (above_P - area) / len(better), (below_N - area) / len(worse)
-    codes_Q = np.arange(len(better_Q)) if clusters_Q is None else id_codes(as_ids(clusters_Q, len(better_Q), "clusters"), ())[0]
-    half = _NORMAL * float(np.sqrt((np.bincount(codes_Q, shares_Q) ** 2).sum()))
+    half = _NORMAL * float(np.sqrt((np.bincount(cluster_codes(clusters_Q, len(better_Q)), shares_Q) ** 2).sum()))
     return Area(area, max(0.0, area - half), min(1.0, area + half))
 
 
@@ -93,10 +93,10 @@ def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> fl
 
     Args:
         probabilities_Q: ``(Q,)`` in [0, 1].
-        happened_Q: ``(Q,)`` whether what each says did happen.
+        happened_Q: ``(Q,)`` whether each predicted event happened.
 
     Example:
-        >>> calibration_error(np.full(10, 0.75), np.arange(10) < 5)  # each group is of one query, of which nothing can be said
+        >>> calibration_error(np.full(10, 0.75), np.arange(10) < 5)  # ten groups of one query each
         0.5
     """
     order_Q = np.argsort(probabilities_Q, kind="stable")
@@ -105,14 +105,14 @@ def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> fl
 
 
 def risk_coverage(confidence_Q: np.ndarray, hurt_Q: np.ndarray) -> np.ndarray:
-    """Return which share of the surest queries is hurt, however many of them are asked (El-Yaniv and Wiener 2010).
+    """Return the share of hurt queries among the most confident ones, for each number of these (El-Yaniv and Wiener 2010).
 
     Args:
         confidence_Q: ``(Q,)`` the higher, the surer.
-        hurt_Q: ``(Q,)`` whether each finds less than the old model's.
+        hurt_Q: ``(Q,)`` whether each query finds less than the old model's.
 
     Returns:
-        float64 ``(Q,)``: of the 1, 2, … Q surest ones.
+        float64 ``(Q,)``: the share among the 1, 2, … Q most confident queries.
 
     Example:
         >>> risk_coverage(np.array([0.2, 0.9, 0.6, 0.1]), np.array([True, False, False, True])).tolist()

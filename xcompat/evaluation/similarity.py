@@ -1,4 +1,4 @@
-"""How alike two sets of embeddings of the same items are: linear centred kernel alignment."""
+"""Linear centred kernel alignment: the similarity of two models' embeddings of the same items."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CONSTANT = 1e-12  # deviation from the mean, relative to the largest number, th
 
 
 def linear_cka(x_ND: Embeddings, y_Ne: Embeddings) -> float:
-    """Return linear CKA: how much of the geometry of the items in one space is that of the other.
+    """Return linear CKA, the similarity of two models' embeddings.
 
     Kornblith et al. 2019, section 3.3: CKA = ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), Frobenius norms of the centred X and Y. It does not change
-    when a space is rotated, scaled or shifted. Rows are not normalised. Memory is that of the (D, e), (D, D) and (e, e) products;
-    rows are read in blocks.
+    when a space is rotated, scaled or shifted. Rows are not normalised. Rows are read in blocks; memory is that of the (D, e),
+    (D, D) and (e, e) products.
 
     Args:
         x_ND: ``(N, D)`` embeddings by one model.
@@ -54,7 +54,7 @@ def linear_cka(x_ND: Embeddings, y_Ne: Embeddings) -> float:
 
 
 def _scale_and_mean(rows_ND: np.ndarray, what: str) -> tuple[float, np.ndarray]:
-    """Return the largest number, which rows are divided by so that no square overflows, and the mean of the rows so divided."""
+    """Return the largest absolute number, a divisor that keeps squares from overflowing, and the mean of the divided rows."""
     largest = [float(np.abs(rows_ND[rows]).max()) for rows in blocks(len(rows_ND), _ROWS)]
     if not np.isfinite(largest).all():
         raise XcompatError(f"{what} holds NaN or infinite numbers; the model that made it diverged or overflowed: embed again")

@@ -25,18 +25,18 @@ def tar_at_far(
     gallery_ids: Ids | None = None,
     fars: Sequence[float] = (1e-4, 1e-3, 1e-2),
 ) -> dict[float, float]:
-    """Return the share of pairs of one class that are accepted where at most a share ``far`` of pairs of two classes is (1:1).
+    """Return the true acceptance rate of 1:1 verification at each false acceptance rate.
 
-    All pairs of a query and a gallery item count, but those of equal ids. For each rate the threshold is the lowest that no more
-    than ``far`` of the negative pairs reach, found exactly: where negatives tie at it, none of them may pass, so it moves above
-    them. One pass keeps as many of the highest negatives as the largest rate accepts: memory is some 35 bytes for each of these.
+    Pairs of a query and a gallery item of one class are positive, others negative; pairs of equal ids do not count. For each rate
+    the threshold is the lowest that at most a share ``far`` of the negatives reach, found exactly: if negatives tie at it, it
+    moves above all of them. One pass keeps the highest negatives, as many as the largest rate accepts, at some 35 bytes each.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
         gallery_GD: ``(G, D)`` embeddings.
         query_labels: Q hashables, the classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; the pair of a query and a gallery item of its own id does not count. None: all count.
+        query_ids: Q hashables; a query and a gallery item of its own id are no pair. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         fars: false acceptance rates, in [0, 1].
 
@@ -81,19 +81,18 @@ def tpir_at_far(
     fars: Sequence[float] = (1e-2, 1e-1),
     rank: int = 1,
 ) -> dict[float, float]:
-    """Return the share of known queries that are found where at most a share ``far`` of unknown ones is accepted (open-set 1:N).
+    """Return the true positive identification rate of open-set 1:N search at each false positive identification rate.
 
-    A query is unknown, an impostor, if the gallery has no item of its class but itself; it is accepted if its best score reaches
-    the threshold, which is the lowest that no more than ``far`` of the impostors reach. A known query is found if its best
-    positive reaches it and is within ``rank`` places, ties against it: the true positive identification rate at a false positive
-    identification rate of ``far``.
+    A query is an impostor if the gallery has no other item of its class. The threshold is the lowest that at most a share ``far``
+    of the impostors reach with their best score. A known query is found if its best positive reaches the threshold and is within
+    ``rank`` places; ties count against it.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
         gallery_GD: ``(G, D)`` embeddings.
         query_labels: Q hashables, the classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; a gallery item of the query's own id is passed over. None: nothing is.
+        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         fars: shares of impostors that may be accepted (false positive identification rates), in [0, 1].
         rank: places within which the class must be found, at least 1.
@@ -132,7 +131,6 @@ def tpir_at_far(
 
 
 def _as_rates(fars: Sequence[float]) -> list[float]:
-    """Return false acceptance rates as floats."""
     rates = [float(far) for far in fars]
     if not rates or not all(0 <= rate <= 1 for rate in rates):
         raise XcompatError(f"fars must be one or more shares in [0, 1], not {tuple(fars)}")
@@ -140,7 +138,7 @@ def _as_rates(fars: Sequence[float]) -> list[float]:
 
 
 def _most_within(rate: float, total: int) -> int:
-    """Return the largest count whose share of the total is within the rate, in float division as a reader would check it."""
+    """Return the largest count with ``count / total <= rate`` in float division."""
     count = min(int(rate * total) + 1, total)
     while count / total > rate:
         count -= 1
@@ -148,11 +146,11 @@ def _most_within(rate: float, total: int) -> int:
 
 
 def _bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
-    """Return the score to exceed so that no more than the allowed number does, given the highest in descending order."""
+    """Return the score that at most ``n_allowed`` scores exceed, given the highest ones in descending order."""
     if n_allowed >= len(highest_N):
         return LEFT_OUT
     bar = float(highest_N[n_allowed])
-    return bar if bar < copy_score(dim) else math.inf  # of two pairs of copies neither is more alike
+    return bar if bar < copy_score(dim) else math.inf  # all pairs of copies are equally alike
 
 
 def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:
@@ -181,9 +179,9 @@ def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
 
 
 def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
-    """Take the highest numbers out of all pieces, in no order."""
+    """Return the highest numbers of all pieces, in no order; the pieces are cleared."""
     values_N = np.concatenate(pieces)
-    pieces.clear()  # or there would be three copies
+    pieces.clear()  # frees memory before the copy below
     values_N.partition(len(values_N) - n_kept)
     return values_N[len(values_N) - n_kept :].copy()
 
