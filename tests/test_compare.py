@@ -81,11 +81,12 @@ def judged(
     build = labelled if make is EmbeddedImages else paired
     old, view = build("old", 8, 2.5, seed), build("new", 8, noise, seed)
     new, plain = build("new", 12, noise, seed, 2), build("plain", 12, 0.9, seed, 3)
-    evaluation = evaluate(Contestants(old, view, new, plain), EvaluationOptions(ks, n_resamples=RESAMPLES))
+    contestants = Contestants(old, view, new, plain)
+    evaluation = evaluate(contestants, EvaluationOptions(ks, n_resamples=RESAMPLES))
     if make is EmbeddedPairs:
         captions = np.repeat(np.arange(N_ITEMS), 2)
         evaluation = replace(evaluation, clusters={"text-to-image": captions, "image-to-text": np.arange(N_ITEMS)})
-    return ReportContent(evaluation, old, view, new, plain, "bct", tsne_pairs=0)
+    return ReportContent(evaluation, contestants, "bct", tsne_pairs=0)
 
 
 def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[Contender]:
@@ -151,12 +152,9 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
 
 
 def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
-    evaluation = evaluate(
-        Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)),
-        EvaluationOptions(old_on_new=True, n_resamples=RESAMPLES),
-    )
-    content = ReportContent(evaluation, labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), None, None, "bct", tsne_pairs=0)
-    save_report(tmp_path / "report", gather(content))
+    contestants = Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0))
+    evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, n_resamples=RESAMPLES))
+    save_report(tmp_path / "report", gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
     (case,) = (case for case in evaluation.cases if case.label == "old/new")
     assert measured.methods[0].from_old[MAP].mean == case.metrics[MAP[1]]
@@ -169,8 +167,9 @@ def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(co
 def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
     old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
     wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
-    evaluation = evaluate(Contestants(old, new, extra=wearing), EvaluationOptions(n_resamples=RESAMPLES))
-    save_report(tmp_path / "report", gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
+    contestants = Contestants(old, new, extra=wearing)
+    evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
+    save_report(tmp_path / "report", gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     report = load_report(tmp_path / "report")
     measured = compare("study", [Contender("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
     row = measured.methods[0]
@@ -192,9 +191,10 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
     for order in ((0, 1), (1, 0)):
         reports = {}
         for seed, extra in zip(order, (wearing, {}), strict=True):
-            evaluation = evaluate(Contestants(old, new, extra=extra), EvaluationOptions(n_resamples=RESAMPLES))
+            contestants = Contestants(old, new, extra=extra)
+            evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
             folder = tmp_path / str(order[0]) / str(seed)
-            save_report(folder, gather(ReportContent(evaluation, old, new, None, None, "bct", tsne_pairs=0)))
+            save_report(folder, gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
             reports[seed] = load_report(folder)
         (measured, _), labels = (reports[seed] for seed in order), [*(f"{query}/old" for query in wearing), "new/old", "old/old"]
         without, with_memory, new_old, old_old = (metric_of(measured, label, MAP) for label in labels)

@@ -53,15 +53,14 @@ def embedded(name: str, dim: int, noise: float, basis_seed: int) -> EmbeddedPair
 def make_content(view_noise: float = 0.3) -> ReportContent:
     old, view = embedded("old<b>", 8, 3.0, 1), embedded("new", 8, view_noise, 1)
     new, independent = embedded("new", 12, 0.2, 2), embedded("plain", 12, 0.2, 3)
-    evaluation = evaluate(
-        Contestants(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)}), EvaluationOptions(n_resamples=30)
-    )
+    contestants = Contestants(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)})
+    evaluation = evaluate(contestants, EvaluationOptions(n_resamples=30))
     blot = Image.new("RGBA", (300, 200), (200, 30, 30, 255))
     row = ExampleRow("old query", [Hit(blot, "a [red] blot", True), Hit(None, "<script>alert(1)</script>", False)])
     examples = [Example("find [me] & <you>", [row, ExampleRow("new query", [Hit(Image.new("L", (8, 8), 7), "grey", False)])])]
     seconds = {"train": 12.5, "evaluate": 1.25}
     run = {"command": "xcompat quickstart"}
-    return ReportContent(evaluation, old, view, new, independent, "xbt", seconds, run, examples, tsne_pairs=12)
+    return ReportContent(evaluation, contestants, "xbt", seconds, run, examples, tsne_pairs=12)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportConte
     document = json.loads((folder / "report.json").read_text())
     assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "run"}
     assert document["schema"] == 1
-    assert document["old"] == {"name": "old<b>", "fingerprint": content.old.fingerprint.digest, "dim": 8}
+    assert document["old"] == {"name": "old<b>", "fingerprint": content.contestants.old.fingerprint.digest, "dim": 8}
     assert document["new"]["dim"] == 12
     assert set(document["criterion"]) == {"backward_compatible", "new_model_not_hurt", "failed", "differences"}
     keys = {"query", "gallery", "direction", "n_queries", "n_gallery", "metrics", "ci95"}
@@ -179,7 +178,7 @@ def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
 def test_verdict_follows_the_criterion() -> None:
     content = make_content()
     roles = ("old", "new_view", "new", "independent")
-    retrieval_only = Contestants(**{role: replace(getattr(content, role), zero_shot=None) for role in roles})
+    retrieval_only = Contestants(**{role: replace(getattr(content.contestants, role), zero_shot=None) for role in roles})
     options = EvaluationOptions(ks=(1, 5), n_resamples=30)
     good = evaluate(retrieval_only, options)
     bad = evaluate(replace(retrieval_only, new_view=retrieval_only.old), options)
@@ -194,8 +193,9 @@ def test_verdict_follows_the_criterion() -> None:
 
 
 def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
-    evaluation = evaluate(Contestants(content.old, content.new_view), EvaluationOptions(ks=(1,), n_resamples=10))
-    bare = ReportContent(evaluation, content.old, content.new_view, None, None, "ridge", tsne_pairs=4)
+    contestants = Contestants(content.contestants.old, content.contestants.new_view)
+    evaluation = evaluate(contestants, EvaluationOptions(ks=(1,), n_resamples=10))
+    bare = ReportContent(evaluation, contestants, "ridge", tsne_pairs=4)
     page = write_report(tmp_path, bare).read_text()
     assert "not measured" in page
     assert "Where the embeddings lie" not in page
@@ -377,11 +377,12 @@ def labelled_content(upgraded: bool = False) -> ReportContent:
     new, independent = labelled("new", 12, 1.0, 2), labelled("plain", 12, 1.0, 3)
     if upgraded:
         mapped = labelled("old, mapped", 12, 2.0, 2)
-        evaluation = evaluate(Contestants(old, new, new, independent, upgraded=mapped), EvaluationOptions(n_resamples=30))
-        return ReportContent(evaluation, old, new, new, independent, "fct", tsne_pairs=12)
-    evaluation = evaluate(Contestants(old, view, new, independent, {"ridge": view}), EvaluationOptions(n_resamples=30))
+        contestants = Contestants(old, new, new, independent, upgraded=mapped)
+        return ReportContent(evaluate(contestants, EvaluationOptions(n_resamples=30)), contestants, "fct", tsne_pairs=12)
+    contestants = Contestants(old, view, new, independent, {"ridge": view})
+    evaluation = evaluate(contestants, EvaluationOptions(n_resamples=30))
     row = ExampleRow("old query", [Hit(Image.new("L", (8, 8), 7), "class 3", True)])
-    return ReportContent(evaluation, old, view, new, independent, "bct", examples=[Example("class 3", [row])], tsne_pairs=12)
+    return ReportContent(evaluation, contestants, "bct", examples=[Example("class 3", [row])], tsne_pairs=12)
 
 
 @pytest.fixture(scope="module")

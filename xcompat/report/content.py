@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from xcompat.evaluation import Case, Contestant, Criterion, Evaluation
+from xcompat.evaluation import Case, Contestants, Criterion, Evaluation
 from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, TEXT_TO_TEXT, ZERO_SHOT_METRIC, RankKey, ValueKey
 
 
@@ -54,14 +54,11 @@ class Example:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """The input of a report; the models are those that were passed to :func:`xcompat.evaluation.evaluate`.
+    """The input of a report.
 
     Args:
         evaluation: the measured results.
-        old: the old model on the test set.
-        new_view: the new model in the old space.
-        new: the new model in its own space.
-        independent: the new model before compatibility training.
+        contestants: the models that were passed to :func:`xcompat.evaluation.evaluate`.
         method: such as ``xbt``.
         seconds: stage -> seconds.
         run: versions, machine, command: any JSON.
@@ -71,10 +68,7 @@ class ReportContent:
     """
 
     evaluation: Evaluation
-    old: Contestant
-    new_view: Contestant
-    new: Contestant | None
-    independent: Contestant | None
+    contestants: Contestants
     method: str
     seconds: dict[str, float] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)

@@ -60,10 +60,10 @@ def _is_report(folder: Path) -> bool:
 
 def gather(content: ReportContent) -> Report:
     """Turn an evaluation into a report with t-SNE maps, equal to what :func:`xcompat.report.load_report` reads back."""
-    evaluation = content.evaluation
+    evaluation, models = content.evaluation, content.contestants
     return Report(
-        old=_model_info(content.old),
-        new=_model_info(content.new or content.new_view),
+        old=_model_info(models.old),
+        new=_model_info(models.new or models.new_view),
         method=content.method,
         cases=evaluation.cases,
         criterion=evaluation.criterion,

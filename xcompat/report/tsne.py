@@ -18,14 +18,15 @@ def project(content: ReportContent) -> list[Panel]:
     Every search compares old embeddings with new ones in the old space, so they share a panel. The independent model has its own
     space, and points of different spaces have no distance. With fewer than five pairs there are no panels.
     """
-    rows = _sample(content.old, content.tsne_pairs, content.seed)
+    shown = content.contestants
+    rows = _sample(shown.old, content.tsne_pairs, content.seed)
     if min(map(len, rows.values())) < _FEWEST_PAIRS:
         return []
     spaces: list[tuple[str, list[tuple[str, Contestant]]]] = []
-    if content.new_view.dim == content.old.dim:
-        spaces.append(("Old space", [("old", content.old), ("new, seen from the old space", content.new_view)]))
-    if content.independent is not None:
-        spaces.append(("Independent model, own space", [("independent", content.independent)]))
+    if shown.new_view.dim == shown.old.dim:
+        spaces.append(("Old space", [("old", shown.old), ("new, seen from the old space", shown.new_view)]))
+    if shown.independent is not None:
+        spaces.append(("Independent model, own space", [("independent", shown.independent)]))
     panels = []
     for title, models in spaces:
         labels, clouds = [], []

@@ -214,4 +214,4 @@ def make_report(
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
-    return ReportContent(evaluation, kept.old, kept.new_view, kept.new, kept.independent, method, **shown, **about)
+    return ReportContent(evaluation, kept, method, **shown, **about)
