@@ -309,7 +309,7 @@ def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: di
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
     assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    stage = Stage.of(recipe, recipe.stages[0])
+    stage = Stage(recipe, recipe.stages[0])
     plain = stage.models.embedder("new")
     features = torch.from_numpy(stage.data.cache(stage.models.as_input(plain))[:])
     pixels = plain.processor.images([open_image(record["image"]) for record in stage.data.images.dataset])
@@ -455,7 +455,7 @@ def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path)
 def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
     raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
     recipe = parse_recipe(raw, "demo", "demo.yaml")
-    stage = Stage.of(recipe, recipe.stages[0])
+    stage = Stage(recipe, recipe.stages[0])
     old = stage.models.frozen("old")
     assert isinstance(old, Embedder)
     captions = [record["caption"] for record in stage.data.images.dataset]

@@ -191,7 +191,7 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
 def quickstart(folder: Path) -> Iterator[Asked]:
     """The trained XBT of a quickstart, with the pairs it learned from remembered."""
     recipe = load_recipe(folder / "recipe.yaml", ["stages.5.memory=pairs"])
-    stage = Stage.of(recipe, recipe.stages[-1])
+    stage = Stage(recipe, recipe.stages[-1])
     model = stage.models.trained(stage.settings.name).eval()
     embedder = Embedder.of(model, "own")
     pairs = captioned_pairs(stage, embedder)

@@ -1,4 +1,4 @@
-"""Embedding caches by what they depend on: the model's fingerprint and the data."""
+"""Embedding caches, keyed by the model's fingerprint and the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import datasets
 
 NO_CAPTIONS = "holds embeddings of images by their ids, and none of captions"
-"""Said of a model that is gone where captions are to be embedded."""
+"""Error for a stored model that would have to embed captions."""
 
 
 def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
@@ -43,9 +43,9 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
 
 
 def cached_images(embedder: FrozenModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
-    """Embed every image of the pairs; one that cannot be read is a row of NaN, and more than the share stop the run.
+    """Embed every image of the pairs, or its first caption if the model reads captions.
 
-    Of a model that reads captions, embed the first caption of every image instead.
+    An unreadable image is a row of NaN; a share of them above ``max_bad_share`` stops the run.
     """
     if embedder.reads == "captions":
         model = embedder.require_model(NO_CAPTIONS)
@@ -66,13 +66,13 @@ def _first_captions(pairs: datasets.Dataset, embedder: Embedder) -> list[str]:
 
 
 def images_digest(pairs: datasets.Dataset) -> str:
-    """Identify the images of a data set: a picture that was mended or replaced is another one.
+    """Identify the images of a data set, so that a repaired or replaced file gives another digest.
 
     Args:
         pairs: as :func:`xcompat.data.load_pairs` returns it.
 
     Returns:
-        64 hexadecimal digits of the data set's own fingerprint and of size and time of every file it only points at.
+        SHA-256 of the data set's fingerprint and of the size and time of every file outside the data set, 64 hexadecimal digits.
     """
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""What the stock Trainer does not do by itself: one rich bar, a stop at NaN, a checkpoint at Ctrl-C."""
+"""Callbacks that add to the stock Trainer: one progress bar, a stop at NaN, a checkpoint at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ProgressCallback(TrainerCallback):
         self._waiting.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Look how long the batch took to come."""
+        """Count the time that the batch took to arrive."""
         self._waiting.end()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Leave out the time a checkpoint takes."""
+        """Exclude the time that the checkpoint took."""
         self._waiting.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
@@ -58,11 +58,11 @@ class ProgressCallback(TrainerCallback):
         self._waiting.begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
     def close(self) -> None:
-        """Take the bar away, also after an error."""
+        """Remove the bar, also after an error."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -74,12 +74,12 @@ class ProgressCallback(TrainerCallback):
 
 
 class EpochCallback(TrainerCallback):
-    """Tell what draws samples which epoch it is.
+    """Tell data set and sampler the current epoch.
 
-    Where several processes train, accelerate tells the sampler alone, and not even that in the epoch in which a run continues.
+    With several processes, accelerate tells only the sampler, and not in the epoch in which a run resumes.
 
     Args:
-        draws: data set and sampler, with ``set_epoch``, or without, and then nothing happens.
+        draws: data set and sampler; those without ``set_epoch`` are ignored.
     """
 
     def __init__(self, *draws: object) -> None:
@@ -96,7 +96,7 @@ class DivergenceCallback(TrainerCallback):
     """Stop at a loss or gradient that is not finite; checkpoints written before it stay."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Have the loss logged, and so looked at, before every checkpoint and at the end."""
+        """Log the loss, and so check it, before every checkpoint and at the end."""
         if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
             control.should_log = True
 
@@ -108,7 +108,7 @@ class DivergenceCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,  # noqa: ANN401
     ) -> None:
-        """Look at what was logged."""
+        """Raise if the logged loss or gradient norm is not finite."""
         for key in ("loss", "grad_norm"):
             if not math.isfinite(float((logs or {}).get(key, 0.0))):
                 raise TrainingDivergedError(
@@ -121,12 +121,12 @@ class DivergenceCallback(TrainerCallback):
 class InterruptCallback(TrainerCallback):
     """At the first Ctrl-C finish the step, save a checkpoint and stop; a second one stops at once.
 
-    A launcher answers Ctrl-C, and a cluster's scheduler the end of a job, with SIGTERM: it means the same.
+    SIGTERM does the same: a launcher sends it after Ctrl-C, and a cluster's scheduler before it ends a job.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._asked = False  # of this process alone, and never taken back: a signal may come while the others are asked
+        self._asked = False  # this process's signal; never reset, as it may come during the exchange with the others
         self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
@@ -144,21 +144,21 @@ class InterruptCallback(TrainerCallback):
         return bool(mean_over_ranks(torch.tensor(float(self._asked), device=args.device)) > 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Save and stop when asked to; of several processes all after the same step, the next that is logged."""
+        """Save and stop after a signal; several processes do so together, after the next step that is logged."""
         if is_distributed() and not control.should_log:
-            return  # to ask the others is to wait for what a GPU computes, as logging does anyway
+            return  # the exchange waits for the GPU, as logging does anyway
         self.interrupted = self._any_asked(args)
         if self.interrupted:
             control.should_save = True
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Give the signals back, and hear those that came after the last step."""
+        """Restore the signal handlers, and note a signal that came after the last step."""
         self.release()
         self.interrupted = self._any_asked(args)
 
     def release(self) -> None:
-        """Give the signals back, also after an error."""
+        """Restore the signal handlers, also after an error."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

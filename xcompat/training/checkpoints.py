@@ -1,4 +1,4 @@
-"""Checkpoints of a training under way: flushed and checked, so that what is continued from is what was saved."""
+"""Checkpoints of a training run: flushed to disk and checked before a run resumes from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xcompat.folder_checksums import changes, write_checksums
 from xcompat.progress import console
 
 STATE = "trainer_state.json"
-_UNFINISHED = ".tmp??????"  # what safetensors writes, and renames when it is whole
+_UNFINISHED = ".tmp??????"  # names of files that safetensors has not finished writing
 
 
 class CheckpointCallback(TrainerCallback):
-    """Flush every checkpoint that the Trainer wrote, and record what its files are."""
+    """Flush every checkpoint that the Trainer wrote, and record the checksums of its files."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Wait until all processes have written their part; the first one records them."""
+        """Wait until all processes have written their part; the first one records the checksums."""
         barrier()
         if is_main_process():
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -33,20 +33,17 @@ class CheckpointCallback(TrainerCallback):
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that was written to its end and is whole, or None.
+    """Return the folder of the newest complete and undamaged checkpoint, or None.
 
     The Trainer writes ``trainer_state.json`` last; a checkpoint without it was cut off by a kill or a full disk.
 
     Args:
         folder: the Trainer's output folder.
-
-    Returns:
-        The checkpoint's folder.
     """
     numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_main_process():
-            clear_leftovers(checkpoint)  # of a process that was killed, or could not remove its own
+            clear_leftovers(checkpoint)  # of a process that was killed or could not clean up
             for file in listed(checkpoint, _UNFINISHED):
                 file.unlink()
         wrong = _damage(checkpoint)
@@ -58,7 +55,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Say what is wrong with a checkpoint; of one that a kill left without checksums, only its last file is looked at."""
+    """Return what is wrong with a checkpoint, or None; without checksums, after a kill, only its last file is checked."""
     try:
         read_json(checkpoint / STATE)
         return next(iter(changes(checkpoint)), None)

@@ -1,4 +1,4 @@
-"""A recipe that names no method: the map of queries that finds most of what was held out of the training set."""
+"""A recipe without a method: choose the query map that finds most of a held-out part of the training set."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ OF_FEATURES = "procrustes of penultimate features"
 
 
 def choose_map(stage: Stage) -> CompatModel | None:
-    """Try what a map of queries can be made of, and solve the best on everything; all processes embed, the first one chooses.
+    """Try all candidate maps of queries, and solve the best one on all data; all processes embed, the first one chooses.
 
-    Lines and networks that are trained stood beside these: they cost minutes, not seconds, and found no more on other images
-    than what is solved and remembers (docs/results/chosen_map.md has the figures).
+    The candidates are solved, not trained: trained lines and networks took minutes instead of seconds, and found no more on other
+    images (docs/results/chosen_map.md has the figures).
 
     Args:
-        stage: with labelled images, images with captions, or texts, of which nothing can be held out.
+        stage: with labelled images, images with captions, or texts; no texts are held out.
 
     Returns:
-        The map, whose queries remember where that finds more; None on every process but the first.
+        The map, with a memory if that finds more; None on every process but the first.
 
     Raises:
         XcompatError: data or models are missing.
@@ -62,11 +62,11 @@ def choose_map(stage: Stage) -> CompatModel | None:
 
 
 def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
-    """Yield what can be mapped, with what maps it: embeddings, and penultimate features of images where there are such.
+    """Yield inputs of a map with the solvers to try on them: the new model's embeddings, and its penultimate features if any.
 
-    A layer that was trained for classes finds more in the images it learned them from than in others, so that what is held out of
-    these says nothing of it. Where the new model ends in one, its features alone are tried: a line from them was better in all
-    four scenarios of docs/results/trained_maps.md.
+    A layer that was trained on these classes finds more in its training images than in others, so a held-out part of them says
+    nothing about it. If the new model ends in such a layer, only its penultimate features are tried: a line from them was better
+    in all four scenarios of docs/results/trained_maps.md.
     """
     if stage.settings.data.images is not None:
         features = _features(stage.settings, plain)
@@ -81,7 +81,7 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
-    """Return what embeds images by penultimate features; None where no linear layer follows them, or captions are judged."""
+    """Return the new model's penultimate features; None if no linear layer follows them, or the test set has captions."""
     if settings.data.test is not None:
         return None
     try:
@@ -91,7 +91,7 @@ def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
 
 
 def _solved_of_features(encoder: dict[str, Any], pairs: Paired, old: Described) -> QueryMapModel:
-    """Return the centred rotation with its scale from penultimate features: a query map before any training."""
+    """Solve for a centred rotation with a scale from penultimate features: a query map before any training."""
     together = pairs.together()
     assert together.labels_N is not None
     options: dict[str, Any] = {"input": "penultimate", "encoder": encoder}

@@ -29,9 +29,9 @@ from xcompat.training.stage_recipe import StageRecipe
 
 
 def compare_recipe(recipe: Recipe) -> Path:
-    """Run a recipe once per seed and put its evaluated stages side by side.
+    """Run a recipe once per seed and compare its evaluated stages.
 
-    Each seed has its own folder ``seed-N`` in the recipe's; what is done there already is reused. Embedding caches are shared.
+    Each seed has its own folder ``seed-N`` in the recipe's, whose finished stages are reused. Embedding caches are shared.
 
     Args:
         recipe: validated; without ``seeds``, its ``seed`` is the only one.
@@ -40,10 +40,10 @@ def compare_recipe(recipe: Recipe) -> Path:
         The path of ``compare.html``.
 
     Raises:
-        XcompatError: no stage is evaluated, the stages were not judged on the same cases, or something else lies where the
-            comparison goes.
+        XcompatError: no stage is evaluated, the stages were not judged on the same cases, or other files are in the way of the
+            comparison.
     """
-    evaluated = [settings for settings in recipe.stages if settings.is_judged]  # asked before hours of training, not after
+    evaluated = [settings for settings in recipe.stages if settings.is_judged]  # checked before hours of training
     if not evaluated:
         raise XcompatError(
             f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
@@ -82,13 +82,9 @@ def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mappi
 
 
 def outside_parameters(model: CompatModel) -> int:
-    """Count what a finished model adds to its encoder: the heads and maps that embeddings go through.
+    """Count the parameters of a finished model outside its encoder: the heads and maps that embeddings go through.
 
-    Args:
-        model: the model, without what only training needs.
-
-    Returns:
-        Parameters outside the encoder; a classifier that is kept for later upgrades is in no embedding's way, and left out.
+    A classifier that is kept for later upgrades is not counted, as it makes no embedding.
     """
     aside = [module for module in model.modules() if isinstance(module, Encoder | ClassificationHead)]
     left_out = {id(parameter) for module in aside for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""``--dry-run``: a recipe's whole course on tiny stand-ins; nothing is downloaded and nothing stays on disk."""
+"""``--dry-run``: run a whole recipe on tiny stand-ins; nothing is downloaded and nothing stays on disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dry_run_recipe(recipe: Recipe) -> None:
         recipe: validated.
 
     Raises:
-        XcompatError: local files are missing, a stage does not fit, or something of the user's lies where it writes.
+        XcompatError: local files are missing, a stage does not fit, or the user's own files are where it would write.
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
@@ -70,7 +70,7 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
 
 
 def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:
-    """Return the stage on stand-ins, after one that trains the φ it takes from elsewhere."""
+    """Return the stage on stand-ins; if it starts from a φ that no stage trains, a stage that trains one comes first."""
     stage = _stand_in_stage(settings, folder, projected)
     if settings.projection is None or settings.projection.startswith(STAGE_PREFIX):
         return [stage]
@@ -94,11 +94,11 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
             model_type = source.model_type or _usual_type(settings, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
-            # one name is one model wherever a recipe mentions it
+            # equal names in a recipe are one model
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
             replaced[role] = {"name": name}
             named.add(role)
-    if settings.method == "bt2" and named >= {"old", "independent"}:  # whose dimensions are tied to those of both
+    if settings.method == "bt2" and named >= {"old", "independent"}:  # bt2's dimensions depend on both models
         replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
     data = replaced.get("data", {})
     for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
@@ -122,7 +122,7 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
 
 
 def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]) -> str:
-    """Return the architecture of a stand-in; one of which penultimate features are read has a last linear layer."""
+    """Return the architecture of a stand-in; a model whose penultimate features are read needs a last linear layer."""
     if settings.data.images is not None and not (role == "old" and settings.data.old_reads == "captions"):
         return "clip_vision_model" if name in projected else "resnet"
     return "open_clip" if name.startswith("hf-hub:") else "clip"

@@ -34,13 +34,13 @@ from xcompat.training.sections import DataSettings, EvaluationSettings
 EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
 JUDGED_FILES = ("query_embeds.npy", "query_ids.txt", "text_embeds.npy", "text_ids.txt")
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
-"""Keys that say that a checkpoint is to be judged on images with classes, whatever else it embeds."""
+"""Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
 
 Source = TypeVar("Source", PairSource, LabelledSource)
 
 
 def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
-    """Judge the last evaluated stage of a recipe, training what is not done.
+    """Judge the last evaluated stage of a recipe, after training the stages that are not done.
 
     Args:
         target: the recipe's YAML, or a run's folder that holds a report.
@@ -50,7 +50,7 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
         The report.
 
     Raises:
-        XcompatError: nothing is evaluated there.
+        XcompatError: the folder holds no report, or the recipe evaluates no stage.
     """
     if target.is_dir():
         if not report_file(target).exists():
@@ -67,23 +67,23 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
 def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path) -> Report:
     """Judge a saved checkpoint on images with captions, or on images with classes.
 
-    The images have classes if the model embeds no texts, or if an override is about classes; else they have captions. The models
-    are those of a run: an independent one only where the checkpoint is a map over its embeddings, or is judged with captions.
+    The images have classes if the model embeds no texts, or if an override is about classes; else they have captions. As in a
+    run, there is an independent model only for a map over its embeddings, or for images with captions.
 
     Args:
         folder: a checkpoint of this library.
         data: the images.
-        overrides: how to read them: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``, or of
-            :class:`~xcompat.data.LabelledSource`, such as ``label_column=folder``; ``gallery=PATH`` names images, read likewise,
-            that are searched in the place of the queries themselves.
-        old: the old model, or a folder of what it once embedded; the one named in the checkpoint if None.
-        output: where the report goes.
+        overrides: how to read the images: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``, or
+            of :class:`~xcompat.data.LabelledSource`, such as ``label_column=folder``; ``gallery=PATH`` names other images as the
+            gallery, which are read in the same way. Without it the queries are the gallery.
+        old: the old model, or a folder of its stored embeddings; the one named in the checkpoint if None.
+        output: folder of the report.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: no checkpoint, no data, or the old model is not the one it is compatible with.
+        XcompatError: there is no checkpoint or no data, or the checkpoint is not compatible with the old model.
     """
     if not is_checkpoint(str(folder)):
         raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
@@ -110,7 +110,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
 
 
 def _plain(model: CompatModel) -> Embedder | None:
-    """Load the new model as it was before any training for compatibility; one that began with random weights was none."""
+    """Load the new model from before any training for compatibility; None if the checkpoint was trained from random weights."""
     described = model.config.encoder
     if described is None:
         raise XcompatError(f"{model.name_or_path} was fitted on embeddings alone: judge embeddings, with --old and --new")

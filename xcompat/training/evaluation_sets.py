@@ -1,4 +1,4 @@
-"""What models are judged on: images with captions, or images with classes."""
+"""Test sets: images with captions, or images with classes."""
 
 from __future__ import annotations
 
@@ -41,49 +41,32 @@ HITS_SHOWN = 5
 
 
 class EvaluationSet(Protocol):
-    """Items that every model of an evaluation embeds."""
+    """The items that every model of an evaluation embeds."""
 
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> Contestant:
-        """Embed the items with a frozen model, or open what was embedded before; unreadable images are rows of NaN."""
+        """Embed the items with a frozen model, or read its cached embeddings; unreadable images are rows of NaN."""
 
     def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own
-        """Search for a few items drawn with a fixed seed, not picked, with old queries and with new ones.
+        """Search for a few randomly drawn items, with old queries and with new ones.
 
         Args:
             old: the old model, whose queries search its own gallery.
             new_view: the new model's queries.
-            searched: the gallery these search: the old one, or what it was mapped to.
-            count: how many.
+            searched: the gallery of the new queries: the old one, or the mapped one.
+            count: number of items.
             seed: of the draw.
-
-        Returns:
-            What each found.
         """
 
 
 def load_test_set(data: DataSettings) -> EvaluationSet | None:
-    """Load what a stage is judged on.
-
-    Args:
-        data: the stage's data section.
-
-    Returns:
-        The test set; None when the section names none.
-    """
+    """Load the test set of a stage; None if its data section names none."""
     if images := judged_images(data):
         return LabelledTestSet(images["queries"], images.get("gallery", images["queries"]))
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
 
 
 def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
-    """Load the labelled images that a stage is judged on.
-
-    Args:
-        data: the stage's data section.
-
-    Returns:
-        ``queries``, and ``gallery`` where it is another one; nothing where there are none.
-    """
+    """Load the labelled test images of a stage: ``queries``, and ``gallery`` if that is another data set; empty if none."""
     if data.queries is None:
         return {}
     named = {"queries": data.queries, "gallery": data.gallery}
@@ -103,7 +86,7 @@ class PairTestSet(EvaluationSet):
         pairs: images and captions.
         texts: every distinct caption of every id.
         text_ids: the id of the image each caption describes.
-        zero_shot: how to classify, and the labelled images.
+        zero_shot: settings of the classification, and its labelled images.
         max_bad_share: the share of images that may be unreadable.
     """
 
@@ -130,7 +113,7 @@ class PairTestSet(EvaluationSet):
         embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
         class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(settings.templates), -1))
         image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
-        kept_N = np.isfinite(image_embeds_ND[:, 0])  # a picture that cannot be read is so for every model
+        kept_N = np.isfinite(image_embeds_ND[:, 0])  # an unreadable picture is unreadable for every model
         labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
         return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
@@ -138,7 +121,7 @@ class PairTestSet(EvaluationSet):
     def examples(
         self, old: EmbeddedPairs, new_view: EmbeddedPairs, searched: EmbeddedPairs, count: int, seed: int
     ) -> list[Example]:
-        """Queries are captions."""
+        """Search for captions."""
         chosen = np.random.default_rng(seed).choice(len(self.texts), size=min(count, len(self.texts)), replace=False)
         image_ids = self.pairs[ID]
         examples = []
@@ -160,8 +143,8 @@ class LabelledTestSet(EvaluationSet):
     """Labelled queries and a labelled gallery, which may be the same images.
 
     Args:
-        queries: what is searched for.
-        gallery: what is searched; a query that is in it does not find itself.
+        queries: the images to search with.
+        gallery: the images to search; a query that is in it does not find itself.
     """
 
     queries: LabelledImages
@@ -185,7 +168,7 @@ class LabelledTestSet(EvaluationSet):
     def examples(
         self, old: EmbeddedImages, new_view: EmbeddedImages, searched: EmbeddedImages, count: int, seed: int
     ) -> list[Example]:
-        """Queries are images, called by their class."""
+        """Search with images, which are shown by their class."""
         readable_N = np.flatnonzero(np.isfinite(np.asarray(old.query_embeds_QD)[:, 0]))
         chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()
@@ -206,25 +189,17 @@ class LabelledTestSet(EvaluationSet):
 
 def _best(gallery_ND: np.ndarray, query_D: np.ndarray) -> list[int]:
     scores_N = gallery_ND @ query_D
-    scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # a picture that cannot be read is not found
+    scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # an unreadable picture is never found
     found: list[int] = np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist()
     return found
 
 
 def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:
-    """Load images with captions that models are judged on.
-
-    Args:
-        source: images and captions.
-        zero_shot: labelled images and class names.
-
-    Returns:
-        The test set.
-    """
+    """Load a test set of images with captions, and perhaps of labelled images for zero-shot classification."""
     if source.streaming:
         raise XcompatError("data.test is read more than once and cannot be a stream; set its streaming to false")
     pairs = load_pairs(source)
-    # A caption that several pictures of one thing share is one item of the gallery and one query, not several.
+    # A caption that several pictures of one id share is one query and one gallery item.
     distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
     texts, text_ids = [text for text, _ in distinct], [text_id for _, text_id in distinct]
     labelled = (zero_shot, load_pairs(zero_shot.images)) if zero_shot else None
@@ -232,17 +207,10 @@ def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = 
 
 
 def label_index(label: int | str, classes: list[str]) -> int:
-    """Return the class a label means: an index, an index written out, or the class's name.
-
-    Args:
-        label: as the data set has it.
-        classes: names in order.
-
-    Returns:
-        The index.
+    """Return the index of the class that a label stands for: an index, an index as text, or the class's name.
 
     Raises:
-        XcompatError: it is no such class.
+        XcompatError: there is no such class.
     """
     if isinstance(label, str) and label in classes:
         return classes.index(label)
@@ -252,13 +220,7 @@ def label_index(label: int | str, classes: list[str]) -> int:
 
 
 def display_name(name: str) -> str:
-    """Return what to call a model in a report: a run's own folder is called after its stage.
-
-    Args:
-        name: Hub name or folder.
-
-    Returns:
-        A short name.
+    """Return the name of a model in a report: the stage's name for the folder of a run's model, else the name itself.
 
     Example:
         >>> display_name("runs/quickstart/old/model"), display_name("openai/clip-vit-base-patch32")
@@ -275,13 +237,13 @@ def map_contestant(
     device: torch.device,
     beside: C | None = None,
 ) -> C:
-    """Put embeddings through a model's ``view``, ``self_view`` or ``upgrade``, or through what mixes them with others.
+    """Map embeddings with a model's ``view``, ``self_view`` or ``upgrade``, or mix them with others.
 
     Args:
         model: embeddings of the test set.
-        name: what to call the result.
+        name: name of the result.
         fingerprint: the identity of the result.
-        through: maps (B, D), and (B, S) of what stands beside them where something does, to (B, d).
+        through: maps (B, D), and (B, S) of ``beside`` if that is given, to (B, d).
         device: where it computes.
         beside: other embeddings of the same items, such as side-information.
 

@@ -1,4 +1,4 @@
-"""New queries where they are sure and old ones where not, on a test set that both models embedded; and what that is worth."""
+"""The confidence of new queries on a test set, and the fallback to old queries below a threshold."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from xcompat.evaluation.contestants import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
 
 FALLBACK = "fallback"
-"""Who asks new queries where they are sure, and old ones where not."""
+"""Query side of a case: new queries, replaced by old ones where their confidence is low."""
 _ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
 
 
 def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: float) -> C:
-    """Ask another query where the new one is not sure.
+    """Replace the new queries whose confidence is below a threshold.
 
     Args:
         new_view: the new model in the space of the old gallery.
-        instead: the old model, or both mixed.
-        confidence: of the new queries, (N, 1) each.
-        below: of which confidence they are not asked.
+        instead: the replacements: the old model, or a mix of both.
+        confidence: confidence of the new queries, (N, 1) per kind of item.
+        below: the threshold.
 
     Returns:
         The same items.
@@ -35,15 +35,7 @@ def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: flo
 
 
 def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, np.ndarray]:
-    """Return how sure each query of a direction is, NaN for queries left out.
-
-    Args:
-        confidence: of the new queries, (N, 1) each.
-        evaluation: of these queries.
-
-    Returns:
-        direction -> float32 (Q,).
-    """
+    """Return the confidence of each query by direction, float32 (Q,), NaN for queries that the evaluation left out."""
     matrices, found = confidence.matrices(), {}
     for direction, kind in _ASKING.items():
         if (ranks_Q := evaluation.ranks.get(("new", "old", direction))) is not None:
@@ -52,14 +44,11 @@ def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, n
 
 
 def said_of_confidence(evaluation: Evaluation, below: float | None) -> list[str]:
-    """Say how well queries know whether they find less than old ones, and what falling back gives.
+    """Return notes on how well confidence predicts which new queries find less than old ones, and on the fallback.
 
     Args:
         evaluation: with the confidence of its queries.
-        below: of which confidence old queries were asked; None where none were.
-
-    Returns:
-        Sentences.
+        below: the threshold of the fallback; None without fallback.
     """
     said = []
     flips = {(case.query, case.direction): case.metrics[FLIP_METRIC] for case in evaluation.cases if FLIP_METRIC in case.metrics}

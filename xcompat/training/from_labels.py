@@ -1,8 +1,10 @@
-"""Methods that train the backbone on labelled images: how a stage builds one, and what it learns from."""
+"""Build a stage's method that trains the backbone on labelled images, and its training data."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from transformers import set_seed
 
 from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS, SECOND_PIXEL_VALUES
 from xcompat.errors import XcompatError
@@ -10,7 +12,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.training.columns import labelled_columns, old_knowledge
-from xcompat.training.stage import StageData, StageModels, seed_everything
+from xcompat.training.stage import Stage
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import labelled_data
 
@@ -18,25 +20,19 @@ if TYPE_CHECKING:
     from xcompat.training.trainer import Data
 
 
-def labelled_model_and_data(models: StageModels, data: StageData) -> tuple[CompatModel, Data]:
-    """Build a method that trains the backbone on labelled images, and tell it what is known of the old model.
-
-    Args:
-        models: the old model, if there is one, and the new encoder.
-        data: the labelled images.
-
-    Returns:
-        The model, prepared, and its data.
+def labelled_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
+    """Return a stage's model, prepared with the embeddings, prototypes or classifier of the old one, and its data.
 
     Raises:
         XcompatError: the method needs an old model or a new encoder, or more of the old one than is known.
     """
-    settings, method, images = models.settings, models.method, data.images
+    settings, models, data = stage.settings, stage.models, stage.data
+    method, images = models.method, data.images
     if settings.old is None and method.compares_with_old:
         raise XcompatError(f"{settings.name}: method {settings.method} needs an old model; name it under old")
     old = models.frozen("old") if method.compares_with_old else None
     encoder = models.new_encoder(data)
-    seed_everything(models.recipe.seed)
+    set_seed(stage.seed)
     known = {"classes": images.classes} if method.learns_classes else {}
     model = method.from_encoder(encoder, old=old.describe_old() if old is not None else None, **known, **settings.options)
     extra: dict[str, Any] = {}
@@ -48,21 +44,21 @@ def labelled_model_and_data(models: StageModels, data: StageData) -> tuple[Compa
             online = _online(old, settings)
         extra = labelled_columns(model, knowledge, new_ND, with_old=online is None)
         if settings.is_judged:
-            old.lookup([])  # says that nothing can be judged by prototypes, before anything is trained
+            old.lookup([])  # prototypes alone cannot be judged: raises before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
-    return model, labelled_data(settings, images, model.processor, models.recipe.seed, extra, two_views, online)
+    return model, labelled_data(settings, images, model.processor, stage.seed, extra, two_views, online)
 
 
-def fill_labelled_caches(models: StageModels, data: StageData, role: str) -> None:
-    """Embed what a method for labelled images reads of the model in a role."""
-    if role == "old" and models.method.compares_with_old:
-        old_knowledge(data.images, models.frozen(role), data.cache)
-    elif role == "independent" and NEW_EMBEDS in models.method.columns:
-        data.cache(models.embedder(role))
+def fill_labelled_caches(stage: Stage, role: str) -> None:
+    """Embed the labelled images with the model in a role, if the method reads its embeddings."""
+    if role == "old" and stage.models.method.compares_with_old:
+        old_knowledge(stage.data.images, stage.models.frozen(role), stage.data.cache)
+    elif role == "independent" and NEW_EMBEDS in stage.models.method.columns:
+        stage.data.cache(stage.models.embedder(role))
 
 
 def _online(old: FrozenModel, settings: StageRecipe) -> Embedder:
-    """Return the old model if it can embed each batch anew."""
+    """Return the old model, or refuse if it cannot embed the augmented images of each batch."""
     model = old.require_model("holds embeddings and no model: set data.old_embeddings to cached")
     if model.reads == "captions":
         raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")

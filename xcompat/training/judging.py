@@ -1,4 +1,4 @@
-"""From models and a test set to cases, verdict and report."""
+"""Judge models on a test set: embed it, evaluate, and gather the content of the report."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def embed_new(
         cache_dir: folder of embedding caches.
 
     Returns:
-        The old model, the model's view of the old space, its own embeddings, and the mapped gallery and the side-information
-        that it was mapped with if the model maps galleries.
+        The old model, the model's view of the old space and its own embeddings; for a model that maps galleries also the mapped
+        gallery and its side-information.
 
     Raises:
         FingerprintMismatchError: the model was not made for that gallery, or the map not for that encoder.
@@ -55,7 +55,7 @@ def embed_new(
             raise XcompatError(f"{name} is a map over embeddings of the new model; name that model under new")
         described = model.config.encoder
         Fingerprint(described["fingerprint"], described["name"]).require(independent.fingerprint, f"what {name} is applied to")
-        # its own embeddings are the new model's; those that self_view makes of cached features are rounded differently
+        # its own embeddings are those of the new model; self_view of cached features would round differently
         own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
         raw = _map_input(model, independent, test, cache_dir)
     else:
@@ -88,11 +88,11 @@ def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
 
 
 def with_memory(model: C, memory: QueryMemory) -> C:
-    """Let embeddings of one model wear a metric and a memory: of old queries, what of a gain needs no new model.
+    """Apply a metric and a memory to the queries of one model; with the old model this shows the gain without any new model.
 
     Args:
         model: the old model's embeddings, or the new one's.
-        memory: whose keys are embeddings of that model as well.
+        memory: a memory whose keys are embeddings of the same model.
 
     Returns:
         The same items.
@@ -102,7 +102,7 @@ def with_memory(model: C, memory: QueryMemory) -> C:
 
 
 def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
-    """Return what a map over embeddings reads of the test set."""
+    """Return the input of a map on the test set: embeddings of the new model, or its penultimate features."""
     if not model.maps_features(vars(model.config)):
         return independent
     described = model.config.encoder
@@ -112,7 +112,7 @@ def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet,
 
 
 def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
-    """Embed the test set with the model whose side-information a map was trained with."""
+    """Embed the test set with the map's model of side-information; None if it has none."""
     described = getattr(model.config, SIDE_INFO, None)
     if described is None:
         return None
@@ -131,7 +131,7 @@ def judge(
         contestants: the models' embeddings.
         settings: cut-offs and resampling.
         seed: of the bootstrap.
-        shared: whether every process is here, to rank a share of the queries each.
+        shared: whether all processes call this: each ranks a share of the queries.
 
     Returns:
         The evaluation, and the contestants without unreadable images.
@@ -169,18 +169,18 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
         share: weight of the old query, from 0 to 1.
 
     Returns:
-        The same items; what either model could not read is NaN.
+        The same items; NaN if either model could not read the item.
     """
     fingerprint = new_view.fingerprint.derived(f"slerp {share} {old.fingerprint.digest}")
     return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
 
 
 def _complementarity(old: Contestant, side_info: Contestant) -> str:
-    """Say how alike the gallery is to both models (fct.txt §5.3)."""
+    """Return a note on the similarity of the gallery's old embeddings and its side-information (fct.txt §5.3)."""
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
     try:
         alike = linear_cka(old.matrices()["images"], side_info.matrices()["images"])
-    except XcompatError as error:  # a model that collapsed embeds all images alike, which the report shows in its own way
+    except XcompatError as error:  # a collapsed model embeds all images alike, and the report shows that anyway
         return f"{which} is not known: {error}."
     return f"{which}: {alike:.2f} (1 says that side-information adds nothing linear)."
 
@@ -194,23 +194,20 @@ def make_report(
     shared: bool = False,
     **about: Any,  # noqa: ANN401
 ) -> ReportContent:
-    """Evaluate, and gather what a report shows.
+    """Evaluate, and gather the content of the report.
 
     Args:
         contestants: the models' embeddings.
-        test: the test set, for example searches; None when only embeddings are known.
+        test: the test set, for example searches; None if only embeddings are known.
         settings: how the result is judged.
         method: name of the method.
         seed: of bootstrap, examples and t-SNE.
-        shared: whether every process is here, to rank a share of the queries each.
+        shared: whether all processes call this: each ranks a share of the queries.
         about: ``seconds`` and ``run`` of :class:`ReportContent`.
-
-    Returns:
-        What :func:`xcompat.report.write_report` writes.
     """
     evaluation, kept = judge(contestants, settings, seed, shared)
     examples = []
-    if test and settings.examples and is_main_process():  # of all rows: those of ``kept`` are no longer the test set's
+    if test and settings.examples and is_main_process():  # from all rows, as row numbers in ``kept`` differ from the test set's
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}

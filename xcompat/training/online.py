@@ -1,4 +1,4 @@
-"""Old embeddings of what the new model sees: the frozen old model runs on the same augmented view."""
+"""Old embeddings of augmented images: the frozen old model embeds the view that the new model is trained on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xcompat.models.embedder import Embedder
 
 
 class OnlineOldCollator(PairCollator):
-    """Batches whose ``old_embeds`` are made on the spot, of the very view that the new model gets.
+    """Make batches whose ``old_embeds`` are computed from the same augmented view as the new model's input.
 
-    Cached embeddings are of plain images and cost one pass over the data; these cost one pass of the old model in every epoch,
-    and results of the two cannot be compared. The old model runs where batches are made: in this process.
+    Cached embeddings are of plain images and cost one pass over the data; these cost one pass of the old model in every epoch.
+    The results of the two cannot be compared. The old model runs in the process that makes the batches.
 
     Args:
         processor: the new model's preprocessing.
@@ -38,7 +38,7 @@ class OnlineOldCollator(PairCollator):
         if self.transform is None:
             pixels = self.old.processor.images([item[IMAGE] for item in items])
         else:
-            view = self._augmented(items).float()  # a sample's seed makes the same view again
+            view = self._augmented(items).float()  # the same view again, from the sample's seed
             size = self.old.processor.image_size
             resized = F.interpolate(view, size=size, mode="bicubic", antialias=True, align_corners=False)
             pixels = self.old.processor.to_pixels(resized.round().clamp(0, 255).byte())

@@ -1,4 +1,4 @@
-"""AdamW with learning rates of their own for prompts and pretrained weights, as a factory that the stock Trainer calls."""
+"""AdamW with separate learning rates for prompts and pretrained weights, as a factory that the stock Trainer calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 _OF_ENCODER = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
-"""Names of the encoder's own weights, in a model that may be wrapped for several processes or compiled."""
+"""Matches names of the encoder's own weights, in a model that may be compiled or wrapped for several processes."""
 
 
 class AdamWFactory:
-    """Build AdamW over the trainable parameters: no weight decay on biases and norms, prompts and encoder with their own rates.
+    """Build AdamW over the trainable parameters: no weight decay on biases and norms, own rates for prompts and encoder.
 
-    The Trainer builds the optimiser after it has wrapped the model, so groups of parameters are made here and not before.
+    The parameter groups are made here, as the Trainer builds the optimiser only after it has wrapped the model.
     """
 
     def __call__(
@@ -35,7 +35,7 @@ class AdamWFactory:
             lr: learning rate.
             prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in xbt.txt §4.1).
             encoder_lr_factor: learning rate of the encoder's own weights over ``lr``.
-            weight_decay: on matrices, prompts left out.
+            weight_decay: of matrices, except prompts.
             options: betas and eps of AdamW.
 
         Returns:

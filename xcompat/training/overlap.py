@@ -1,4 +1,4 @@
-"""What is learned from and judged on at once: said, as which data these are is the user's own choice."""
+"""Warn of test data that are also training data; the user chose both, so this is no error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_shared_images(data: StageData) -> None:
-    """Say when labelled images that are judged on are learned from.
-
-    Args:
-        data: with labelled images.
-    """
+    """Warn if labelled test images are also training images."""
     if not data.settings.is_judged or not is_main_process():
         return
     for key, searched in judged_images(data.settings.data).items():
@@ -30,12 +26,12 @@ def warn_of_shared_images(data: StageData) -> None:
 
 
 def warn_of_shared_captions(data: StageData, pairs: datasets.Dataset, key: str) -> None:
-    """Say when captions of the test set are learned from; texts leave them out.
+    """Warn if captions of the test set are also training captions; text corpora leave them out.
 
     Args:
-        data: of the stage.
-        pairs: what it learns from.
-        key: where the recipe names them.
+        data: the stage's data.
+        pairs: its training pairs.
+        key: their key in the recipe.
     """
     test = {normalise(text) for text in data.test_captions()}
     shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()

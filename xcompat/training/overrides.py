@@ -1,4 +1,4 @@
-"""``key=value`` on the command line, over the values of a recipe."""
+"""Command-line overrides of a recipe: ``key=value``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
 def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
-    """Refuse an override of what stages inherit when a stage has its own value, which would win silently.
+    """Refuse an override of an inherited value if a stage sets its own, which would win silently.
 
     Args:
         raw: a recipe as its YAML has it.
-        key: what is overridden, dots for nesting.
+        key: the overridden key, dots for nesting.
 
     Raises:
-        XcompatError: naming the stage.
+        XcompatError: a stage sets the key itself.
     """
     for number, stage in enumerate(raw.get("stages") or []):
         place: Any = stage
@@ -36,9 +36,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         override: ``key=value``, dots for nesting, the value read as YAML.
 
     Raises:
-        XcompatError: it has another form or leads nowhere.
+        XcompatError: it has another form, or the key leads nowhere.
     """
-    # OmegaConf would do this too, resolve ${oc.env:...} of a stranger's recipe, and read YAML without the limits of LimitedLoader
+    # Not OmegaConf: it resolves ${oc.env:...} of a stranger's recipe, and reads YAML without the limits of LimitedLoader
     key, separator, value = override.partition("=")
     if not separator:
         raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")

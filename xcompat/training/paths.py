@@ -1,4 +1,4 @@
-"""Every path that a stage names: looked for before the first stage is trained, and what its files were when it was judged."""
+"""The paths that a stage names: check that they exist before training, and identify the files that a report was made from."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
 
     Args:
         settings: the stage.
-        is_trained: whether it is, so that only what it is judged on is read any more.
+        is_trained: whether the stage is trained, so that only its test data are read.
 
     Returns:
-        One line for each source of data: its path, and how many files it is here.
+        One line for each source of data: its path and its number of local files.
 
     Raises:
-        XcompatError: naming the key of the recipe, the path, and the one that is meant.
+        XcompatError: a path does not exist; the message names the key of the recipe and the nearest path.
     """
     if not is_trained:
         for role in (*ROLES, "projection"):
@@ -55,13 +55,13 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
 
 
 def judged_files(settings: StageRecipe) -> dict[str, str]:
-    """Identify what a stage is judged on by the files it is read from.
+    """Identify the files of a stage's test data.
 
     Args:
         settings: the stage.
 
     Returns:
-        Key of the recipe -> digest; what is on the Hub, or is gone, is left out.
+        Key of the recipe -> digest; without data on the Hub and missing files.
     """
     data = _judged(settings.data)
     named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_class_files(data))
@@ -73,7 +73,7 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
 
 
 def _judged(data: DataSettings) -> DataSettings:
-    """Leave out what is only learned from."""
+    """Return the data section without training data."""
     return data.model_copy(update={"pairs": None, "remembered": None, "texts": [], "images": None, "subset": None})
 
 
@@ -90,15 +90,9 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
         yield f"texts.{number}", source
     if data.zero_shot is not None:
         yield "zero_shot.images", data.zero_shot.images
-    named: dict[str, Source | None] = {
-        "pairs": data.pairs,
-        "remembered": data.remembered,
-        "images": data.images,
-        "test": data.test,
-        "queries": data.queries,
-        "gallery": data.gallery,
-    }
-    yield from ((key, source) for key, source in named.items() if source is not None)
+    for key in ("pairs", "remembered", "images", "test", "queries", "gallery"):
+        if (source := getattr(data, key)) is not None:
+            yield key, source
 
 
 def _class_files(data: DataSettings) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Where a recipe writes, looked at before its first stage is trained: nothing of the user's is replaced."""
+"""Check the output folders of a recipe before training, so that no file of the user is replaced."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from xcompat.training.stage import StagePaths
 
 
 def require_places(recipe: Recipe) -> None:
-    """Refuse to write where something lies that no stage wrote: whatever a stage wrote has its ``recipe.yaml`` beside it.
+    """Refuse output folders with files that no stage wrote: a stage's own files have its ``recipe.yaml`` beside them.
 
     Args:
         recipe: validated.
 
     Raises:
-        XcompatError: naming what is in the way.
+        XcompatError: a file or folder is in the way.
     """
     stages = [(settings, StagePaths(recipe, settings)) for settings in recipe.stages]
     for settings, paths in stages:
@@ -31,7 +31,7 @@ def require_places(recipe: Recipe) -> None:
         if settings.is_judged:
             require_report_place(paths.report)
     begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
-    if not begun and not report_file(recipe.output_dir).is_file():  # whose stages may have been deleted to be made again
+    if not begun and not report_file(recipe.output_dir).is_file():  # the user may have deleted a run's stages to make them again
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
 
 

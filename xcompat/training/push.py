@@ -1,4 +1,4 @@
-"""``xcompat push``: a run's model or a checkpoint to the Hub, with a card that says how it was made and how well it does."""
+"""``xcompat push``: push a run's model or a checkpoint to the Hub, with a card of how it was made and its results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test"
 
 
 class _Pushed(NamedTuple):
-    """What is pushed of a model, as :func:`~xcompat.hub.push.push_model` takes it."""
+    """The first arguments of :func:`~xcompat.hub.push.push_model`."""
 
     facts: ModelFacts
     config: dict[str, Any]
@@ -56,22 +56,23 @@ def push(
         target: a run's folder, or a checkpoint's.
         repo: ``user/name``.
         form: whether adapters are merged, or pushed without their base.
-        private: whether a new repository is private; unless given, it is where the base is gated or private.
-        overwrite: whether another model that is there may be replaced.
+        private: whether a new repository is private; if None, it is private if the base is gated or private.
+        overwrite: whether another model in the repository may be replaced.
         revision: the branch, made if missing; None for the default one.
-        license: what the card states.
-        memory: what goes along of what queries remember, embeddings of training data: all, the metric alone, or nothing.
+        license: the license on the card.
+        memory: how much of the queries' memory (embeddings of training data) is pushed: all, the metric alone, or none.
 
     Returns:
         The address of the commit.
 
     Raises:
-        XcompatError: there is no model, it has not the form, another one is there, or the Hub refuses or cannot be reached.
+        XcompatError: there is no model, it cannot take the form, the repository holds another one, or the Hub refuses or cannot
+            be reached.
     """
     folder = find_model(Path(target))
     pushed = _checkpoint(folder, form, memory) if is_checkpoint(str(folder)) else _encoder(folder, form, memory)
     commit = push_model(repo, *pushed, private=private, overwrite=overwrite, revision=revision, license=license)
-    if form != "merged" and memory == "all":  # else it is another model than the one whose galleries exist
+    if form != "merged" and memory == "all":  # else the pushed model is not the one whose galleries exist
         record_push(folder, commit)
     return str(commit)
 
@@ -86,7 +87,7 @@ def find_model(target: Path) -> Path:
         The folder with the model's files.
 
     Raises:
-        XcompatError: there is none, or several of which none is the last stage's.
+        XcompatError: there is none, or there are several and none is known to be the last stage's.
     """
 
     def is_model(folder: Path) -> bool:
@@ -108,7 +109,7 @@ def find_model(target: Path) -> Path:
 
 
 def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
-    """Leave at home what shall not go along of what a model remembers."""
+    """Remove the memory of a model, or all of it but the metric."""
     if model.memory is None:
         raise XcompatError(f"{folder} remembers nothing; leave out --memory {memory}")
     if model.maps_galleries and memory == "metric":
@@ -117,7 +118,7 @@ def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatM
 
 
 def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
-    """Gather what is pushed of a plain encoder."""
+    """Prepare a plain encoder for the push."""
     if form != "as it is" or memory != "all":
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
@@ -130,7 +131,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
 
 
 def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
-    """Bring a compatible model into its form, and gather what is pushed of it."""
+    """Prepare a compatible model for the push, in the given form."""
     from transformers import AutoModel
 
     with reading_model(str(folder)):
@@ -158,7 +159,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
 
 
 def _measured(run: RunFacts, when: str) -> RunFacts:
-    """Say beside results when they were measured."""
+    """Add to the results when they were measured."""
     return replace(run, results=f"Measured {when}.\n\n{run.results}") if run.results else run
 
 
@@ -166,14 +167,14 @@ def _measured(run: RunFacts, when: str) -> RunFacts:
 
 
 def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
-    """Gather what a run's folder says of the model in it.
+    """Read the recipe, results and environment of a model from its run's folder.
 
     Args:
-        folder: of the model; its stage is the folder above.
-        fingerprint: of the model: a report of another one is left out.
+        folder: the model's folder, in the stage's folder.
+        fingerprint: the model's; reports of other models are left out.
 
     Returns:
-        What is known; a checkpoint that comes from no run has nothing.
+        The facts; those of a checkpoint without a run are empty.
     """
     stage = folder.parent
     if not (stage / "recipe.yaml").exists():
@@ -195,7 +196,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
 
 
 def _recipes(stage: Path) -> list[dict[str, Any]]:
-    """Return the resolved recipe of a stage, after those of the stages that it is made from."""
+    """Return the resolved recipes of the stages that a stage is made from, then its own."""
     recipe = read_yaml(stage / "recipe.yaml")
     sources = [recipe.get("projection"), *((recipe.get(role) or {}).get("name") for role in ROLES)]
     named = dict.fromkeys(name.removeprefix(STAGE_PREFIX) for name in sources if name and name.startswith(STAGE_PREFIX))
@@ -224,10 +225,7 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
 
 
 def shown(name: str) -> str:
-    """Return a name or path as others may read it: without the folders of this machine.
-
-    Args:
-        name: of a file, a folder, or a data set.
+    """Return the name of a file, folder or data set without the folders of this machine.
 
     Example:
         >>> shown("/home/me/photos/train"), shown("../shared/flickr/*.tar"), shown("nlphuji/flickr30k")

@@ -1,4 +1,4 @@
-"""The recipe: one validated YAML file that says what is trained, on what, and how it is judged."""
+"""The recipe: a validated YAML file of the models to train, their data and their evaluation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Recipe(Section):
 
     Args:
         name: name of the run.
-        output_dir: where everything is written.
-        cache_dir: where embedding caches are kept, shared between runs.
+        output_dir: folder of the run.
+        cache_dir: folder of embedding caches, shared between runs.
         seed: of weights, data order, augmentation, noise and bootstrap.
-        seeds: what ``compare`` runs the recipe with, one after the other; ``train`` takes ``seed``.
-        stages: what is done, in order.
+        seeds: the seeds of ``compare``, one run each; ``train`` takes ``seed``.
+        stages: the stages, in order.
     """
 
     name: str
@@ -41,10 +41,7 @@ class Recipe(Section):
     def _stages_exist(self) -> Recipe:
         seen: list[str] = []
         for stage in self.stages:
-            named = [stage.projection or "", *(source.name for source in stage.sources())]
-            wanted = [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
-            wanted += stage.evaluation.compare_with if stage.evaluation else []
-            for name in wanted:
+            for name in [*stage.made_from(), *(stage.evaluation.compare_with if stage.evaluation else [])]:
                 if name not in seen:
                     raise ValueError(
                         f"stage {stage.name!r} refers to {name!r}, which is no earlier stage "
@@ -58,11 +55,11 @@ class Recipe(Section):
         return self
 
     def stage_dir(self, name: str) -> Path:
-        """Return where a stage writes: its own folder, or the run's when it is the only stage."""
+        """Return the folder of a stage: its own, or the run's if it is the only stage."""
         return self.output_dir if len(self.stages) == 1 else self.output_dir / name
 
     def resolve(self, name: str) -> str:
-        """Return the folder that ``stage:NAME`` means, and any other name as it is."""
+        """Return the model's folder for ``stage:NAME``, and any other name unchanged."""
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
 
 
@@ -100,10 +97,7 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     Args:
         raw: nested dictionaries as in the YAML.
         default_name: the run's name unless the recipe has one.
-        where: what to call the recipe in messages.
-
-    Returns:
-        The recipe.
+        where: name of the recipe in messages.
     """
     top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
@@ -121,16 +115,13 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Say the first thing that is wrong with a recipe in one line, naming the nearest key for an unknown one.
+    """Return the first error in one line, with the nearest known key for an unknown one.
 
     Args:
         error: pydantic's error.
         model: the outermost model.
-
-    Returns:
-        One line.
     """
-    # An unknown key in a union (a source or an architecture) is reported once per member: take the most telling one.
+    # An unknown key in a union (a source or an architecture) is reported once per member: take the most specific report.
     first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
     place = ".".join(str(part) for part in first["loc"] if not re.fullmatch(r"[A-Z]\w+|function-.*", str(part)))
     if first["type"] == "extra_forbidden":

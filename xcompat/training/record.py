@@ -1,4 +1,4 @@
-"""What a stage's folder remembers: the recipe it was begun with, how its training ended, and what its report was made of."""
+"""The records in a stage's folder: its recipe, the end of its training, and the inputs of its report."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from xcompat.training.yaml_files import parse_yaml
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
 CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
 JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset")
-"""Settings that only the report depends on."""
+"""Settings of the test data, on which only the report depends."""
 
 R = TypeVar("R", bound=BaseModel)
 
 
 class Done(BaseModel):
-    """How a training ended.
+    """The record of a finished training.
 
     Args:
-        seconds: it took.
-        model: digest of its weights.
-        inputs: digests of the earlier stages' models that it was made from.
+        seconds: its duration.
+        model: digest of the weights.
+        inputs: digests of the earlier stages' models that it was made from, by stage.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -40,13 +40,13 @@ class Done(BaseModel):
 
 
 class Evaluated(BaseModel):
-    """What a report was made of.
+    """The record of a report's inputs.
 
     Args:
-        settings: how it was judged.
-        models: digests of the models that were.
-        data: what they were judged on; a report of a version that did not record it was made of what its recipe names.
-        files: digests of the files of that data; a report of a version that did not record them holds.
+        settings: settings of the evaluation.
+        models: digests of the judged models.
+        data: settings of the test data; empty in records of older versions, which used the test data of their recipe.
+        files: digests of the test files; empty in records of older versions, which stay valid.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -57,23 +57,20 @@ class Evaluated(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
 
     def holds(self, wanted: Evaluated) -> bool:
-        """Return whether a report of this is one of what is wanted now; files that are gone are as they were."""
+        """Return whether the report is still valid for the wanted inputs; files without a recorded digest count as unchanged."""
         known = {key: self.files.get(key, digest) for key, digest in wanted.files.items()}
         return self.model_copy(update={"files": known}) == wanted
 
 
 def read_record(file: Path, kind: type[R]) -> R:
-    """Read what a stage's folder remembers.
+    """Read a record of a stage's folder.
 
     Args:
-        file: in the folder.
-        kind: what it holds.
-
-    Returns:
-        The record.
+        file: the record's file.
+        kind: the record's type.
 
     Raises:
-        XcompatError: it is missing, or is not what was written.
+        XcompatError: the file is missing or damaged.
     """
     try:
         return kind.model_validate(read_json(file))
@@ -84,35 +81,27 @@ def read_record(file: Path, kind: type[R]) -> R:
 
 
 def settings_of(settings: StageRecipe, seed: int) -> dict[str, Any]:
-    """Return what a stage is trained by, as :func:`write_recipe` writes it.
-
-    Args:
-        settings: the stage's.
-        seed: of the recipe.
-
-    Returns:
-        Any JSON.
-    """
+    """Return all settings of a stage as JSON, with the recipe's seed, as :func:`write_recipe` writes them."""
     return settings.resolved() | {"seed": seed}
 
 
 def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
-    """Write what a stage is trained by and judged on into its folder."""
+    """Write the settings of a stage into its folder."""
     with atomic_path(folder / RECIPE) as temporary:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def begun_with(folder: Path) -> dict[str, Any]:
-    """Return what a stage was begun with; settings and options that there were not at the time have their defaults.
+    """Read the settings that a stage was begun with; settings that are new since then have their defaults.
 
     Args:
         folder: the stage's.
 
     Returns:
-        As :func:`settings_of` gives it.
+        The settings as :func:`settings_of` returns them.
 
     Raises:
-        XcompatError: what is written there is no recipe.
+        XcompatError: the written recipe is damaged.
     """
     file = folder / RECIPE
     try:
@@ -122,21 +111,18 @@ def begun_with(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise XcompatError(f"{file} must hold keys and values; delete {folder} to begin again")
     seed = written.pop("seed", None)
-    with suppress(ValidationError):  # of a version whose fields had other names or values: they differ
+    with suppress(ValidationError):  # a recipe of an older version with other fields, which therefore differs
         written = StageRecipe.model_validate(written).resolved()
     return {**written, "seed": seed}
 
 
 def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_texts: bool) -> list[str]:
-    """Name the settings by which a trained model would be another one.
+    """Return the keys, sorted, of changed settings with which training would give another model.
 
     Args:
         settings: of the recipe now.
         begun: of the recipe that the folder was begun with.
-        learns_from_texts: whether the captions of the test set are left out of what is learned.
-
-    Returns:
-        The keys, sorted.
+        learns_from_texts: whether the stage learns from texts, from which the test captions are excluded.
     """
     now, then = _flat(settings), _flat(begun)
     judged = set(JUDGED_ON) - ({"data.test"} if learns_from_texts else set())
@@ -144,13 +130,13 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
 
 
 def judged_on(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that say what a stage is judged on."""
+    """Return the settings of a stage's test data."""
     flat = _flat(settings)
     return {key: flat.get(key) for key in JUDGED_ON}
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's settings with each of its data, and each option of its method, on its own."""
+    """Return a stage's settings with ``data`` and ``options`` flattened to dotted keys."""
     parts = {name: settings.get(name) or {} for name in ("data", "options")}
     inner = {f"{name}.{key}": value for name, part in parts.items() if isinstance(part, dict) for key, value in part.items()}
     return {key: value for key, value in settings.items() if key not in parts} | inner

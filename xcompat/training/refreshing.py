@@ -1,4 +1,4 @@
-"""What a method may ask of the course of training: how far it is, and what the model now says of the training set."""
+"""Keep a method informed during training: its progress, and fresh embeddings of the training set."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xcompat.models import CompatModel
 
 
 class RefreshCallback(TrainerCallback):
-    """Set ``progress`` of a model before every step, and call its ``refresh`` where it asks for that.
+    """Set ``progress`` of a model before every step, and call its ``refresh`` at the steps of ``refresh_at``.
 
-    Both depend on the number of the step alone: a run that continues from a checkpoint does the same as one that was not stopped.
+    Both depend only on the number of the step, so a resumed run does the same as an uninterrupted one.
 
     Args:
         model: the model, not wrapped.
@@ -33,7 +33,7 @@ class RefreshCallback(TrainerCallback):
         self.collator = collator
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Look at the clock."""
+        """Set the progress, and refresh if it is time."""
         self.model.progress = state.global_step / state.max_steps
         if state.global_step in {round(share * state.max_steps) for share in self.model.refresh_at}:
             assert isinstance(self.dataset, PairDataset) and isinstance(self.collator, PairCollator), "of images"
@@ -42,7 +42,7 @@ class RefreshCallback(TrainerCallback):
 
 @torch.no_grad()
 def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Processor) -> NDArray[np.float32]:
-    """Embed labelled training images as for evaluation, every process its share of them.
+    """Embed the training images without augmentation, each process a share of them.
 
     Args:
         model: in the middle of training; its forward is called, so that FSDP gathers the weights.
@@ -50,11 +50,11 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
         processor: prepares images.
 
     Returns:
-        (N, D) float32, the same on every process; a row of NaN is an image that could not be read.
+        (N, D) float32, the same on every process; an unreadable image is a row of NaN.
     """
     total, was_training = len(dataset.dataset), model.training
     each = -(-total // world_size())
-    # as many rows on every process, those past the end from the start again: forwards must be as many where weights are sharded
+    # equally many rows on every process, wrapping around at the end: with sharded weights, all must call forward equally often
     mine = np.arange(rank() * each, (rank() + 1) * each) % total
     embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
     model.eval()

@@ -1,4 +1,4 @@
-"""What a stage's model remembers: chosen on what the stage learned from."""
+"""Choose the metric and the memory of a stage's model on held-out training data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.stage import Stage, StageData, StageModels
 
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
-"""What is taken where there are too few items to hold any out."""
+"""Settings of a candidate that is taken unseen, if there are too few items to hold any out."""
 
 P = TypeVar("P", bound=PairedEmbeddings)
 
 
 def remember(stage: Stage, model: CompatModel) -> None:
-    """Choose what a trained model's queries wear by what was held out, and let them; all processes embed, the first one chooses.
+    """Choose the metric and memory of a trained model's queries on held-out data; all processes embed, the first one chooses.
 
-    Of a model that maps galleries it is what is mapped that remembers. Beside the model stands what was tried, and the same
-    memory of one model alone, which a report shows beside it.
+    If the model maps galleries, the mapped gallery gets the memory. The stage's folder gets a record of the candidates.
 
     Args:
         stage: the stage that was trained.
-        model: its model, which remembers from now on, or not where nothing finds more.
+        model: its model; it gets the memory, or none if none finds more.
 
     Raises:
         XcompatError: there is nothing to remember.
@@ -72,22 +71,22 @@ def remember(stage: Stage, model: CompatModel) -> None:
 
 
 def show(choice: Choice) -> None:
-    """Print what was tried, and what came of it."""
+    """Print the candidates and their results."""
     console.print(choice_table(choice))
     for line in said_of(choice):
         console.print(f"  {literal(line)}", soft_wrap=True)
 
 
 def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Known) -> None:
-    """Write what was tried beside the model, and the same memory of one model alone, which a report shows beside it.
+    """Write the candidates, and a memory like the chosen one for a single model, which a report compares with.
 
-    That is the memory of old queries; of a map of galleries, that of the new model's own queries and galleries.
+    That model is the old one; for a map of galleries it is the new one.
 
     Args:
         stage: the stage.
-        candidate: what is taken.
-        choice: what was tried; None where nothing could be.
-        known: what was learned from.
+        candidate: the chosen candidate.
+        choice: the candidates and their results; None if nothing could be held out.
+        known: the training data of the memory.
     """
     memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).memory(candidate)
     said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
@@ -98,14 +97,7 @@ def record(stage: Stage, candidate: Candidate, choice: Choice | None, known: Kno
 
 
 def memory_of_one(stage: Stage) -> QueryMemory | None:
-    """Read what one model alone would remember: old queries, or the new model where the stage maps galleries.
-
-    Args:
-        stage: a stage that is done.
-
-    Returns:
-        The memory; None where the stage's model remembers nothing.
-    """
+    """Read the memory of a single model that :func:`record` wrote; None if the stage's model has no memory."""
     file = stage.paths.folder / OLD_MEMORY
     if not file.exists():
         return None
@@ -118,29 +110,26 @@ def memory_of_one(stage: Stage) -> QueryMemory | None:
 
 
 def labelled_pairs(stage: Stage, new: Embedder) -> PairedEmbeddings:
-    """Embed the labelled images that a stage learns from.
+    """Embed the labelled images of a stage with both models, without those that either cannot read.
 
     Args:
         stage: the stage.
-        new: what embeds queries before they are mapped.
-
-    Returns:
-        What both models can read.
+        new: the model of the queries, before any map.
     """
     caches = stage.data.cache(new), stage.data.cache(stage.models.frozen("old"))
     return _readable(PairedEmbeddings(*caches, stage.data.images.labels()), *caches)
 
 
 def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> TurnedEmbeddings:
-    """Embed the labelled images that a map of galleries learns from.
+    """Embed the labelled images of a stage that maps galleries, without those that one of the models cannot read.
 
     Args:
         stage: the stage.
-        new: the new model, whose queries stay as they are.
+        new: the new model, whose queries are not mapped.
         model: the map, which may read side-information.
 
     Returns:
-        What all models can read, old and new turned.
+        The embeddings, with old and new exchanged.
     """
     caches = stage.data.cache(stage.models.frozen("old")), stage.data.cache(new)
     sides = [stage.data.cache(stage.models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
@@ -149,19 +138,19 @@ def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> TurnedEmbe
 
 
 def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
-    """Embed images and captions, one that several images have once, and bring together what belongs together.
+    """Embed images and distinct captions of a stage with both models, grouped by what they describe.
 
     Args:
         stage: the stage.
-        new: what embeds queries before they are mapped.
+        new: the model of the queries, before any map.
 
     Returns:
-        What both models can read.
+        The embeddings, without images that either model cannot read.
     """
     source = stage.settings.remembered_pairs
     assert source is not None
     pairs = load_pairs(source)
-    if stage.settings.data.remembered is not None:  # of data.pairs it was said when they were learned from
+    if stage.settings.data.remembered is not None:  # for data.pairs, training has warned already
         warn_of_shared_captions(stage.data, pairs, "data.remembered")
     texts, text_ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
@@ -174,12 +163,7 @@ def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
 
 
 def caption_caches(data: StageData, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
-    """Embed the images that a stage's queries may remember, and their captions, each once and sorted.
-
-    Args:
-        data: with pairs.
-        embedder: the frozen model.
-    """
+    """Embed the images with captions that queries may remember, and the distinct captions, sorted."""
     source = data.settings.remembered_pairs
     assert source is not None
     pairs, cache_dir = load_pairs(source), data.cache_dir
@@ -189,13 +173,13 @@ def caption_caches(data: StageData, embedder: Embedder) -> tuple[EmbeddingCache,
 
 
 def _new(models: StageModels, model: CompatModel) -> Embedder:
-    """Return what embeds queries before they are mapped: the trained model, or the new one that a map belongs to."""
+    """Return the model of the queries before any map: the trained model, or the new one that a map belongs to."""
     if model.embeds_in_memory:
         return models.as_input(models.embedder("new"))
     return Embedder.of(model, "own")
 
 
 def _readable(pairs: P, *caches: EmbeddingCache) -> P:
-    """Leave out what one of the models could not read."""
+    """Leave out items that one of the models could not read."""
     kept_N = np.all([cache.readable() for cache in caches], axis=0)
     return pairs if kept_N.all() else pairs.take(np.flatnonzero(kept_N))

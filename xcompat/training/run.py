@@ -1,4 +1,4 @@
-"""Run a recipe: stage by stage, each reused when done and continued when killed."""
+"""Run a recipe stage by stage; finished stages are reused, interrupted ones continue."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         recipe: validated.
 
     Returns:
-        The folder of each stage's report, for stages that are evaluated.
+        The folder of each evaluated stage's report.
 
     Raises:
-        XcompatError: a stage's folder was made by a different recipe, or by none, data are missing, or training diverged.
+        XcompatError: a stage's folder was made by another recipe, or by none, data are missing, or training diverged.
     """
     process_state()
     silence_libraries()
@@ -75,7 +75,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         run.settings.require_old_queries()
         if not run.is_done:
             check_inputs(run.stage)
-    barrier()  # before the first process writes what the others would take for the user's own
+    barrier()  # or the others would take what the first process writes for the user's own files
     for run in runs:
         with stage_line(f"{recipe.name}: {run.settings.name}"):
             run.train_unless_done()
@@ -87,11 +87,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
 
 
 def embed_recipe(recipe: Recipe) -> None:
-    """Fill the embedding caches that the stages will read, as far as their models exist already.
-
-    Args:
-        recipe: validated.
-    """
+    """Fill the embedding caches that the stages will read, as far as their models exist already."""
     process_state()
     silence_libraries()
     for settings in recipe.stages:
@@ -102,16 +98,16 @@ def embed_recipe(recipe: Recipe) -> None:
 
 
 class StageRun:
-    """One stage of a recipe as it is run: its training and its evaluation.
+    """The training and the evaluation of one stage.
 
     Args:
         recipe: the whole recipe.
-        settings: the stage's.
+        settings: the stage's settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
         self.recipe, self.settings = recipe, settings
-        self.stage = Stage.of(recipe, settings)
+        self.stage = Stage(recipe, settings)
         self.paths, self.models = self.stage.paths, self.stage.models
 
     # ------------------------------------------------------------------------------------------------ training
@@ -123,13 +119,13 @@ class StageRun:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the stage is trained, and judged if it is to be: nothing more is read for it."""
+        """Return whether nothing is left to do: the stage is trained, and evaluated if it is to be."""
         made = (self.settings.name, *(self.settings.evaluation.compare_with if self.settings.evaluation is not None else ()))
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
         return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
 
     def train_unless_done(self) -> None:
-        """Train and save, or say that it is done."""
+        """Train and save the stage's model, or check and reuse a finished one."""
         self._begin_folder()
         if self.is_done:
             self._require_same()
@@ -165,7 +161,7 @@ class StageRun:
             )
 
     def _begin_folder(self) -> None:
-        """Record the resolved stage where that has not been done, and clear away what a killed run left."""
+        """Write the stage's recipe unless it is there, and remove what a killed run left."""
         if is_main_process():
             for folder in {self.paths.folder, self.paths.report}:
                 clear_leftovers(folder)
@@ -175,7 +171,7 @@ class StageRun:
         barrier()
 
     def _require_same(self) -> None:
-        """Refuse a model that was made from other ones, or is no longer the one that was trained."""
+        """Refuse a model whose inputs, or whose weights, have changed since it was trained."""
         done = read_record(self.paths.folder / DONE, Done)
         changed = [name for name, digest in self.models.inputs().items() if done.inputs.get(name) != digest]
         if changed:
@@ -190,7 +186,7 @@ class StageRun:
             )
 
     def fill_caches(self) -> None:
-        """Embed what the stage's training and evaluation will read; models of stages not yet trained are left for later."""
+        """Embed the stage's training and test data with its models, except those of stages that are not trained yet."""
         test = load_test_set(self.settings.data) if self.settings.is_judged else None
         for role in ROLES:
             source = getattr(self.settings, role)
@@ -211,10 +207,7 @@ class StageRun:
     # ---------------------------------------------------------------------------------------------- evaluation
 
     def evaluate_unless_done(self) -> Path:
-        """Write the stage's report unless it is there; return its folder.
-
-        All processes embed and rank queries; the first one writes.
-        """
+        """Write the stage's report unless it is up to date, and return its folder; all processes rank, the first one writes."""
         wanted = self._wanted()
         done = self._is_evaluated(wanted)
         barrier()
@@ -229,9 +222,8 @@ class StageRun:
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.paths.report / f"against-{name}", {})
             if is_main_process():
-                write_recipe(
-                    self.paths.folder, settings_of(self.settings, self.recipe.seed)
-                )  # which may name other test data now
+                # the recipe may name other test data by now
+                write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
                 write_json(self.paths.report / EVALUATED, wanted.model_dump())
         barrier()
         if not console.quiet:
@@ -239,7 +231,7 @@ class StageRun:
         return self.paths.report
 
     def _wanted(self) -> Evaluated:
-        """Return what the report is to be made of."""
+        """Return the inputs that an up-to-date report has."""
         evaluation = self.settings.evaluation
         assert evaluation is not None
         named = (self.settings.name, *evaluation.compare_with)
@@ -251,10 +243,10 @@ class StageRun:
         )
 
     def _is_evaluated(self, wanted: Evaluated) -> bool:
-        """Return whether the stage's report is there, and made of what it is to be made of."""
+        """Return whether the stage's report is there and was made from the wanted inputs."""
         if not report_file(self.paths.report).is_file():
             return False
-        with suppress(XcompatError):  # what cannot be read is no record of a report
+        with suppress(XcompatError):  # an unreadable record counts as none
             made = read_record(self.paths.report / EVALUATED, Evaluated)
             return made.model_copy(update={"data": made.data or judged_on(begun_with(self.paths.folder))}).holds(wanted)
         return False
@@ -301,7 +293,7 @@ class StageRun:
         return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
-        """Embed the test set with every version before the old one, whose galleries a chain of upgrades still serves."""
+        """Embed the test set with every version before the old one: a chain of updates still serves their galleries."""
         for version in model.compatible_with[1:]:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")

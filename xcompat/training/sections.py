@@ -1,4 +1,4 @@
-"""The sections of a recipe: what a stage learns from and is tested on, and how the result is judged."""
+"""The sections of a recipe: training and test data, and the evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ZeroShotSettings(Section):
 
 
 class DataSettings(Section):
-    """What a stage learns from and is tested on.
+    """The training and test data of a stage.
 
     Args:
         pairs: images with captions.
@@ -44,14 +44,14 @@ class DataSettings(Section):
         queries: labelled images that are searched for.
         gallery: labelled images that are searched; the queries themselves unless given.
         test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
-        old_reads: what the old model embeds of a labelled image: the image, or its caption as a text encoder does (bt2.txt §4.7).
-        old_embeddings: whether the old embeddings that a method reads are of plain images, computed once, or of the same
-            augmented view as the new ones, computed in every epoch.
+        old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (bt2.txt §4.7).
+        old_embeddings: whether a method reads old embeddings of plain images (``cached``, computed once) or of the same augmented
+            view as the new ones (``online``, computed in every epoch).
         augmentation: random changes to training images; none unless given.
-        samples_per_class: K, how many images of a class a batch holds with a head of triplets; not read with others.
+        samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
-        shuffle_buffer: for streaming pairs, how many samples are shuffled among each other.
+        shuffle_buffer: for streaming pairs, the number of samples that are shuffled together.
     """
 
     pairs: PairSource | None = None
@@ -74,7 +74,7 @@ class DataSettings(Section):
     shuffle_buffer: int = Field(10_000, ge=0)
 
     def tests(self) -> bool:
-        """Return whether there is anything to judge a model on."""
+        """Return whether there is a test set."""
         return self.test is not None or self.queries is not None
 
 
@@ -83,17 +83,16 @@ class EvaluationSettings(Section):
 
     Args:
         ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
-        old_on_new: whether old queries are searched on the new gallery too, in the space that both share: what clients that still
-            have the old model find after a backfill, or texts among images where the old model is a text encoder.
-        slerp: the weight of the old query, from 0 to 1, in queries that mix it with the new one's (:func:`xcompat.heads.slerp`):
-            the case ``slerp/old``, not measured unless this is given. Whoever searches so keeps the old model, and pays for
-            both encoders at every query.
-        fallback: of which confidence on, above 0 and 1 at most, a new query is asked alone: the case ``fallback/old``, not
-            measured unless this is given, asks the old query below it, or the mix of both where ``slerp`` says how. The model
-            must say how sure its queries are (:meth:`xcompat.models.CompatModel.confidence`).
+        old_on_new: whether old queries search the new gallery too, in the space that both share: the results of clients that
+            still have the old model after a backfill, or of texts among images if the old model is a text encoder.
+        slerp: the weight of the old query, from 0 to 1, in a mix with the new query (:func:`xcompat.heads.slerp`). It adds the
+            case ``slerp/old``. Such a search needs both encoders for every query.
+        fallback: the lowest confidence, in (0, 1], with which a new query searches alone. Below it the old query searches, or the
+            mix of ``slerp``. It adds the case ``fallback/old``. The model's queries must have a confidence
+            (:meth:`xcompat.models.CompatModel.confidence`).
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
-        compare_with: earlier stages whose queries are shown beside the new model's.
+        compare_with: earlier stages whose queries are measured beside the new model's.
         examples: example searches in the report.
         tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
     """

@@ -1,4 +1,4 @@
-"""A sequence of updates in one triangle: every model's queries on the gallery of every version before it."""
+"""The table of a chain of updates: every model's queries on the gallery of every version before it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ AGAINST = "against-"
 
 
 def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
-    """Gather q_i/g_j of a chain of updates from its stages' reports (bt2.txt §4.8).
+    """Read the cases q_i/g_j of a chain of updates from its stages' reports (bt2.txt §4.8).
 
     Args:
-        folders: the report's folder of each stage, in order; reports against earlier galleries lie inside.
+        folders: the report's folder of each stage, in order, with its reports against earlier galleries.
 
     Returns:
-        One row for each query model, gallery, direction and metric: ``query``, ``gallery``, ``direction``, ``metric``, ``value``.
+        One row per measurement: ``query``, ``gallery``, ``direction``, ``metric``, ``value``.
     """
     rows = []
     for stage, folder in folders.items():
@@ -53,7 +53,7 @@ def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, o
 
 
 def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console) -> None:
-    """Write ``sequence.csv`` and print its triangle, when some stage was judged on more than one older gallery.
+    """Write ``sequence.csv`` and print it as a triangle, if some stage was evaluated on more than one older gallery.
 
     Args:
         output_dir: the run's folder.

@@ -1,4 +1,4 @@
-"""What FSDP asks of a model before training, and what it leaves of one after."""
+"""Prepare a model for FSDP, and gather its weights afterwards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from xcompat.models import CompatModel
 
 
 def shardable(model: CompatModel) -> CompatModel:
-    """Give scalar parameters (CLIP's ``logit_scale``) one dimension: FSDP shards nothing that has none.
-
-    Args:
-        model: changed in place; it computes what it did.
-
-    Returns:
-        The model.
-    """
+    """Give scalar parameters (CLIP's ``logit_scale``) one dimension, as FSDP cannot shard scalars; in place."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 0:
@@ -26,13 +19,13 @@ def shardable(model: CompatModel) -> CompatModel:
 
 
 def unsharded(model: CompatModel) -> CompatModel:
-    """Return a model with whole weights where FSDP left each process its shards of them: a collective call.
+    """Gather the weights that FSDP sharded: a collective call.
 
     Args:
         model: sharded or not.
 
     Returns:
-        The model itself, or an equal one on the CPU of every process.
+        The model itself if it is not sharded, else an equal one on the CPU of every process.
     """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model

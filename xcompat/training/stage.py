@@ -1,12 +1,11 @@
-"""One stage of a recipe: where it writes, which models it names, and what it learns from."""
+"""One stage of a recipe: its folders, its models, and its training data."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,22 +30,22 @@ from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
 
-REMEMBERED = ("old", "side_info", "new_side_info")
-"""Roles in which embeddings will do where the model itself is gone."""
+STORED_ROLES = ("old", "side_info", "new_side_info")
+"""Roles in which stored embeddings can replace the model."""
 
 
 class StagePaths:
-    """Where a stage writes.
+    """The folders that a stage writes to.
 
     Args:
         recipe: the whole recipe.
-        settings: the stage's.
+        settings: the stage's settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
         self.folder = recipe.stage_dir(settings.name)
         self.model, self.checkpoints = self.folder / "model", self.folder / "checkpoints"
-        # what a recipe is run for is its last stage: that report stands at the top
+        # the report of the last stage is the result of the run
         self.report = recipe.output_dir if settings is recipe.stages[-1] else self.folder
 
 
@@ -55,7 +54,7 @@ class StageModels:
 
     Args:
         recipe: the whole recipe.
-        settings: the stage's.
+        settings: the stage's settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -63,13 +62,13 @@ class StageModels:
         self.method = method_class(settings.method)
 
     def embedder(self, role: str) -> Embedder:
-        """Load the frozen model in a role; ``training.bf16_full_eval`` has it embed in bfloat16, ``fp16_full_eval`` in float16.
+        """Load the frozen model in a role; it embeds in half precision if ``training`` sets one of the ``*16_full_eval``.
 
         Args:
             role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the recipe names none.
+            XcompatError: the recipe names no model in that role.
         """
         settings, source = self.settings, getattr(self.settings, role)
         if not isinstance(source, EncoderSource):
@@ -81,31 +80,25 @@ class StageModels:
         return load_embedder(self._resolved(source), device(), chosen)
 
     def frozen(self, role: str) -> FrozenModel:
-        """Load the model in a role; the old one, and those of side-information, may be gone but for what they once computed.
+        """Load the model in a role, or its stored embeddings if it is the old model or one of side-information.
 
         Args:
             role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the recipe names none, or embeddings where it takes a model.
+            XcompatError: the recipe names nothing in that role, or stored embeddings in a role that needs a model.
         """
         source = getattr(self.settings, role)
-        if role in REMEMBERED and isinstance(source, EncoderSource) and is_stored(source.name):
+        if role in STORED_ROLES and isinstance(source, EncoderSource) and is_stored(source.name):
             return load_frozen(source)
         embedder = self.embedder(role)
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
 
     def as_input(self, new: Embedder) -> Embedder:
-        """Return the new model as a map over cached embeddings reads it.
-
-        Args:
-            new: the new model.
-
-        Returns:
-            The model itself, or in the role of its penultimate features.
+        """Return the new model, or its penultimate features if the method maps these.
 
         Raises:
-            XcompatError: its penultimate features are asked for, and it has none, or there are captions to be judged on.
+            XcompatError: the model has no penultimate features, or the test set has captions.
         """
         if not self.method.maps_features(self.settings.options):
             return new
@@ -114,24 +107,21 @@ class StageModels:
         return penultimate(new)
 
     def independent(self) -> Embedder | None:
-        """Load the plain new model: the one named under ``independent``, else the new model itself when it is a trained one."""
+        """Load the plain new model: the one named under ``independent``, else the new model if it is trained already."""
         if self.settings.independent is not None:
             return self.embedder("independent")
-        # the backbone that a method for labelled images starts from has no embedding of its own to compare with
+        # a backbone that a method for labelled images starts from has no trained embedding to compare with
         plain = self.method.embeds_in_memory or self.settings.data.queries is None
         return self.embedder("new") if plain and isinstance(self.settings.new, EncoderSource) else None
 
     def new_encoder(self, data: StageData) -> tuple[Encoder, Processor]:
-        """Load the encoder that is to be trained, or make one with random weights.
+        """Load the encoder that is to be trained with its processor, or make one with random weights.
 
         Args:
-            data: whose texts a new tokenizer is learned from.
-
-        Returns:
-            The encoder and its processor.
+            data: a new tokenizer is learned from its texts.
 
         Raises:
-            XcompatError: none is named, or there is nothing to learn a tokenizer from.
+            XcompatError: the recipe names no new encoder, or no texts for a new tokenizer.
         """
         source, seed = self.settings.new, self.recipe.seed
         if source is None:
@@ -144,7 +134,7 @@ class StageModels:
         """Load the pretrained φ that the stage starts from.
 
         Raises:
-            XcompatError: none is named.
+            XcompatError: the recipe names none.
         """
         settings = self.settings
         if settings.projection is None:
@@ -164,12 +154,10 @@ class StageModels:
 
     def inputs(self) -> dict[str, str]:
         """Return the digest of every earlier stage's model that this one is made from."""
-        named = [self.settings.projection or "", *(source.name for source in self.settings.sources())]
-        stages = sorted({name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)})
-        return {name: self.digest_of(name) for name in stages}
+        return {name: self.digest_of(name) for name in sorted(self.settings.made_from())}
 
     def old_dim(self) -> int | None:
-        """Return the old model's dimension where it is known before earlier stages are trained; else None."""
+        """Return the old model's dimension if it is known before earlier stages are trained."""
         name = self.settings.old.name if self.settings.old is not None else ""
         if not name.startswith(STAGE_PREFIX):
             return StoredModel(name).dim if name and is_stored(name) else None
@@ -177,7 +165,7 @@ class StageModels:
         return StageModels(self.recipe, made_by).planned_dim()
 
     def planned_dim(self) -> int | None:
-        """Return the dimension that the stage's model will have where that does not depend on its backbone; else None."""
+        """Return the dimension of the stage's model if it does not depend on the backbone."""
         return self.method.planned_dim(self.old_dim() if self.method.compares_with_old else None, self.settings.options)
 
     def _resolved(self, source: EncoderSource) -> EncoderSource:
@@ -186,11 +174,11 @@ class StageModels:
 
 
 class StageData:
-    """What a stage learns from, and its embeddings.
+    """The training data of a stage, and their embeddings.
 
     Args:
         recipe: the whole recipe.
-        settings: the stage's.
+        settings: the stage's settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -198,7 +186,7 @@ class StageData:
 
     @cached_property
     def images(self) -> LabelledImages:
-        """The labelled training images, after the recipe's choice of classes and samples."""
+        """The labelled training images of the recipe's ``subset``."""
         data = self.settings.data
         if data.images is None:
             raise XcompatError(
@@ -208,15 +196,15 @@ class StageData:
         return select(labelled, data.subset).reindexed() if data.subset is not None else labelled
 
     def test_captions(self) -> list[str]:
-        """Return the captions that no corpus may hold."""
+        """Return the captions of the test set, which no corpus may hold."""
         test = self.settings.data.test
         return load_pair_test_set(test).texts if test is not None else []
 
     def texts_of_pairs(self) -> list[str]:
-        """Return the texts that the tokenizer of a new image-text encoder is learned from.
+        """Return the texts from which a new encoder's tokenizer is learned.
 
         Raises:
-            XcompatError: no pairs are named.
+            XcompatError: the recipe names no pairs.
         """
         data = self.settings.data
         if data.pairs is None:
@@ -226,7 +214,7 @@ class StageData:
         return load_texts([data.pairs, *data.texts], exclude=self.test_captions())["text"]
 
     def cache(self, frozen: FrozenModel) -> EmbeddingCache:
-        """Embed what a map over cached embeddings learns from."""
+        """Embed the training data of a map with one model, or open what was embedded before."""
         data, name = self.settings.data, self.settings.name
         frozen.require_embeddings(self.settings.method)
         if data.images is not None:
@@ -250,49 +238,24 @@ class StageData:
         return cached_images(old, pairs, self.cache_dir, source.max_bad_share), cached_captions(old, captions, self.cache_dir)
 
 
-@dataclass(frozen=True)
 class Stage:
-    """A stage in its recipe.
+    """A stage of a recipe with its folders, models and data.
 
     Args:
-        settings: the stage's, validated.
-        seed: the recipe's.
-        paths: where it writes.
-        models: what it names in its roles.
-        data: what it learns from.
+        recipe: the whole recipe.
+        settings: the stage's settings.
     """
 
-    settings: StageRecipe
-    seed: int
-    paths: StagePaths
-    models: StageModels
-    data: StageData
-
-    @classmethod
-    def of(cls, recipe: Recipe, settings: StageRecipe) -> Stage:
-        """Return a stage of a recipe."""
-        parts: dict[str, Any] = {"paths": StagePaths, "models": StageModels, "data": StageData}
-        return cls(settings, recipe.seed, **{name: part(recipe, settings) for name, part in parts.items()})
+    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
+        self.settings, self.seed = settings, recipe.seed
+        self.paths, self.models = StagePaths(recipe, settings), StageModels(recipe, settings)
+        self.data = StageData(recipe, settings)
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash the weights of a saved model.
-
-    Args:
-        folder: with one or more safetensors files.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Return the SHA-256 of a saved model's safetensors files, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for file in listed(folder, "*.safetensors"):
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch."""
-    from transformers import set_seed
-
-    set_seed(seed)

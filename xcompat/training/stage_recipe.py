@@ -1,4 +1,4 @@
-"""One stage of a recipe: every setting of one training, validated."""
+"""One stage of a recipe: all settings of one training, validated."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ if TYPE_CHECKING:
 
 STAGE_PREFIX = "stage:"
 CHOSEN = "map"
-"""The method of a recipe that names none: which map of queries finds most of what is held out of the training set."""
+"""The method of a recipe that names none: the query map that finds most of a held-out part of the training set."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
-"""Parts of a stage that name a model whose embeddings are cached."""
+"""Keys of a stage that name a model whose embeddings are cached."""
 OF_THE_COURSE = ("classes", "for_training")
-"""Parts of a configuration that the data say, and whether training is over."""
+"""Keys of a configuration that training sets, not the recipe."""
 
 
 class StageRecipe(Section):
-    """Everything one training stage needs.
+    """The settings of one training stage.
 
     Args:
         name: name of the stage; the method's name unless given.
-        method: which method, by its name in ``xcompat.methods``; ``map`` unless given: of maps that are solved, with metrics and
-            memories of queries, the one that finds most of what is held out.
+        method: the method's name in ``xcompat.methods``. Unless given, ``map``: of all solved maps, with metrics and memories of
+            queries, the one that finds most of a held-out part of the training set.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
-        new: the encoder that learns: the same, or an architecture to train from scratch.
-        independent: the new model trained without an old one, the floor of new/old and the ceiling of new/new.
+        new: the encoder to train: the same, or an architecture to train from scratch.
+        independent: the new model trained without an old one, which new/old and new/new are compared with.
         side_info: the model whose embeddings are stored beside the old ones, for methods that map galleries (fct).
-        new_side_info: the new model's own side-information, that the old one is mapped to as well; for chains of updates.
-        projection: where φ starts from: a checkpoint of method ``projection`` or ``stage:NAME``.
+        new_side_info: the new model's own side-information, to which the old one is mapped too; for chains of updates.
+        projection: the φ to start from: a checkpoint of method ``projection`` or ``stage:NAME``.
         options: the method's own configuration.
-        data: what it learns from.
+        data: training and test data.
         training: fields of ``transformers.TrainingArguments``.
-        mini_batch_size: samples embedded at a time, where the graph of a whole batch does not fit into memory: loss and gradient
-            stay those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache).
-            It must divide ``training.per_device_train_batch_size``; None for the whole batch at once.
+        mini_batch_size: samples embedded at a time if the graph of a whole batch does not fit into memory. Loss and gradient stay
+            those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache). It must
+            divide ``training.per_device_train_batch_size``; None for the whole batch at once.
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
-        encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters; below 1 where they are
-            pretrained and the head is not, whose first gradients would undo them.
-        memory: what queries or mapped galleries remember of what was learned from, chosen by what is held out: ``classes`` of
-            ``data.images``, for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for none.
-        memory_codec: in which a memory keeps its entries: ``float32`` for as they are, ``SQ8``, ``SQ4``, ``SQfp16`` or such as
-            ``PQ64``, of which a query looks at the nearest alone; unless given ``SQ8`` for more than 2^24 numbers in keys.
-        searched_classes: what is known of the classes that will be searched, which decides what is held out for that choice: all
-            are in ``data.images`` (known), some are (open), or nothing (unknown).
-        evaluation: how the result is judged; null for no evaluation.
+        encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters. Below 1 it protects
+            pretrained weights from the first gradients of an untrained head.
+        memory: which training data queries or mapped galleries remember, chosen on a held-out part: ``classes`` of
+            ``data.images``, or for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for
+            none.
+        memory_codec: how a memory stores its entries: uncompressed (``float32``), or compressed (``SQ8``, ``SQ4``, ``SQfp16``, or
+            such as ``PQ64``), in which case a query reads only its nearest entries. Unless given, ``SQ8`` for more than 2^24
+            numbers in keys.
+        searched_classes: how many of the classes that will be searched are in ``data.images``: all (known), some (open), or
+            nobody knows (unknown). It decides what is held out to choose the memory.
+        evaluation: how the result is evaluated; null for no evaluation.
     """
 
     name: str = ""
@@ -117,19 +119,19 @@ class StageRecipe(Section):
 
     @property
     def batch_size(self) -> int:
-        """Return how many samples each process learns from at a time."""
+        """Return the number of samples per process and step."""
         from transformers import TrainingArguments
 
         return int(self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size))
 
     @property
     def is_balanced(self) -> bool:
-        """Return whether every batch holds equally many images of each of its classes, without which there are no triplets."""
+        """Return whether every batch must hold equally many images of each of its classes, as triplets need."""
         return method_class(self.method).balances_batches(self.options)
 
     @property
     def learns_from_pairs(self) -> bool:
-        """Return whether what queries remember, or which map is chosen, is learned from images with captions."""
+        """Return whether the memory, or the choice of a map, is learned from images with captions."""
         chosen = self.method == CHOSEN and self.data.images is None and self.remembered_pairs is not None
         return chosen or self.memory == "pairs"
 
@@ -145,17 +147,17 @@ class StageRecipe(Section):
 
     @property
     def learns_from_texts(self) -> bool:
-        """Return whether the stage learns from texts, which leave out the captions of the test set."""
+        """Return whether the stage learns from texts, from which the captions of the test set are excluded."""
         if method_class(self.method).embeds_in_memory:
             return self.data.images is None and self.data.embeddings_of == "texts"
         return isinstance(self.new, ScratchSource) and not self.new.image_only
 
     def require_old_queries(self) -> None:
-        """Refuse to mix new queries with old ones where there are none for the same things, or no old gallery that both search.
+        """Refuse ``evaluation.slerp`` and ``evaluation.fallback`` if there are no old queries for them.
 
         Raises:
-            XcompatError: ``evaluation.slerp`` or ``evaluation.fallback`` is set, and the method maps the old gallery, the old
-                model is gone, or it reads captions where the new one reads images; or what is to fall back remembers nothing.
+            XcompatError: one of them is set, and the method maps the old gallery, the old model is stored embeddings, or it reads
+                captions; or ``fallback`` is set, and the queries have no memory and so no confidence.
         """
         from xcompat.models.stored import is_stored
 
@@ -179,13 +181,15 @@ class StageRecipe(Section):
             raise XcompatError(f"{where}, and the old model reads captions where the new one reads images; {mend}")
 
     def resolved(self) -> dict[str, Any]:
-        """Return all that the stage is trained by, as JSON: every setting and every option of its method, given or usual."""
+        """Return all settings that training depends on, as JSON, with the defaults of those that are not given."""
         described = self.model_dump(mode="json", exclude={"evaluation"})
         return described | {"options": usual_options(self.method) | described["options"]}
 
-    def sources(self) -> list[EncoderSource]:
-        """Return the trained models that the stage is made from."""
-        return [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
+    def made_from(self) -> list[str]:
+        """Return the names of the earlier stages whose models this stage is made from."""
+        sources = [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
+        named = dict.fromkeys([self.projection or "", *(source.name for source in sources)])
+        return [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
 
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:
@@ -235,7 +239,7 @@ class StageRecipe(Section):
         size, method = self.mini_batch_size, method_class(self.method)
         if size is None:
             return self
-        classified = self.data.images is not None and not method.embeds_in_memory  # the classifier is part of the loss
+        classified = self.data.images is not None and not method.embeds_in_memory  # the loss then reads the classifier too
         if classified or not method.loss_of_embeddings:
             raise ValueError(
                 f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} is not one of embeddings alone; "
@@ -250,24 +254,14 @@ class StageRecipe(Section):
 
 
 def method_class(method: str) -> type[CompatModel]:
-    """Return the class of a method; of the map that is chosen, that of those which are trained for it.
-
-    Args:
-        method: as a recipe names it.
-    """
+    """Return the class of a method by its name in a recipe; of ``map``, that of query maps."""
     from xcompat.methods import METHODS
 
     return METHODS["query_map" if method == CHOSEN else method]
 
 
 def usual_options(method: str) -> dict[str, Any]:
-    """Return the options that a recipe may give a method, with the values they have unless it does.
-
-    Args:
-        method: as a recipe names it.
-
-    Returns:
-        Name -> value; nothing of the map that is chosen.
+    """Return the options of a method, by its name in a recipe, with their defaults; ``map`` has none.
 
     Example:
         >>> usual_options("ridge")["regularisation"]

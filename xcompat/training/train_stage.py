@@ -1,4 +1,4 @@
-"""Train a stage by what its method learns from: embeddings, labelled images, or images with captions."""
+"""Train a stage on the kind of data that its method learns from: embeddings, labelled images, or images with captions."""
 
 from __future__ import annotations
 
@@ -14,30 +14,23 @@ from xcompat.training.trainer import check_services, train, training_arguments, 
 
 
 def train_stage(stage: Stage) -> CompatModel:
-    """Build a stage's model and train or solve it.
-
-    Args:
-        stage: the stage.
-
-    Returns:
-        The trained model.
-    """
-    settings, models, data = stage.settings, stage.models, stage.data
+    """Build a stage's model, train or solve it, and return it."""
+    settings, method = stage.settings, stage.models.method
     if settings.data.images is not None:
-        warn_of_shared_images(data)
-    if models.method.is_solved:
-        return solved_map(models, data)
-    if models.method.embeds_in_memory:
-        model, batches = map_and_data(models, data)
-    elif settings.data.images is not None or LABELS in models.method.columns:
-        model, batches = labelled_model_and_data(models, data)
+        warn_of_shared_images(stage.data)
+    if method.is_solved:
+        return solved_map(stage)
+    if method.embeds_in_memory:
+        model, batches = map_and_data(stage)
+    elif settings.data.images is not None or LABELS in method.columns:
+        model, batches = labelled_model_and_data(stage)
     else:
-        model, batches = pair_model_and_data(models, data)
+        model, batches = pair_model_and_data(stage)
     return train(model, batches, settings, stage.seed, stage.paths.checkpoints)
 
 
 def check_inputs(stage: Stage) -> None:
-    """Refuse what can be seen of a stage before it begins, so that no earlier stage is trained for nothing.
+    """Refuse faults of a stage that are known before any training, so that no earlier stage is trained for nothing.
 
     Raises:
         XcompatError: the training section does not fit, a tracker is not installed, dimensions do not fit, a class is unknown or
@@ -58,10 +51,10 @@ def check_inputs(stage: Stage) -> None:
 
 
 def fill_caches(stage: Stage, role: str) -> None:
-    """Embed what the stage's training will read of the model in a role."""
+    """Embed the stage's training data with the model in a role, as far as its training will read them."""
     if stage.models.method.embeds_in_memory:
-        fill_map_caches(stage.models, stage.data, role)
+        fill_map_caches(stage, role)
     elif stage.settings.data.images is not None:
-        fill_labelled_caches(stage.models, stage.data, role)
+        fill_labelled_caches(stage, role)
     else:
-        fill_pair_caches(stage.models, stage.data, role)
+        fill_pair_caches(stage, role)

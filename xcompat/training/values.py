@@ -1,4 +1,4 @@
-"""The values that a recipe gives to the Trainer and to a method: refused before anything is loaded where they cannot be."""
+"""Check the values that a recipe gives to the Trainer and to a method, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"), Field(ge=0)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Field(ge=0, lt=1)),
 }
-"""Values of ``TrainingArguments`` with which there is no training, or another one than is asked for."""
+"""Bounds of ``TrainingArguments`` that transformers does not check, and outside of which training fails or does nothing."""
 
 
 def check_training(given: Mapping[str, Any]) -> None:
-    """Refuse what ``TrainingArguments`` does not have, or what cannot be trained with.
+    """Refuse keys that ``TrainingArguments`` does not have, and values that cannot be trained with.
 
     Args:
         given: the training section of a stage.
@@ -49,12 +49,12 @@ def check_training(given: Mapping[str, Any]) -> None:
 
 
 def check_options(method: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse options that a method does not have, and values of another kind than it reads.
+    """Refuse options that a method does not have, and values of the wrong type.
 
     Args:
-        method: by its name in `xcompat.methods`.
+        method: its name in `xcompat.methods`.
         given: the options section of a stage.
-        known: the options that a recipe may give.
+        known: the method's options.
 
     Raises:
         ValueError: naming the option and what is wrong, in one line.

@@ -1,4 +1,4 @@
-"""YAML as people write it, within limits: a few lines of aliases or brackets must not take all memory, or end in a traceback."""
+"""Read YAML within limits, so that a few lines of aliases or brackets cannot fill the memory or end in a traceback."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from xcompat.errors import XcompatError
 
 MOST_BYTES = 2**20
 MOST_VALUES = 100_000
-"""Keys and values of a file, those that aliases repeat counted each time."""
+"""Keys and values of a file, with each repetition by an alias."""
 MOST_LEVELS = 64
 MOST_BITS = 64
-"""Bits of an integer."""
+"""Most bits of an integer."""
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses what is too deep or too much before anything is made of it."""
+    """YAML's safe loader, which refuses a document that is too deep or too large before it constructs any object."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level = 0
-        self._measured: dict[int, tuple[int, int]] = {}  # values and levels of a node, aliases followed
+        self._measured: dict[int, tuple[int, int]] = {}  # by node id: number of values and levels, aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401 - as yaml has it
-        """Compose a node, as yaml does it, and measure it."""
+        """Compose a node as yaml does, and measure it."""
         self._level += 1
         if self._level > MOST_LEVELS:
             raise _TooMuch(f"more than {MOST_LEVELS} levels")
@@ -50,7 +50,7 @@ class LimitedLoader(yaml.SafeLoader):
         return values, levels
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Read an integer of ordinary size."""
+        """Read an integer of at most ``MOST_BITS`` bits."""
         try:
             value: int = super().construct_yaml_int(node)
         except ValueError as error:  # of thousands of digits, or none
@@ -64,7 +64,7 @@ LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_y
 
 
 class RecipeLoader(LimitedLoader):
-    """YAML's safe loader, reading 1e-4 as the number that everyone means (YAML 1.1 wants 1.0e-4)."""
+    """YAML's safe loader that reads 1e-4 as a number (YAML 1.1 wants 1.0e-4)."""
 
 
 RecipeLoader.add_implicit_resolver(
@@ -75,7 +75,7 @@ RecipeLoader.add_implicit_resolver(
 
 
 class _TooMuch(yaml.YAMLError):
-    """What no file of settings holds."""
+    """A document beyond the limits of this module."""
 
 
 def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:  # noqa: ANN401 - whatever the YAML holds
@@ -86,10 +86,10 @@ def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:  
         loader: how plain words are read.
 
     Returns:
-        What it holds.
+        The document's value.
 
     Raises:
-        yaml.YAMLError: it is none, or more than the limits of this module.
+        yaml.YAMLError: it is no YAML, or beyond the limits of this module.
 
     Example:
         >>> parse_yaml("{a: [1, two]}")
@@ -99,7 +99,7 @@ def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:  
         raise _TooMuch(f"{len(text):,} characters, and settings have less than {MOST_BYTES:,}")
     try:
         return yaml.load(text, Loader=loader)  # noqa: S506 - a subclass of the safe loader
-    except ValueError as error:  # what only looks like a date, such as 2026-13-01
+    except ValueError as error:  # such as the impossible date 2026-13-01
         raise _TooMuch(str(error)) from error
 
 
@@ -111,10 +111,10 @@ def read_yaml(path: Path, loader: type[LimitedLoader] = LimitedLoader) -> Any:  
         loader: how plain words are read.
 
     Returns:
-        What it holds.
+        The document's value.
 
     Raises:
-        XcompatError: it is not YAML, or more than the limits of this module.
+        XcompatError: it is no YAML, or beyond the limits of this module.
     """
     if path.stat().st_size > MOST_BYTES:
         raise XcompatError(
