@@ -1,4 +1,4 @@
-"""Arrow files built once from user files, memory-mapped ever after, rebuilt when the user's files change."""
+"""Arrow files that are built once from the user's files, then memory-mapped, and rebuilt when those files change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_FILE = "arrow_file"  # what a record says of the file beside it
-FORMAT = 1  # raise it when what the builders write changes, so that caches of older versions are not reused
-ROWS = 256  # in a batch: images of some megabytes must stay under Arrow's 2 GB a column
+_FILE = "arrow_file"  # key of a record for the state of the Arrow file beside it
+FORMAT = 1  # raise it when the builders write something else, so that caches of older versions are not reused
+ROWS = 256  # per batch: a column of images of some megabytes must stay under Arrow's 2 GB
 
 
 def file_stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
@@ -47,26 +47,26 @@ def cached_dataset(
     features: datasets.Features,
     build: Callable[[dict[str, Any]], Iterator[pa.RecordBatch]],
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Open a memory-mapped data set, writing it first unless it was written before.
+    """Open a memory-mapped data set, and write it first if it is not in the cache.
 
-    The files lie in the cache folder of ``datasets``. Several processes may ask at once: one writes, the others wait. A file with
-    another size or time than it was written with is compared with its checksum, and written again if it was damaged. It is not
-    read for that each time it is opened, so that damage which changes neither, such as a disk's, is not found.
+    The files are in the cache folder of ``datasets``. Several processes may call this at once: one writes, the others wait. If a
+    file's size or time has changed since it was written, its checksum is compared, and a damaged file is written again. Damage
+    that changes neither, such as that of a disk, is not found.
 
     Args:
-        kind: what it holds, the start of the file's name.
-        key: everything the content depends on, JSON-like; another key is another file.
+        kind: the kind of content, and the start of the file's name.
+        key: everything that the content depends on, JSON-like; another key is another file.
         features: the columns.
         build: called with an empty record to fill (JSON-like, kept beside the data), yields the batches.
 
     Returns:
-        The data set, and the record filled when it was built.
+        The data set, and the record that was filled when it was built.
     """
     import datasets
     import pyarrow as pa
     from filelock import FileLock
 
-    # Dataset.from_generator locks, writes atomically and takes a key too, but opens a damaged file and keeps no record beside it
+    # Dataset.from_generator also locks, writes atomically and takes a key, but it opens damaged files and keeps no record
     schema = features.arrow_schema
     digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
@@ -81,18 +81,18 @@ def cached_dataset(
                 with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                     for batch in build(record):
                         writer.write_batch(batch)
-                # before the data takes its place: data without record is never seen
+                # before the data file is moved to its place, so that there is never data without a record
                 write_json(record_file, record | {_FILE: _Written.of(temporary, record).model_dump()})
     try:
         dataset = datasets.Dataset.from_file(str(arrow_file))
-    except (pa.ArrowException, OSError, ValueError) as error:  # of before there were checksums
+    except (pa.ArrowException, OSError, ValueError) as error:  # a file from before there were checksums
         raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it, and it is written again") from error
-    dataset._fingerprint = digest  # of the source, so that what is keyed by it outlives a rebuilt cache
+    dataset._fingerprint = digest  # derived from the source, so that caches keyed by it outlive a rebuild
     return dataset, record
 
 
 class _Written(FileRecord):
-    """An Arrow file as it was written, when, in nanoseconds, and a digest of the record beside it."""
+    """The state of an Arrow file when it was written, its time in nanoseconds, and a digest of the record beside it."""
 
     changed: int
     record: str
@@ -107,7 +107,7 @@ def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
-    """Return the record of a file that is as it was written; None, having said why, where it has to be written again."""
+    """Return the record of an undamaged file; None if it must be written, with a notice if it was damaged."""
     if not arrow_file.exists():
         return None
     record: Any = None
@@ -126,7 +126,7 @@ def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
     if found := difference(arrow_file, FileRecord(size=written.size, xxh3=written.xxh3)):
         notice(f"{found[0]}; it is written again")
         return None
-    # a copy has another time: it is compared once
+    # a copied file has a new time: record it, so that the checksum is compared only once
     write_json(record_file, record | {_FILE: written.model_copy(update={"changed": stat.st_mtime_ns}).model_dump()})
     return record
 

@@ -1,4 +1,4 @@
-"""Rows of images in folders, with a captions file (CSV, TSV or JSON lines; one image may have several of its rows) or without."""
+"""Rows of image files, from a captions file (CSV, TSV or JSON lines) or from folders of images."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
-    """Read a captions file, one row for each image.
+    """Read a captions file into one row for each image; an image with several captions has several lines in the file.
 
     Args:
         file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip; image paths are relative to its folder.
         source: the columns to read.
 
     Yields:
-        Rows in order of first appearance; the image is a path, its bytes are read when they are needed.
+        Rows in order of first appearance, each with the path of its image.
 
     Raises:
         XcompatError: the file cannot be read, is empty, lacks a column, or names images that do not exist.
@@ -64,18 +64,18 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
 
 
 def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Read image files, one row for each; a label is the name of a file's folder.
+    """Make one row for each image file; its label is the name of its folder.
 
     Args:
         listed: files and their ids.
-        folders: those that the user named.
+        folders: the folders that the user named.
         source: the columns to read.
 
     Yields:
-        Rows in the order of the files; the image is a path, its bytes are read when they are needed.
+        Rows in the order of the files, each with the path of its image.
 
     Raises:
-        XcompatError: a label is asked for, and is no folder's name or not there.
+        XcompatError: ``label_column`` is not ``folder``, or a file is not in a class's folder.
     """
     if source.label_column not in (None, "folder"):
         raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
@@ -87,7 +87,7 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
 
 
 def _one_label(values: list[Any], where: str) -> str:
-    """Return the label that the rows of one image agree on, as it is written."""
+    """Return the label of an image as it is written, or raise if its rows have none or several."""
     found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN is not itself
     if not found:
         raise XcompatError(f"{where} has no label; add one or delete the row")
@@ -97,7 +97,7 @@ def _one_label(values: list[Any], where: str) -> str:
 
 
 def _read_table(file: Path) -> pd.DataFrame:
-    """Read a table with every value as it is written: ids keep their leading zeros."""
+    """Read a table of strings, so that ids keep their leading zeros."""
     import pandas as pd
 
     require_table(file)
@@ -111,7 +111,7 @@ def _read_table(file: Path) -> pd.DataFrame:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
         raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); mend that row") from error
-    if not isinstance(table.index, pd.RangeIndex):  # pandas takes surplus fields for an index
+    if not isinstance(table.index, pd.RangeIndex):  # pandas makes an index of surplus fields
         raise XcompatError(f"{file} has rows with more fields than its header; quote captions that hold the separator")
     if table.empty:
         raise XcompatError(f"{file} holds no rows; it needs a header and one row per caption")
@@ -119,7 +119,7 @@ def _read_table(file: Path) -> pd.DataFrame:
 
 
 def _require_images(file: Path, names: list[str]) -> None:
-    missing = [name for name in names if not os.path.isfile(file.parent / name)]  # noqa: PTH113 - of any length, with any character
+    missing = [name for name in names if not os.path.isfile(file.parent / name)]  # noqa: PTH113 - Path raises for overlong names
     if missing:
         raise XcompatError(
             f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0][:200]!r}; "

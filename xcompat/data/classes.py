@@ -1,4 +1,4 @@
-"""Lists of class names, in the order of their labels."""
+"""Read lists of class names, in the order of their labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xcompat.errors import XcompatError, nearest
 if TYPE_CHECKING:
     import pandas as pd
 
-LISTED = 20  # classes that a message may list
+LISTED = 20  # most classes in a message
 NAME_COLUMNS = ("words", "name", "names", "class", "class_name", "label")
 
 
@@ -24,8 +24,8 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     Args:
         path: a text file with one name a line (line 1 is label 0), or a ``.tsv`` or ``.csv`` table with a header; its column
             ``index``, if there is one, gives the labels.
-        column: the table's column with the names. When not given it is found by its name; failing that, the first columns
-            after ``index`` that tell the classes apart are joined (``alphabet, character`` is "Balinese character01").
+        column: the table's column with the names. Unless given, it is found by its name; if none has a usual name, the first
+            columns after ``index`` that are unique together are joined (``alphabet, character`` gives "Balinese character01").
 
     Returns:
         The names; ``names[label]`` is the name of a label.
@@ -73,11 +73,11 @@ def _name_column(table: pd.DataFrame, column: str | None, where: str) -> pd.Seri
 
 
 def nearest_class(name: str, classes: Collection[str]) -> str:
-    """Say which class is meant by an unknown name, for the end of an error message.
+    """Return a hint for the error of an unknown class: the nearest name, or the known ones (of many, the first).
 
     Args:
-        name: what was asked for.
-        classes: the names there are; of thousands not all are listed.
+        name: the unknown name.
+        classes: the known names.
 
     Returns:
         Such as ``"did you mean 'cat'?"``.

@@ -1,4 +1,4 @@
-"""From lists of samples to batches of tensors, named as a model's ``forward`` names them."""
+"""Turn lists of samples into batches of tensors, with the column names of a model's ``forward``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class PairCollator:
     """Augment, tokenise and stack samples of a `xcompat.data.PairDataset`.
 
-    With the Trainer, set ``remove_unused_columns=False``: it would drop the images before they get here.
+    The Trainer needs ``remove_unused_columns=False``, or it drops the images before they get here.
 
     Args:
         processor: the model's own preprocessing.
@@ -45,7 +45,7 @@ class PairCollator:
         two_views: whether every image is augmented twice, for methods that compare views of one image.
 
     Raises:
-        XcompatError: two views are asked for, and there is no augmentation to tell them apart.
+        XcompatError: ``two_views`` is set without an augmentation, so that both views would be equal.
     """
 
     def __init__(self, processor: Processor, augmentation: Augmentation | None = None, two_views: bool = False) -> None:
@@ -83,7 +83,7 @@ class PairCollator:
         return batch
 
     def _augmented(self, items: Sequence[Mapping[str, Any]], view: int = 0) -> Tensor:
-        """Augment each image with its own seed, leaving the generator of dropout and noise as it was: (B, 3, H, W) uint8."""
+        """Augment each image with its own seed, (B, 3, H, W) uint8; the generator of dropout and noise does not change."""
         assert self.transform is not None
         pixels = []
         with torch.random.fork_rng(devices=[]):
@@ -99,11 +99,11 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
     Args:
         new_ND: embeddings of the new model, one row for each sample; float16 memory maps are the usual case.
         old_Nd: embeddings of the old model, in the same order.
-        rows_N: only these rows; all when None.
+        rows_N: the rows to use; all if None.
         extra: more columns, one row for each sample.
 
     Raises:
-        XcompatError: they are not of the same samples.
+        XcompatError: the numbers of embeddings differ, or there are none.
 
     Example:
         >>> pairs = EmbeddingPairDataset(np.zeros((4, 3), np.float16), np.ones((4, 2), np.float16))
@@ -134,26 +134,19 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         return {name: embeds[0] for name, embeds in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d), float32; one indexing operation each, not B."""
+        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d), float32, with one indexing operation each."""
         index = np.asarray(indices, dtype=np.int64)
         index = index if self.rows_N is None else self.rows_N[index]
         return {name: _floats(array[index]) for name, array in self.arrays.items()}
 
 
 def collate_embeddings(batch: dict[str, Tensor] | list[Any]) -> dict[str, Tensor]:
-    """Pass on a batch that `EmbeddingPairDataset` read as a whole.
-
-    Args:
-        batch: what ``__getitems__`` returned.
-
-    Returns:
-        The same.
-    """
+    """Return the batch unchanged: `EmbeddingPairDataset` reads whole batches."""
     assert isinstance(batch, dict), "EmbeddingPairDataset must be read by __getitems__, as torch's data loader does"
     return batch
 
 
 def _floats(values: np.ndarray[Any, Any]) -> Tensor:
-    """Make a tensor of rows, half-precision floats widened; integers stay integers."""
+    """Make a tensor of rows: floats become float32, integers stay integers."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Text-only corpora: lines from many files and data sets, without blanks, duplicates and held-out captions."""
+"""Text corpora from many files and data sets, without blanks, duplicates and held-out captions."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ CorpusFormat = Literal["auto", "text", "jsonl", "parquet", "webdataset", "datase
 
 
 class CorpusSource(DataSource):
-    """Where texts come from: the fields of :class:`~xcompat.data.sources.DataSource` and these.
+    """A source of texts, with the fields of :class:`~xcompat.data.sources.DataSource` and these.
 
     Args:
-        format: how to read it; ``auto`` goes by each file's suffix.
+        format: the format of the files; ``auto`` goes by each file's suffix.
         text_column: the column with a text or a list of texts (webdataset: the member, ``txt`` or ``json.title``).
     """
 
@@ -59,7 +59,7 @@ AnySource = str | CorpusSource | PairSource
 
 
 def normalise(text: str) -> str:
-    """Reduce a text to what decides whether two captions are the same: letters and digits, case-folded.
+    """Reduce a text to its case-folded letters and digits, by which captions are compared.
 
     Example:
         >>> normalise("A  Dog, running!") == normalise("a dog running")
@@ -73,13 +73,13 @@ def load_texts(
 ) -> datasets.Dataset:
     """Load texts for text-only training; each exact text once, in order of first appearance.
 
-    The result is a memory-mapped file and the memory needed is 8 bytes per distinct text: two texts are taken for one when their
-    64-bit hashes agree, which for 67 million texts happens to any two of them with probability 1e-4.
+    The result is a memory-mapped file, and loading takes 8 bytes of memory per distinct text: texts with the same 64-bit hash
+    count as equal. Among 67 million texts, any two different ones share a hash with probability 1e-4.
 
     Args:
         sources: one or more; a string is a path, a `PairSource` gives its captions.
-        exclude: captions to leave out, such as those of the test set; compared as `normalise` leaves them.
-        limit: keep the first so many.
+        exclude: captions to leave out, such as those of the test set; compared after `normalise`.
+        limit: number of texts to keep.
 
     Returns:
         A data set with the one column ``text``.
@@ -115,19 +115,19 @@ def load_texts(
 
 
 class Seen:
-    """The set of hashes met so far, 8 bytes each: sorted runs that are merged when they are about equally long."""
+    """A set of hashes at 8 bytes each: sorted runs that are merged when they are about equally long."""
 
     def __init__(self) -> None:
         self.runs: list[NDArray[np.uint64]] = []
 
     def add(self, hashes_N: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Add hashes and say which are new.
+        """Add hashes, and return which are new.
 
         Args:
             hashes_N: uint64, possibly with repetitions.
 
         Returns:
-            (N,) bool, True at the first appearance of a hash that was never added before.
+            (N,) bool, True at the first appearance of each new hash.
         """
         unique, first = np.unique(hashes_N, return_index=True)
         fresh = np.ones(len(unique), dtype=bool)
@@ -145,7 +145,7 @@ class Seen:
 
 
 def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield batches of texts not met before and not held out, counting into ``record``."""
+    """Yield batches of new texts that are not held out, and count into ``record``."""
     from pandas.util import hash_array
 
     seen = Seen()
@@ -169,9 +169,9 @@ class _Texts(NamedTuple):
     """The texts of one source.
 
     Args:
-        where: its path, for messages.
-        key: all that they depend on.
-        read: yields them stripped, blanks left out.
+        where: the source's path, for messages.
+        key: everything that the texts depend on.
+        read: yields the texts, stripped and without blanks.
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""The embedded data: every named character of the fonts that matplotlib ships, as an image and a caption."""
+"""Data of every installation: each named character of matplotlib's fonts, as an image and a caption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
-"""The upright regular faces, one per design: what the quickstart's old model knows and its galleries hold."""
+"""The upright regular faces, one per design: the quickstart's old model is trained on them, and its galleries hold them."""
 
 CLASS_FACES = {
     "train": (
@@ -40,16 +40,16 @@ CLASS_FACES = {
     "gallery": ("DejaVuSerif", "DejaVuSans-Oblique", "STIXGeneralBol", "DejaVuSansMono-BoldOblique"),
     "validation": ("DejaVuSansMono", "DejaVuSerif-Italic"),
 }
-"""Faces of the glyph classes: every family is trained on, searched for and searched, in styles that differ; no face is in two of
-these but those of ``validation``, which are in ``train``."""
+"""Faces of the glyph classes. Every font family is in ``train``, ``query`` and ``gallery``, each time in other styles. No face is
+in two of these three; those of ``validation`` are in ``train``."""
 
 CLASS_FORMAT = 2
-"""Which columns and faces kept glyph classes have: data sets of another number are made anew."""
+"""Version of the columns and faces of cached glyph classes; data sets of another version are made anew."""
 
 _PATTERNS = ("DejaVu*.ttf", "STIXGeneral*.ttf")
 _EM = 26 / 32  # font size over image size: DejaVu's tallest accents and deepest descenders just fit
 _BASELINE = 25 / 32
-# Families whose names are running numbers; "braille pattern dots-125" and "domino tile" describe what is seen.
+# Families whose names are only numbers; names such as "braille pattern dots-125" describe the picture.
 _NUMBERED = re.compile(
     r"^(CJK \w+ IDEOGRAPH|TANGUT \w+|NUSHU CHARACTER|KHITAN SMALL SCRIPT CHARACTER|CYPRO-MINOAN SIGN|VARIATION SELECTOR)-"
     r"|^HANGUL SYLLABLE |^(EGYPTIAN|ANATOLIAN) HIEROGLYPH [A-Z]+\d|^LINEAR [AB] \w+ [A-Z]+\d|^GREEK \w+ NOTATION SYMBOL-"
@@ -82,10 +82,10 @@ class Glyphs:
             faces: names of faces to keep; all if None.
 
         Returns:
-            The selection, in the same order; ``faces`` stays whole so that indices keep their meaning.
+            The selection, in the same order; ``faces`` keeps all names, so that indices stay valid.
 
         Raises:
-            XcompatError: a face that was not rendered.
+            XcompatError: a face was not rendered.
         """
         wanted = self.faces if faces is None else faces
         if unknown := sorted(set(wanted) - set(self.faces)):
@@ -100,9 +100,9 @@ class Glyphs:
 def render_glyphs(size: int = 32) -> Glyphs:
     """Render every named character of matplotlib's DejaVu and STIXGeneral text faces.
 
-    Size and place are kept, since they tell a comma from an apostrophe and one braille dot from another; what is wider or
-    taller than the image is shrunk into it. Blank glyphs (spaces, controls) and the ``.notdef`` box are left out, and so are
-    the two Display faces, which hold a few dozen characters.
+    Glyphs keep their size and place, which tell a comma from an apostrophe and one braille dot from another; those larger than
+    the image are shrunk. Blank glyphs (spaces, controls), the ``.notdef`` box and the two Display faces with their few dozen
+    characters are left out.
 
     Args:
         size: height and width of the images in pixels.
@@ -152,7 +152,7 @@ def _mapped_characters(path: Path) -> list[int]:
 
 
 def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[np.uint8] | None:
-    """Draw one character on its baseline, its advance width centred; None if there is no ink."""
+    """Draw one character on its baseline, with its advance width centred; None if it has no ink."""
     mask, (left, top) = font.getmask2(character, mode="L", anchor="ms")
     width, height = mask.size
     if not width or not height:
@@ -173,13 +173,13 @@ def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[
 
 
 def split_characters(glyphs: Glyphs, n_test: int = 1000, seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Split by character: no face of a test character is ever trained on.
+    """Split by character, so that no face of a test character is trained on.
 
-    Test characters are drawn among those that a regular face has, so each can be found in a gallery of the regular faces.
+    Test characters are drawn from those of the regular faces, so each can be found in a gallery of these faces.
 
     Args:
         glyphs: the renderings.
-        n_test: how many characters to hold out.
+        n_test: number of characters to hold out.
         seed: of the draw.
 
     Returns:
@@ -197,15 +197,12 @@ def split_characters(glyphs: Glyphs, n_test: int = 1000, seed: int = 0) -> tuple
 
 
 def unicode_corpus(exclude: Iterable[str] = ()) -> list[str]:
-    """List the lower-cased Unicode names that describe a character rather than number it.
+    """List the lower-cased Unicode names of characters, in order of code point.
 
-    Ideographs, Hangul syllables, hieroglyphs and the like, whose names are running numbers, are left out.
+    Ideographs, Hangul syllables, hieroglyphs and the like are left out, as their names are only numbers.
 
     Args:
-        exclude: captions that must not be in the corpus, such as those of the test characters.
-
-    Returns:
-        Distinct names in order of code point.
+        exclude: captions to leave out, such as those of the test characters.
 
     Example:
         >>> corpus = unicode_corpus(exclude=["latin small letter a"])
@@ -219,10 +216,7 @@ def unicode_corpus(exclude: Iterable[str] = ()) -> list[str]:
 
 
 def to_dataset(glyphs: Glyphs) -> Dataset:
-    """Turn renderings into an image-caption data set; the faces of one character share an id.
-
-    Args:
-        glyphs: the renderings, usually a :meth:`Glyphs.select`-ion.
+    """Turn renderings into a data set of images and captions; the faces of one character share an id.
 
     Returns:
         Columns ``image`` (grey PNG), ``caption``, ``id`` (such as ``"U+03B1"``) and ``face``.
@@ -242,19 +236,19 @@ def to_dataset(glyphs: Glyphs) -> Dataset:
 
 
 def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 32) -> None:
-    """Write a classification data set: a class is a character, an instance is a face, and no test face is ever trained on.
+    """Write a classification data set: a class is a character, an instance is a face, and no test face is trained on.
 
     ``train`` holds eight faces, ``query`` and ``gallery`` four others each. Choose hyper-parameters on ``validation``, two faces
     of ``train``, with models trained on ``fit``, the other six: ``validation`` as queries and gallery has one positive for each
-    query. Classes are in the order of their code points, so the first half of them, what an old model is trained on, is
-    ``Subset(scenario="extended-class", fraction=0.5, side="old")``. Images are in the order of `CLASS_FACES`, classes in
-    order within a face.
+    query. Classes are in the order of their code points, so an old model that is trained on the first half of them has
+    ``Subset(scenario="extended-class", fraction=0.5, side="old")``. Images are in the order of `CLASS_FACES`, and by class within
+    a face.
 
     Args:
-        folder: where the five folders go, each as ``datasets.save_to_disk`` writes it, with the columns ``image`` (grey PNG),
-            ``id`` (such as ``"U+03B1 DejaVuSans"``), ``label`` (a ClassLabel of the lower-cased Unicode names) and ``caption``
-            (the same name, for models that read texts).
-        n_classes: how many characters, see :func:`choose_characters`.
+        folder: gets five folders as ``datasets.save_to_disk`` writes them, with the columns ``image`` (grey PNG), ``id`` (such as
+            ``"U+03B1 DejaVuSans"``), ``label`` (a ClassLabel of the lower-cased Unicode names) and ``caption`` (the same name,
+            for models that read texts).
+        n_classes: number of characters, see :func:`choose_characters`.
         size: height and width of the images in pixels.
 
     Raises:
@@ -269,13 +263,10 @@ def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 3
 
 
 def glyph_classes(part: str) -> Path:
-    """Return the folder of one part of the glyph classes, rendered on first use and kept with the other cached data sets.
+    """Return the folder that ``glyphs:PART`` means in a recipe, rendered on first use and kept with the other cached data sets.
 
     Args:
         part: ``train``, ``fit``, ``validation``, ``query`` or ``gallery``.
-
-    Returns:
-        What ``glyphs:PART`` means as a path in a recipe.
 
     Raises:
         XcompatError: there is no such part.
@@ -296,13 +287,13 @@ def glyph_classes(part: str) -> Path:
 def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
     """Choose characters that can be told apart and that have as many faces as possible.
 
-    All twelve DejaVu faces have them; those that more STIX faces have come first. Left out are characters that two faces draw
-    alike to the pixel, as most arrows are (a test image would be a training image), and of characters that share a picture,
-    such as Latin A, Greek Alpha and Cyrillic A, all but one: nobody could tell which is meant.
+    All twelve DejaVu faces have them; those in more STIX faces come first. Characters that two faces draw alike to the pixel,
+    such as most arrows, are left out, as a test image would be a training image. Of characters that share a picture, such as
+    Latin A, Greek Alpha and Cyrillic A, only one is kept.
 
     Args:
         glyphs: the renderings, of all faces.
-        n_classes: how many characters.
+        n_classes: number of characters.
 
     Returns:
         Code points, ascending.
@@ -329,7 +320,7 @@ def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
 
 
 def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
-    """Turn renderings in some faces into labelled images, in the order of these faces and of the code points."""
+    """Turn renderings into labelled images, in the order of the given faces, then of the code points."""
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as ImageFeature
 
@@ -351,7 +342,7 @@ def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
 
 
 def _png(image_HW: NDArray[np.uint8]) -> bytes:
-    """Encode a grey image fast: level 1 is half the time of the default and hardly larger."""
+    """Encode a grey image; level 1 takes half the time of the default, and the file is hardly larger."""
     buffer = BytesIO()
     Image.fromarray(image_HW).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""From whatever a data set stores for an image to an RGB picture, or to one reason why not."""
+"""Decode the image that a data set stores, in any form, to an RGB picture, or say why that is not possible."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xcompat.errors import XcompatError
 from xcompat.progress import notice_once
 
 MAX_PIXELS = 2**27
-"""A picture of more (134 million; cameras make 108) is refused before it is decoded: some kB can hold gigabytes of one colour."""
+"""Larger pictures are refused before they are decoded (134 million; cameras make 108): some kB can hold gigabytes of pixels."""
 MAX_ASPECT = 256
-"""A picture longer than so many times its width is refused, or the other way round: models resize the shorter side to theirs."""
+"""Pictures with a larger ratio of the longer side to the shorter are refused: models resize the shorter side to a fixed size."""
 DARK = 4096
-"""A picture of 16 bits with no value as high is all but black, or holds fewer bits than it says."""
+"""A picture of 16 bits without a value this high is almost black, or uses fewer bits than it declares."""
 
 
 class UnusableSampleError(XcompatError):
@@ -28,13 +28,13 @@ class UnusableSampleError(XcompatError):
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to RGB, compositing transparency on white.
 
-    A plain ``convert("RGB")`` shows whatever colour lies under transparent pixels, mostly black, and all above 255 as white.
-    Of a grey picture of more than 8 bits the whole range of its type becomes 0 to 255:
+    A plain ``convert("RGB")`` shows the hidden colour of transparent pixels, mostly black, and every value above 255 as white.
+    A grey picture of more than 8 bits is scaled from the whole range of its type to 0 to 255:
 
-    - integers of 16 bits: 65535 is white (32767 where a TIFF says that they are signed). A picture whose highest value is below
-      4096 is refused: it may hold 8, 10 or 12 bits, and no file says so. Of 14 bits it comes out dark.
-    - integers of 32 bits: the same, but values up to 255 stay as they are.
-    - floats: 1 is white where nothing is above 1; 255 is white where something is above 16.
+    - integers of 16 bits: 65535 is white (32767 if a TIFF says that they are signed). A picture whose highest value is below
+      4096 is refused: it may hold 8, 10 or 12 bits, and no file says so. A picture of 14 bits comes out dark.
+    - integers of 32 bits: the same, but if no value is above 255, values stay as they are.
+    - floats: 1 is white if no value is above 1; 255 is white if a value is above 16.
 
     Anything else (negative, not finite, above its range) is refused. Colour pictures of 16 bits are cut to 8 by Pillow itself.
 
@@ -45,7 +45,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         The picture in mode RGB (the same object when it is RGB already).
 
     Raises:
-        UnusableSampleError: it is not known which value is white.
+        UnusableSampleError: its range does not tell which value is white.
 
     Example:
         >>> to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
@@ -60,7 +60,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Bring a grey picture of more bits to 8, as :func:`to_rgb` says; what is transparent becomes white."""
+    """Scale a grey picture to 8 bits, as :func:`to_rgb` says; transparent pixels become white."""
     values_HW = np.asarray(image)
     tags = getattr(image, "tag_v2", {})  # of a TIFF
     signed_16 = (tags.get(SAMPLEFORMAT), tags.get(BITSPERSAMPLE)) == ((2,), (16,))
@@ -75,7 +75,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _white(mode: str, low: float, high: float) -> float:
-    """Return the value that is white in a grey picture of a mode whose values go from ``low`` to ``high``."""
+    """Return the value of white in a grey picture with values from ``low`` to ``high``."""
     if mode == "F":
         white, known = (1.0, True) if high <= 1 else (255.0, 16 < high <= 255)
     elif mode == "I" and high <= 255:
@@ -90,7 +90,7 @@ def _white(mode: str, low: float, high: float) -> float:
 
 
 def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
-    """Decode an image as a data set stores it; of an animation the first picture.
+    """Decode an image as a data set stores it; an animation gives its first picture.
 
     Args:
         value: ``{"bytes": ..., "path": ...}`` (``datasets.Image(decode=False)``), bytes, a path or a PIL image.
@@ -100,7 +100,7 @@ def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store ima
 
     Raises:
         UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than `MAX_PIXELS`, or one side is
-            more than `MAX_ASPECT` times the other; or it is not known which value is white, see :func:`to_rgb`.
+            more than `MAX_ASPECT` times the other; or its range does not tell which value is white, see :func:`to_rgb`.
     """
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -117,14 +117,14 @@ def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store ima
         raise
     except UnidentifiedImageError as error:
         raise UnusableSampleError("its bytes are no image in a known format") from error
-    except Image.DecompressionBombError as error:  # far above our own limit, which is looked at when the size is known
+    except Image.DecompressionBombError as error:  # Pillow's limit, far above ours
         raise UnusableSampleError(f"more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller") from error
     except Exception as error:  # decoders raise whatever their format module happens to raise on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
 
 
 def _decoded(image: Image.Image) -> Image.Image:
-    """Decode an opened picture, unless its size or its format forbid it."""
+    """Decode an opened picture, or refuse its size or format."""
     width, height = image.size
     if image.format == "EPS":
         raise UnusableSampleError("PostScript is a program, which is not run; convert the picture to PNG")
@@ -132,5 +132,5 @@ def _decoded(image: Image.Image) -> Image.Image:
         raise UnusableSampleError(f"{width} x {height} is more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller")
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
         raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
-    image.load()  # a file that is cut short says so here
+    image.load()  # raises if the file is cut short
     return to_rgb(image)

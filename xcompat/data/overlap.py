@@ -1,4 +1,4 @@
-"""Which pictures are in two data sets, by their content: what is judged on what was trained on flatters the model."""
+"""Find pictures that are in two data sets, by their content: a test on training images flatters the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ if TYPE_CHECKING:
 
 
 def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
-    """Count the pictures of a test set that are in a training set too, byte by byte.
+    """Count the rows of a test set whose picture is in a training set too, byte by byte.
 
-    Sizes are compared first, so that of two sets that share nothing hardly a picture is read.
+    Sizes are compared first, so that few pictures are read if the sets share none.
 
     Args:
         test: column ``image`` (undecoded), as `xcompat.data.load_pairs` returns it.
         train: likewise.
-
-    Returns:
-        How many rows of ``test``.
     """
     sizes = {size for _, size in _sizes(train)}
     asked = [(row, size) for row, size in _sizes(test) if size in sizes]
@@ -36,13 +33,13 @@ def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
 
 
 def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
-    """Yield row and bytes of every picture; one that is missing has none."""
+    """Yield row and size in bytes of every picture that is there."""
     row = 0
     for batch in dataset.select_columns([IMAGE]).with_format("arrow").iter(4096):
         images = batch[IMAGE].combine_chunks() if isinstance(batch[IMAGE], pa.ChunkedArray) else batch[IMAGE]
         stored = pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()
         for size, path in zip(stored, pc.struct_field(images, "path").to_pylist(), strict=True):
-            if size is None and path is not None and os.path.isfile(path):  # noqa: PTH113 - of every picture
+            if size is None and path is not None and os.path.isfile(path):  # noqa: PTH113 - fast, for every picture
                 size = os.stat(path).st_size  # noqa: PTH116
             if size:
                 yield row, size

@@ -1,8 +1,9 @@
-"""Images and captions as training and embedding read them; samples that cannot be used are replaced or left out, and named."""
+"""Read images and captions for training and embedding; unusable samples are replaced or left out, and reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,30 +25,30 @@ T = TypeVar("T")
 
 
 class RowArray(Protocol):
-    """Rows that can be fetched by an array of row numbers: a NumPy array or memory map, or sharded ones behind one face."""
+    """Rows that can be fetched by an array of row numbers: a NumPy array, a memory map, or several shards of one."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[Any]:
-        """Return rows by number, in the order asked for."""
+        """Return rows by number, in the given order."""
 
 
 class PairDataset(Dataset[dict[str, Any]]):
     """Images with one caption each.
 
-    Caption, augmentation (and, with ``one_per_id``, view) of a sample depend on seed, epoch and index alone, so a resumed
-    run and any number of workers and processes draw the same. ``accelerate`` and the Trainer call `set_epoch`.
+    Caption, augmentation (and, with ``one_per_id``, row) of a sample depend only on seed, epoch and index, so a resumed run and
+    any number of workers and processes draw the same. ``accelerate`` and the Trainer call `set_epoch`.
 
     Args:
         dataset: as `xcompat.data.load_pairs` returns it.
         image_extra: more columns, one row for each row of ``dataset``, such as memory-mapped embeddings of the old model.
         caption_extra: more columns, one row for each caption in the order of `flatten_captions`; an item gets its own.
-        one_per_id: an index is an id, of whose rows one is drawn. Rows of one id are positives of each other (faces of a
-            character, captions of an image), and two of them in one contrastive batch are false negatives; this way a pass over
-            the data has each id once, in any order and on any number of processes.
+        one_per_id: whether an index stands for an id, of whose rows one is drawn. Rows of one id are positives of each other
+            (faces of a character, captions of an image), and two of them in one contrastive batch would be false negatives. With
+            this option a pass over the data has each id once, on any number of processes.
         seed: of the draws.
-        bad: counts samples that cannot be used; each is replaced by the next one that can.
+        bad: counts unusable samples; each is replaced by the next usable one.
 
     Raises:
         XcompatError: a column is missing, or an extra column has another number of rows.
@@ -67,7 +68,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
         self.seed = seed
         self.bad = bad or BadSamples(total=len(dataset))
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that outlive an epoch see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
         self._rows_of_id = _rows_of_ids(self.dataset) if one_per_id else None
         self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
         n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
@@ -89,7 +90,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the items of a batch, read together; a data loader calls this."""
+        """Return the items of a batch with one read; a data loader calls this."""
         draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
         rows = list(indices)
         if self._rows_of_id is not None:
@@ -111,7 +112,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         return items
 
     def _usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
-        """Return the sample of a row, or of the next row that can be used."""
+        """Return the sample of a row, or of the next usable row."""
         for step in range(len(self.dataset)):
             other = (row + step) % len(self.dataset)
             record = record if step == 0 else self.dataset[other]
@@ -131,7 +132,7 @@ def _rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
 
 
 def _caption_offsets(dataset: datasets.Dataset) -> NDArray[np.int64]:
-    """Return (N + 1,) how many captions stand before each row."""
+    """Return (N + 1,) the number of captions before each row."""
     if CAPTION not in dataset.column_names:
         raise XcompatError(f"columns by caption need the column {CAPTION!r}; load with captions: true")
     batches = dataset.select_columns([CAPTION]).iter(4096)
@@ -169,25 +170,25 @@ def iterate_images(
     *,
     rows: Sequence[int] | None = None,
     bad: BadSamples | None = None,
-    prepare: Callable[[list[Image]], T] = list,  # type: ignore[assignment]  # what is read, as it is
+    prepare: Callable[[list[Image]], T] = list,  # type: ignore[assignment]  # the pictures unchanged
     threads: int = 1,
     ahead: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], T]]:
     """Read images in order, leaving out those that cannot be read.
 
-    Reading, decoding and resizing run outside Python's lock, so that threads keep up with a model and need no processes.
+    Reading, decoding and resizing release Python's lock, so threads are enough to keep up with a model.
 
     Args:
         dataset: as `xcompat.data.load_pairs` returns it.
-        batch_size: rows read at a time; batches are shorter where images are left out.
-        rows: only these, in this order; all when None.
-        bad: counts what is left out.
-        prepare: what the threads make of a batch of pictures in mode RGB, such as a processor's ``images``.
-        threads: how many batches are decoded at a time.
-        ahead: whether batches are decoded while who asks uses others; a model on a CPU needs the cores itself.
+        batch_size: rows read at a time; batches without their unreadable images are shorter.
+        rows: only these, in this order; all if None.
+        bad: counts the images that are left out.
+        prepare: applied by the threads to a batch of RGB pictures, such as a processor's ``images``.
+        threads: number of batches decoded at a time.
+        ahead: whether to decode the next batches while the caller works on one; a model on a CPU needs the cores itself.
 
     Yields:
-        ``(rows, images)``: the row numbers that were kept, and what was prepared of their pictures. Never empty.
+        ``(rows, images)``: the row numbers that were kept, and their prepared pictures. Never empty.
 
     Raises:
         XcompatError: more images than allowed cannot be read.
@@ -246,33 +247,28 @@ def stream_pairs(
         dataset: as `xcompat.data.load_pairs` returns it when streaming.
         shuffle_buffer: samples to shuffle among; 0 keeps the order.
         seed: of the shuffling, which also depends on the epoch (``set_epoch``).
-        bad: counts what is left out.
+        bad: counts the images that are left out.
 
     Returns:
         A stream of ``{image: PIL RGB, caption: str, ...}``, split over workers and processes by ``datasets`` itself.
     """
     if shuffle_buffer:
         dataset = dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
-    return dataset.map(_DecodeBatch(bad or BadSamples()), batched=True, batch_size=16)
+    return dataset.map(partial(_decode_batch, bad or BadSamples()), batched=True, batch_size=16)
 
 
-class _DecodeBatch:
-    """Decode a batch of a stream, leaving out what cannot be read."""
-
-    def __init__(self, bad: BadSamples) -> None:
-        self.bad = bad
-
-    def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        out: dict[str, list[Any]] = {name: [] for name in (*columns, SEED)}
-        draw = np.random.default_rng(int(torch.randint(2**62, ())))
-        for place in range(len(columns[IMAGE])):
-            record = {name: values[place] for name, values in columns.items()}
-            self.bad.seen += 1
-            try:
-                item = _item(record, place, draw)
-            except UnusableSampleError as error:
-                self.bad.add(record.get(ID, f"sample {self.bad.seen}"), str(error))
-                continue
-            for name, values in out.items():
-                values.append(item[name] if name in item else record[name])
-        return out
+def _decode_batch(bad: BadSamples, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Decode a batch of a stream, leaving out images that cannot be read."""
+    out: dict[str, list[Any]] = {name: [] for name in (*columns, SEED)}
+    draw = np.random.default_rng(int(torch.randint(2**62, ())))
+    for place in range(len(columns[IMAGE])):
+        record = {name: values[place] for name, values in columns.items()}
+        bad.seen += 1
+        try:
+            item = _item(record, place, draw)
+        except UnusableSampleError as error:
+            bad.add(record.get(ID, f"sample {bad.seen}"), str(error))
+            continue
+        for name, values in out.items():
+            values.append(item[name] if name in item else record[name])
+    return out

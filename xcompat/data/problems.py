@@ -1,4 +1,4 @@
-"""What could not be used of shards and samples, and when that is too much."""
+"""Count unusable shards and samples, and stop when there are too many."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
 
-SHOWN = 3  # problems named in full, the rest counted
-MIN_SAMPLES = 100  # a share of fewer samples says little while more are to come
+SHOWN = 3  # problems named in full; the rest is counted
+MIN_SAMPLES = 100  # a share of fewer samples says little before all are read
 
 
 @dataclass
 class Problems:
-    """What could not be used while loading, and when that is too much.
+    """Unusable shards and samples of one pass over the data.
 
     Args:
         max_bad_share: the share of shards, or of samples, that may be unusable.
-        total_shards: how many shards there are.
+        total_shards: number of shards.
         shards: ``name: reason`` of each shard that could not be read to its end.
-        samples: ``id: reason`` of the first samples that could not be used.
-        n_bad: how many samples could not be used.
-        n_good: how many could.
+        samples: ``id: reason`` of the first unusable samples.
+        n_bad: number of unusable samples.
+        n_good: number of usable samples.
         members: members seen in unusable samples.
     """
 
@@ -40,7 +40,7 @@ class Problems:
         """Record a shard that could not be read to its end.
 
         Raises:
-            XcompatError: there are more such shards than allowed.
+            XcompatError: there are too many such shards.
         """
         self.shards.append(reason)
         if len(self.shards) > self.max_bad_share * self.total_shards:
@@ -51,24 +51,24 @@ class Problems:
             )
 
     def bad_sample(self, sample: dict[str, Any], reason: str) -> None:
-        """Record a sample that could not be used."""
+        """Record an unusable sample."""
         self.n_bad += 1
         self.members.update(key for key in sample if not key.startswith("__"))
         if len(self.samples) < SHOWN:
             self.samples.append(f"{sample['__key__']}: {reason}")
 
     def check_samples(self, *, final: bool) -> None:
-        """Stop when more samples than allowed could not be used.
+        """Stop if too many samples are unusable.
 
         Args:
-            final: whether everything has been read, so that few samples are no excuse.
+            final: whether all samples are read; before that, the share of a few samples does not count.
 
         Raises:
-            XcompatError: naming the first of them.
+            XcompatError: there are too many unusable samples; the message names the first ones.
         """
         total = self.n_good + self.n_bad
         if self.n_bad > self.max_bad_share * total and (final or total >= MIN_SAMPLES):
-            named = self.samples if self.n_good else self.samples[:1]  # all fail for one reason when none is good
+            named = self.samples if self.n_good else self.samples[:1]  # if none is good, all fail for the same reason
             raise XcompatError(
                 f"{self.n_bad} of {total} samples cannot be used, more than max_bad_share={self.max_bad_share:g}: "
                 f"{_some(named, self.n_bad)}; their members are {', '.join(sorted(self.members))}; set image_column, "
@@ -76,7 +76,7 @@ class Problems:
             )
 
     def lines(self) -> list[str]:
-        """Say what was skipped, one line for shards and one for samples."""
+        """Return what was skipped, a line for shards and a line for samples."""
         lines = []
         if self.shards:
             lines.append(f"skipped {len(self.shards)} of {self.total_shards} shards: {_some(self.shards)}")
@@ -92,15 +92,15 @@ def _some(reasons: Sequence[str], total: int | None = None) -> str:
 
 @dataclass
 class BadSamples:
-    """Samples whose image cannot be read or that have no caption, each counted once.
+    """Samples without a readable image or without a caption, each counted once.
 
-    Every worker of a data loader counts what it met itself.
+    Every worker of a data loader counts its own samples.
 
     Args:
-        max_share: more than this share stops the run.
-        total: how many samples there are; None for a stream, whose share is of what was seen.
-        reasons: why, by id.
-        seen: samples of a stream so far.
+        max_share: a larger share stops the run.
+        total: number of samples; None for a stream, whose share is of the samples seen so far.
+        reasons: id -> reason.
+        seen: number of samples of a stream so far.
     """
 
     max_share: float = 0.01
@@ -109,10 +109,10 @@ class BadSamples:
     seen: int = 0
 
     def add(self, sample_id: str, reason: str) -> None:
-        """Record a sample and name it in one line.
+        """Record a sample, and print a notice with its id.
 
         Raises:
-            XcompatError: there are more than allowed.
+            XcompatError: there are too many.
         """
         if sample_id in self.reasons:
             return
@@ -127,10 +127,10 @@ class BadSamples:
         notice(f"skipped {sample_id}: {reason}")
 
     def share(self) -> None:
-        """Count what any process has met; every process calls it.
+        """Add the samples of all processes; every process calls it.
 
         Raises:
-            XcompatError: together there are more than allowed.
+            XcompatError: together there are too many.
         """
         for reasons in gather_objects(self.reasons, shared=True):
             for sample_id, reason in reasons.items():

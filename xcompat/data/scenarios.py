@@ -1,4 +1,4 @@
-"""Which classes and samples the old model is trained on and which the new one (mixbct.txt §4.2)."""
+"""Divide classes and samples between the training sets of the old and the new model (mixbct.txt §4.2)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 
 
 class Subset(BaseModel):
-    """Which part of labelled images a model is trained on.
+    """The part of labelled images that a model is trained on.
 
     Args:
         scenario: how old and new data differ, see :func:`old_and_new_rows`.
         fraction: the old model's share of the classes, or of each class's samples.
-        side: whose part is meant.
-        classes: instead of a scenario the classes themselves: names, or a file as `xcompat.data.load_classes` reads it.
-        limit_per_class: of what is left, the first so many samples of each class.
+        side: whether this is the old model's part or the new one's.
+        classes: the classes, instead of a scenario: names, or a file as `xcompat.data.load_classes` reads it.
+        limit_per_class: number of samples of each class to keep, the first ones.
 
     Example:
         >>> Subset(scenario="open-class", fraction=0.3, side="old", limit_per_class=50).side
@@ -58,7 +58,7 @@ def old_and_new_rows(
     """Divide samples between the old and the new model (mixbct.txt §4.2, Table 1).
 
     ``*-class``: the old model sees the first ``fraction`` of the classes in class order, rounded down as in the paper's table, at
-    least one. ``*-data``: the first ``fraction`` of each class's samples in the order of the data, rounded up.
+    least one. ``*-data``: it sees the first ``fraction`` of each class's samples in the order of the data, rounded up.
     ``extended-*``: the new model sees everything. ``open-*``: it sees only the rest, which is never empty.
 
     Args:
@@ -71,7 +71,7 @@ def old_and_new_rows(
         Row numbers of the old and of the new model's samples, ascending.
 
     Raises:
-        XcompatError: a side would be empty, or in ``open-data`` a class of one.
+        XcompatError: a side would be empty, or ``open-data`` meets a class with a single sample.
 
     Example:
         >>> labels = np.array([0, 1, 2, 0, 1, 2])
@@ -103,7 +103,7 @@ def old_and_new_rows(
 
 
 def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many samples of the same class stand before each sample."""
+    """Return the number of earlier samples of the same class, for each sample."""
     order_N = np.argsort(labels_N, kind="stable")
     _, starts, counts = np.unique(labels_N[order_N], return_index=True, return_counts=True)
     ranks_N = np.empty(len(labels_N), dtype=np.int64)
@@ -112,17 +112,10 @@ def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
-    """Keep the images that a subset names.
+    """Keep the images of a subset, in the same order.
 
-    The class order stays that of the whole data set; :meth:`LabelledImages.kept` names the classes that are left, and
-    :meth:`LabelledImages.reindexed` numbers them alone, as a classifier is trained on them.
-
-    Args:
-        labelled: the images.
-        subset: which of them.
-
-    Returns:
-        The images that are left, in the same order.
+    Labels stay those of the whole data set; :meth:`LabelledImages.kept` lists the classes that are left, and
+    :meth:`LabelledImages.reindexed` numbers them anew, for the training of a classifier.
 
     Raises:
         XcompatError: a class in the list is unknown or has no image, or nothing is left.

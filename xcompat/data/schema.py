@@ -1,4 +1,4 @@
-"""Names of columns: what a data set is asked for, and what a model's ``forward`` receives."""
+"""Names of the columns of data sets, and of the arguments of a model's ``forward``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
 
 
 def captions_of(value: str | Iterable[Any] | None) -> list[str]:
-    """List the captions of one image, whether its data set keeps one or several.
+    """List the captions of one image, from a column of one caption or of several.
 
     Args:
         value: a string, a list of strings (Nones and blanks among them are dropped), or None.
@@ -43,25 +43,22 @@ def captions_of(value: str | Iterable[Any] | None) -> list[str]:
         >>> captions_of(" a dog "), captions_of(["a dog", "", "an animal"]), captions_of(None)
         (['a dog'], ['a dog', 'an animal'], [])
     """
-    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []  # NaN is a missing one
+    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []  # NaN means missing
     return [text.strip() for text in values if isinstance(text, str) and text.strip()]
 
 
 def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], what: str, where: str) -> str:
-    """Choose a column: the one the user named, or the first that is called as such columns are.
+    """Choose a column: the one that the user named, or the first with a usual name.
 
     Args:
-        given: what the user named, or None.
+        given: the user's choice, or None.
         known: usual names, most usual first.
-        columns: the columns there are.
+        columns: the columns of the data set.
         what: the field to set, for the message.
         where: the data set, for the message.
 
-    Returns:
-        The column's name.
-
     Raises:
-        XcompatError: it is not there.
+        XcompatError: there is no such column.
     """
     if given is not None:
         if given not in columns:

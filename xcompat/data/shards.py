@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files whose members with equal stems make one sample; damage is found, counted and named."""
+"""Read WebDataset shards: tar files whose members with equal stems are one sample; damage is found and reported."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
 CLASS_MEMBER = "cls"
 LARGEST_SAMPLE = 2**29
-"""Bytes of the files of one sample, which are held in memory."""
+"""Most bytes of one sample, which is held in memory."""
 LARGEST_HEADER = 2**16
-MOST_PADDING = 64  # blocks of 1 MiB of zeros behind a shard's end; tar writes 10 kB
+MOST_PADDING = 64  # most blocks of 1 MiB of zeros after a shard's end; tar writes 10 kB
 
 
 class ShardError(XcompatError):
@@ -31,18 +31,18 @@ class ShardError(XcompatError):
 
 
 class _SampleError(ValueError):
-    """A sample that lacks what is needed."""
+    """A sample without a member that is needed."""
 
 
 @dataclass(frozen=True)
 class ShardColumns:
-    """Which member of a sample goes into which column.
+    """The member of a sample for each column.
 
     Args:
-        image: member with the image; the first of jpg, jpeg, png, webp when None.
-        caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` when None.
-        id: the same for the id; ``__key__`` when None.
-        label: the same for the class; no label column when None.
+        image: member with the image; the first of jpg, jpeg, png, webp if None.
+        caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` if None.
+        id: the same for the id; ``__key__`` if None.
+        label: the same for the class; no label column if None.
         index_label: whether the label is an index, not a name.
         with_image: whether an image is needed.
         with_caption: whether a caption is needed.
@@ -57,7 +57,7 @@ class ShardColumns:
     with_caption: bool = True
 
     def row(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Turn the members of one sample into a row; raise `_SampleError` with the reason when one is missing."""
+        """Turn the members of one sample into a row; raise `_SampleError` if one is missing or unusable."""
         row: dict[str, Any] = {}
         if self.with_image:
             name = self.image or next((m for m in IMAGE_MEMBERS if m in sample), "image (jpg, jpeg, png, webp)")
@@ -89,18 +89,18 @@ class ShardColumns:
 
 
 def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Problems) -> Iterator[dict[str, Any]]:
-    """Read shards one after the other as streams, skipping what is damaged.
+    """Read shards one after the other as streams, skipping damaged shards and unusable samples.
 
     Args:
         shards: tar files, plain or gzip.
-        columns: which member goes where.
-        problems: filled with what was skipped.
+        columns: the member for each column.
+        problems: filled with the shards and samples that were skipped.
 
     Yields:
-        Rows with the columns asked for. Samples read before a shard's damage are kept.
+        Rows with these columns, also of samples before the damage of a shard.
 
     Raises:
-        XcompatError: more shards or samples than allowed cannot be used.
+        XcompatError: too many shards or samples are unusable.
     """
     for shard in shards:
         try:
@@ -121,12 +121,12 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
 def stream_rows(
     shards: Sequence[str | Path], columns: ShardColumns, total: int, max_bad_share: float = 0.01
 ) -> Iterator[dict[str, Any]]:
-    """Read shards as :func:`read_rows` does, and say at the end what was skipped.
+    """Read shards as :func:`read_rows` does, and print at the end what was skipped.
 
     Args:
-        shards: those of one worker; ``datasets`` splits the list.
-        columns: which member goes where.
-        total: how many shards all workers read.
+        shards: one worker's shards; ``datasets`` splits the list.
+        columns: the member for each column.
+        total: number of shards of all workers.
         max_bad_share: the share of shards, or of samples, that may be unusable.
     """
     problems = Problems(max_bad_share, total)
@@ -153,7 +153,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     try:
         with _open(path) as stream:
             yield from group_by_keys(_members(stream, str(path)))
-            # tarfile takes a damaged header for the end of the archive; what follows a true end is zeros, and not many
+            # tarfile takes a damaged header for the end of the archive; a true end is followed by a few zeros only
             for blocks in count():
                 if not (block := stream.read(1 << 20)):
                     break
@@ -167,36 +167,36 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
-    """Read the files of a shard as `group_by_keys` takes them, each refused by the size that it claims before it is read."""
+    """Yield the files of a shard as `group_by_keys` takes them; too large a size is refused before the file is read."""
     from webdataset.tariterators import base_plus_ext
 
-    archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115 - the stream is closed by who opened it
+    archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115 - the caller closes the stream
     held, key = 0, None
     for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # a list that only grows, as webdataset empties it
+        archive.members = []  # type: ignore[attr-defined]  # webdataset does so too: the list would only grow
         stem, _ = base_plus_ext(member.name)
         held = member.size + (held if stem == key else 0)
         key = stem
         if member.size < 0 or held > LARGEST_SAMPLE:
             raise ShardError(f"{path}: {member.name[:200]} claims {member.size:,} bytes, of a sample {LARGEST_SAMPLE:,} are read")
-        if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name):  # which webdataset keeps for itself
+        if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name):  # names reserved by webdataset
             file = archive.extractfile(member)
             assert file is not None
             yield {"fname": member.name, "data": file.read(), "__url__": path}
-    yield {}  # the last sample is whole
+    yield {}  # ends the last sample
 
 
 class _Header(tarfile.TarInfo):
-    """A header that says more about the next file, such as its long name; tarfile reads as many bytes as it claims."""
+    """A header that limits the size of extended headers (such as of long names), which tarfile reads whatever they claim."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and not 0 <= self.size <= LARGEST_HEADER:
             raise tarfile.ReadError(f"a header claims {self.size:,} bytes, and {LARGEST_HEADER:,} are read")
-        return super()._proc_member(archive)  # type: ignore[misc]  # where tarfile lets subclasses in
+        return super()._proc_member(archive)  # type: ignore[misc]  # tarfile's hook for subclasses
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a shard so that an early end cannot pass for the end of the archive."""
+    """Open a shard, and refuse one that is cut short, which tarfile would take for complete."""
     with path.open("rb") as stream:
         compressed = stream.read(2) == b"\x1f\x8b"
         if not compressed:

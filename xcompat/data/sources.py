@@ -1,4 +1,4 @@
-"""What the user points at: a validated description, the local files it names, and which format they are in."""
+"""Sources of data as the user describes them: their local files, and the format of these."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TEXT_SUFFIXES = (".txt", ".txt.gz")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 EMBEDDED = "glyphs:"
-"""Begins the paths of the data that every installation has: ``glyphs:train`` and so on."""
+"""Prefix of the data that every installation has: ``glyphs:train`` and so on."""
 
 PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images"]
 
 
 class DataSource(BaseModel):
-    """Where data lie.
+    """A source of data.
 
     Args:
         path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or the
@@ -50,15 +50,15 @@ class DataSource(BaseModel):
 
 
 class ImageSource(DataSource):
-    """Where images come from: the fields of :class:`DataSource`, its ``path`` also ``glyphs:train`` and the like, and these.
+    """A source of images, with the fields of :class:`DataSource` and these; ``path`` may also be ``glyphs:train`` and the like.
 
     Args:
-        format: how to read it; ``auto`` looks at the files.
-        image_column: the column (webdataset: the member) with the image; found by name or type when not given.
-        id_column: the column with the sample's id; the file name, ``__key__`` or row number when not given.
+        format: the format of the files; ``auto`` finds out.
+        image_column: the column (webdataset: the member) with the image; unless given, found by name or type.
+        id_column: the column with the sample's id; the file name, ``__key__`` or row number unless given.
         label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
-        limit: use the first so many samples.
-        max_bad_share: stop when more than this share of shards, or of samples, cannot be used.
+        limit: number of samples to use, the first ones.
+        max_bad_share: the share of shards, or of samples, that may be unusable.
     """
 
     format: PairFormat = "auto"
@@ -70,13 +70,13 @@ class ImageSource(DataSource):
 
 
 class PairSource(ImageSource):
-    """Where images and their captions come from: the fields of :class:`ImageSource` and these.
+    """A source of images with captions, with the fields of :class:`ImageSource` and these.
 
     Args:
         caption_column: the column with one caption or a list of them; ``json.name`` reads a key of a webdataset's JSON member
             or of a nested column.
         captions: whether captions are needed.
-        labels: whether labels are needed; their column is found by name or type when ``label_column`` is not given.
+        labels: whether labels are needed; unless ``label_column`` is given, their column is found by name or type.
         streaming: read on the fly, without random access and without a cache.
 
     Example:
@@ -96,14 +96,14 @@ class PairSource(ImageSource):
 
 
 def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
-    """Refuse what is said of a data set on the Hub where local data would be read without it.
+    """Refuse fields that only a data set on the Hub has, for local data.
 
     Args:
         path: of the data.
-        fields: what means nothing there, None where it is not given.
+        fields: field -> value, None if not given.
 
     Raises:
-        XcompatError: one is given.
+        XcompatError: one of the fields is given.
     """
     for name, value in fields.items():
         if value is not None:
@@ -113,7 +113,7 @@ def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
 
 
 def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file name ends in one of the suffixes, whatever its case."""
+    """Return whether a file name ends in one of the suffixes, in any case."""
     return Path(path).name.lower().endswith(suffixes)
 
 
@@ -127,7 +127,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
         Existing paths (globs sorted), or None when ``path`` can only be the name of a data set on the Hub.
 
     Raises:
-        XcompatError: something that is meant to be local does not exist.
+        XcompatError: a local path does not exist.
     """
     if isinstance(path, str) and _looks_like_hub(path):
         return None
@@ -148,9 +148,9 @@ def local_files(path: str | list[str]) -> list[Path] | None:
 
 
 def files_digest(path: str | list[str]) -> str | None:
-    """Identify local files by their names and sizes, and texts by what they hold: a copy has the digest of what was copied.
+    """Identify local files by their names and sizes, and text files by their content too, so that a copy has the same digest.
 
-    Pictures that a captions file names outside of what ``path`` names are not looked at.
+    Pictures outside of ``path`` that a captions file names are not part of the digest.
 
     Args:
         path: as in `PairSource`.
@@ -159,7 +159,7 @@ def files_digest(path: str | list[str]) -> str | None:
         64 hexadecimal digits; None for a data set on the Hub.
 
     Raises:
-        XcompatError: something that is meant to be local does not exist.
+        XcompatError: a local path does not exist.
     """
     places = local_files(path)
     if places is None:
@@ -167,7 +167,7 @@ def files_digest(path: str | list[str]) -> str | None:
     digest = hashlib.sha256()
     for place in places:
         for file in [each for each in files_below(place) if each.is_file()] if place.is_dir() else [place]:
-            if not file.name.startswith("."):  # such as those that file managers leave
+            if not file.name.startswith("."):  # hidden files, such as those of file managers
                 name = file.relative_to(place if place.is_dir() else place.parent).as_posix()
                 held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *TEXT_SUFFIXES, ".json")) else ""
                 digest.update(json.dumps([name, file.stat().st_size, held]).encode())
@@ -184,7 +184,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether a path is not there, not even in part, and has the form of a Hub data set's name."""
+    """Return whether no part of a path exists here, and it has the form of a Hub data set's name."""
     known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
     return (
         not is_local(path)
@@ -194,16 +194,13 @@ def _looks_like_hub(path: str) -> bool:
 
 
 def locate(source: ImageSource) -> tuple[PairFormat, list[Path]]:
-    """Find the files of a source, and say how they are to be read.
-
-    Args:
-        source: what the user points at.
+    """Find the files of a source, and their format.
 
     Returns:
         The format, never ``auto``, and existing files and folders; none of these for a data set on the Hub.
 
     Raises:
-        XcompatError: nothing known is there, or what is asked of a data set on the Hub is asked of local files.
+        XcompatError: there are no files of a known format, or local files have fields of a data set on the Hub.
     """
     paths = local_files(source.path)
     form = source.format if source.format != "auto" else "datasets" if paths is None else _detect_format(paths)

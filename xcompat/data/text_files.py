@@ -1,4 +1,4 @@
-"""Lines of text files, plain or gzip, within limits: a file of some kB can unpack to gigabytes."""
+"""Read lines of text files, plain or gzip, within limits: a file of some kB can unpack to gigabytes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from xcompat.errors import XcompatError
 
 LONGEST_LINE = 2**24
-"""Characters. Files of texts are read line by line, and may be of any length."""
+"""Most characters of a line; the number of lines is not limited, as they are read one by one."""
 LARGEST_TABLE = 2**31
-"""Bytes, unpacked, of a file that is held in memory as a whole."""
+"""Most bytes, unpacked, of a file that is held in memory as a whole."""
 MOST_TIMES = 256
-"""No table of text is packed to so small a part of it."""
+"""Highest ratio of compression of a table; text never compresses that well."""
 BLOCK = 2**20
 SMALL = 64 * BLOCK
-"""What is no larger is no danger, however it is packed."""
+"""Files up to this size, unpacked, may have any ratio of compression."""
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What a file that is damaged or cut short raises."""
+"""Errors of a file that is damaged or cut short."""
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -34,7 +34,7 @@ def text_lines(file: Path) -> Iterator[tuple[int, str]]:
         The number of each line that is not blank, counted from 1, and its text.
 
     Raises:
-        XcompatError: it is damaged or no UTF-8, or a line is longer than `LONGEST_LINE`.
+        XcompatError: the file is damaged or no UTF-8, or a line is longer than `LONGEST_LINE`.
     """
     number = 0
     opener = gzip.open if _is_packed(file) else open
@@ -62,7 +62,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         The number of each line that is not blank, counted from 1, and its object.
 
     Raises:
-        XcompatError: a line is no JSON object, or beyond what :func:`text_lines` reads.
+        XcompatError: a line is no JSON object, or :func:`text_lines` cannot read it.
     """
     for number, line in text_lines(file):
         row = parse_json(line)
@@ -74,7 +74,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
-    """Read JSON; None for what is none, is nested too deeply, or holds numbers of thousands of digits.
+    """Read JSON; None if it is invalid, nested too deeply, or has numbers of thousands of digits.
 
     Example:
         >>> parse_json('{"a": 1}'), parse_json("["), parse_json("[" * 100_000), parse_json("1" * 5000)
@@ -93,7 +93,7 @@ def require_table(file: Path) -> None:
         file: text, gzip if it is called ``.gz``.
 
     Raises:
-        XcompatError: it has more than `LARGEST_TABLE` bytes, `MOST_TIMES` as many as it is packed to, or too long a line.
+        XcompatError: it has more than `LARGEST_TABLE` bytes, unpacks to more than `MOST_TIMES` its size, or has too long a line.
     """
     size, line = 0, 0
     try:

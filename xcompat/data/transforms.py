@@ -1,4 +1,4 @@
-"""Training augmentation: the kinds of XBT section 4.1, every strength a number in the recipe."""
+"""Training augmentation: the kinds of XBT section 4.1, each with a strength in the recipe."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def build_transform(
 ) -> Callable[[Image.Image], Tensor]:
     """Make the function that turns an RGB picture into an augmented one of the model's size.
 
-    All randomness comes from torch's generator, so ``torch.manual_seed`` (and the seeds of a data loader's workers) decide it.
-    The crop is taken first, so that everything after it works on few pixels.
+    All randomness comes from torch's generator, so it depends on ``torch.manual_seed`` and the seeds of a data loader's workers.
+    The crop comes first, so that the other steps work on few pixels.
 
     Args:
-        augmentation: how strong.
+        augmentation: the strengths.
         image_size: height and width, in pixels.
         interpolation: resampling filter of the crop, such as ``bicubic``.
 
@@ -91,5 +91,5 @@ def build_transform(
     if a.sharpness:
         changes = [v2.RandomAdjustSharpness(1 + a.sharpness, p=0.5), v2.RandomAdjustSharpness(1 - a.sharpness, p=0.5)]
         steps.append(v2.RandomChoice(changes))
-    steps.append(v2.PILToTensor())  # last: on one image and one thread PIL is 1.4 times as fast as tensors
+    steps.append(v2.PILToTensor())  # last, as PIL is 1.4 times as fast as tensors for one image on one thread
     return v2.Compose(steps)
