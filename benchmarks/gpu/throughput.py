@@ -59,7 +59,7 @@ PAPER = {"texts": (67e6, 1.55), "pairs": (4e6, 2.84)}
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """The sizes of all measurements."""
 
     clip: dict[str, Any]
     texts: int
@@ -116,14 +116,14 @@ def measured(what: str, run: Callable[[], object], samples: int, device: torch.d
 
 
 def product(size: int, device: torch.device) -> Figure:
-    """Measure a bare matrix product: what the card gives when nothing else is asked of it."""
+    """Measure a bare matrix product, the most that the card can reach."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     what = f"matrix product, {size} x {size}, bfloat16"
     return measured(what, lambda: [a @ b for _ in range(PRODUCTS)], PRODUCTS * size, device)
 
 
 def build_encoder(size: Size) -> tuple[Encoder, Processor]:
-    """Build the encoder, with a tokenizer of which every word is a token."""
+    """Build the encoder, with a tokenizer that makes one token of every word."""
     return encoder_from_scratch(ScratchSource(model=size.clip, vocab_size=512), [" ".join(WORDS)] * 8)
 
 
@@ -145,7 +145,7 @@ def texts(embedder: Embedder, size: Size, device: torch.device) -> Figure:
 
 
 def strings(embedder: Embedder, size: Size, device: torch.device) -> Figure:
-    """Embed captions into a cache: what a corpus takes, tokenising and writing included."""
+    """Embed captions into a cache as for a corpus, with tokenising and writing."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(*TOKENS, size.texts, endpoint=True) - 2
     captions = [" ".join(generator.choice(WORDS, length)) for length in lengths]
@@ -163,7 +163,7 @@ def images(embedder: Embedder, size: Size, device: torch.device) -> Figure:
 
 
 def images_compiled(embedder: Embedder, eager: Figure, size: Size, device: torch.device) -> Figure:
-    """Embed the same images by compiled code; what is computed is taken to be the same."""
+    """Embed the same images with compiled code; its number of operations is taken to be the same."""
     pixels_BCHW = torch.randn(size.images, 3, *embedder.processor.image_size, device=device)
     compiled = torch.compile(embedder.model.embed_images)
 
@@ -215,7 +215,7 @@ def stepping(model: CompatModel, backward: Callable[[], object]) -> Callable[[],
 
 
 def projection(dim: int, size: Size, device: torch.device, precision: str) -> Figure:
-    """Train φ on embeddings that are on the card already, products of float32 computed in a precision."""
+    """Train φ on embeddings that are on the card already, with float32 products in the given precision."""
     old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
     model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=dim)).train().to(device)
     new, old_embeds = (F.normalize(torch.randn(size.projected, d, device=device), dim=-1) for d in (dim, OLD_DIM))

@@ -1,4 +1,4 @@
-"""What every benchmark is made of: interleaved medians, peak memory, and rows that say whether their bound holds.
+"""The parts of every benchmark: interleaved medians, peak memory, and rows that say whether their bound holds.
 
 A script of a row has a function `measure() -> list[Row]` whose arguments, all with defaults, become options of its command line,
 and ends in `main(measure)`. It asserts first that both sides give the same. `make bench` finds it by that function.
@@ -25,7 +25,7 @@ from rich.table import Table
 
 ROUNDS = 5
 KEPT = Path("runs/bench")
-"""Where a script leaves its rows for `make bench`: NAME.json."""
+"""Folder of each script's rows, NAME.json, for `make bench`."""
 COLUMNS = ("ours", "against", "ratio", "bound", "")
 
 Result = TypeVar("Result")
@@ -69,7 +69,7 @@ class Row:
 
 
 def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Run all sides in turn, there and back again, so that whatever else the machine does hits them alike.
+    """Run all sides in turn, forwards and backwards, so that other load of the machine hits them alike.
 
     Args:
         sides: what to run, by name; each returns its own figure.
@@ -125,7 +125,7 @@ def timed(what: str, against: str, bound: str, ours: float, theirs: float, note:
 
 
 def not_installed(what: str, against: str, bound: str, packages: str) -> Row:
-    """Say how to get a peer that is not there, instead of failing."""
+    """Say how to install a missing peer, instead of failing."""
     return Row(what, against, None, bound, f"not run: pip install {packages}")
 
 
@@ -144,7 +144,7 @@ def in_fresh_process(run: Callable[..., Result], *args: object) -> Result:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Return by how many bytes resident memory rose, at its highest, over what it was before (Linux); for a fresh process."""
+    """Return the rise of resident memory at its peak, in bytes (Linux); for a fresh process."""
 
     def kilobytes(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -71,7 +71,7 @@ def rotation(new_ND: Tensor, old_Nd: Tensor, queries_QD: Tensor) -> Tensor:
 
 
 class Drawn:
-    """Embeddings that are drawn as the page says; only what describes the items is in memory, in half precision."""
+    """Random embeddings as the page describes them; only the items' latent factors are in memory, in half precision."""
 
     def __init__(self, entries: int, queries: int) -> None:
         self.entries, self.draw = entries, np.random.default_rng(0)
@@ -97,7 +97,7 @@ class Drawn:
         return self.draw.standard_normal(shape, dtype=np.float32)
 
     def _items(self, n: int) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Draw what describes items: what both models see, and the noise of each."""
+        """Draw the latent factors of items that both models see, and the noise of each model."""
         topics_N = np.minimum(np.searchsorted(self.reached, self.draw.random(n)), TOPICS - 1)
         shared = self.topics[topics_N] + 0.5 * self._normal(n, SHARED) * self.spectrum
         return shared.astype(np.float16), (0.8 * self._normal(n, 2 * OWN)).astype(np.float16)
@@ -170,7 +170,7 @@ def blocks_of(entries: int) -> Iterator[Rows]:
 
 
 def softmaxed(source: Source) -> dict[str, list[Tensor]]:
-    """Return what queries recall with each sharpness: over all entries, and over the nearest alone."""
+    """Return the memory's answer to queries for each sharpness: over all entries, and over the nearest alone."""
     queries, best = source.queries_QD, torch.full((len(source.queries_QD), 1), -torch.inf)
     rows, total = torch.zeros(len(queries), 1, dtype=torch.int64), torch.zeros(len(SHARPNESSES), len(queries), 1).double()
     sums = torch.zeros(len(SHARPNESSES), len(queries), DIM).double()
@@ -191,14 +191,14 @@ def softmaxed(source: Source) -> dict[str, list[Tensor]]:
 
 
 def recall(source: Source, recalled_Qd: Tensor | float) -> float:
-    """Return how many percent of the queries find their own among the first ten."""
+    """Return the percentage of queries that find their own item among the first ten."""
     scores_QG = F.normalize(source.rotated_Qd + SHARE * recalled_Qd, dim=1) @ source.gallery_Gd.T
     own_Q1 = scores_QG.diagonal()[:, None]
     return 100 * float(((scores_QG >= own_Q1).sum(1) <= 10).float().mean())
 
 
 def build(source: Source, codec: str) -> QueryMemory:
-    """Return a memory of all entries; of floats those are as they are."""
+    """Return a memory of all entries, uncompressed for float32 and float16."""
     if codec in ("float32", "float16"):
         memory, rows = QueryMemory(DIM, DIM, source.entries), np.arange(source.entries)
         memory.keys_KD, memory.values_Kd = source.keys(rows), source.values(rows)
@@ -207,7 +207,7 @@ def build(source: Source, codec: str) -> QueryMemory:
 
 
 def asked(file: Path, settings: dict[str, Any], queries_QD: Tensor) -> tuple[float, int, float, list[Tensor]]:
-    """Open a memory in this fresh process and ask it, query by query and then all at once."""
+    """Open a memory in this fresh process, and search it query by query and then with all at once."""
 
     def resident() -> int:
         return 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line).split()[1])

@@ -46,7 +46,7 @@ class Held:
 
 
 class Meter:
-    """Counts what graphs hold.
+    """Counts the bytes that graphs hold.
 
     Args:
         outside: tensors that are there without any graph.
@@ -69,7 +69,7 @@ class Meter:
         return held
 
     def free(self, place: int, size: int) -> None:
-        """Count it out again."""
+        """Subtract a tensor that was released."""
         self.holders[place] -= 1
         self.now -= size if not self.holders[place] else 0
 

@@ -74,7 +74,7 @@ def build() -> tuple[XbtModel, Pairs]:
 
 
 def by_hand(model: CompatModel, dataset: Any) -> None:  # noqa: ANN401 - any with rows
-    """Train as one would write it down."""
+    """Train with a plain hand-written loop."""
     model.train()
     optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.0)
     loader = cycle(DataLoader(dataset, BATCH, shuffle=True, drop_last=True, collate_fn=default_collate))

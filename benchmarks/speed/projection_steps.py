@@ -51,7 +51,7 @@ def write_cache(folder: Path, dim: int) -> EmbeddingCache:
 
 
 def by_hand(model: ProjectionModel, new: EmbeddingCache, old: EmbeddingCache) -> None:
-    """Train as one would write it down, on tensors in memory."""
+    """Train with a plain hand-written loop, on tensors in memory."""
     new_ND, old_Nd = (torch.from_numpy(cache[:]) for cache in (new, old))
     model.train()
     optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.0)

@@ -21,7 +21,7 @@ CHECKED = 2000
 
 
 def labelled(items: int, classes: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Draw unit vectors around class centres, which overlap: (N, D) and (N,)."""
+    """Draw unit vectors around overlapping class centres, (N, D), and their classes, (N,)."""
     generator = torch.Generator().manual_seed(0)
     labels_N = torch.arange(items) % classes
     centres_CD = torch.randn(classes, dim, generator=generator)
@@ -61,7 +61,7 @@ def calculator(embeds_ND: Tensor, labels_N: Tensor) -> dict[str, Any] | None:
 
 
 def product(embeds_ND: Tensor, room_BN: Tensor) -> None:
-    """Compute the similarities and nothing else, into memory that is there."""
+    """Compute only the similarities, into allocated memory."""
     for block_BD in embeds_ND.split(CHUNK):
         torch.matmul(block_BD, embeds_ND.T, out=room_BN[: len(block_BD)])
 

@@ -48,7 +48,7 @@ def sizes(fewest: int, most: int) -> list[int]:
 
 
 class Curve(NamedTuple):
-    """How long something takes for each of several sizes.
+    """The duration of a piece of work at several sizes.
 
     Args:
         what: it grows.
@@ -107,7 +107,7 @@ def fill_galleries(most: int, rounds: int, folder: Path) -> Curve:
 
 
 def step(head: ClassificationHead, optimiser: torch.optim.Optimizer, embeds_BD: Tensor, labels_B: Tensor) -> None:
-    """Learn once."""
+    """Train one step."""
     optimiser.zero_grad()
     head(embeds_BD, labels_B).backward()
     optimiser.step()
@@ -128,7 +128,7 @@ def widen_heads(most: int, rounds: int) -> Curve:
 
 
 def read_corpus(file: str) -> tuple[float, int]:
-    """Return the seconds that reading takes for the first time, and the bytes of memory."""
+    """Return the seconds and the bytes of memory of a first reading."""
     took: list[float] = []
 
     def read() -> None:
@@ -141,7 +141,7 @@ def read_corpus(file: str) -> tuple[float, int]:
 
 
 def read_corpora(most: int, folder: Path) -> Curve:
-    """Read corpora of which every text is another."""
+    """Read corpora of distinct texts."""
     took, notes = {}, {}
     os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")  # of the processes that read
     for size in sizes(FEWEST["texts"], most):
@@ -153,7 +153,7 @@ def read_corpora(most: int, folder: Path) -> Curve:
 
 
 def embed_share(rank: int, ranks: int, model: str, folder: str) -> None:
-    """Embed this process's shards, and say how long all of them took."""
+    """Embed this process's shards, and print the time of all processes."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

@@ -1,4 +1,4 @@
-"""Orders in which a mapped gallery may be embedded anew: by the map's uncertainty, and by what is known without one."""
+"""Orders in which to backfill a mapped gallery: by the map's uncertainty, and by measures that need no training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEIGHBOURS = 10
 
 
 class Photos(NamedTuple):
-    """What both models make of photos.
+    """Both models' embeddings of photos.
 
     Args:
         old_Nd: of the old model.
@@ -37,7 +37,7 @@ class Photos(NamedTuple):
     labels_N: NDArray[np.int64]
 
     def rows(self, rows: NDArray[np.int64]) -> Photos:
-        """Return some of them."""
+        """Return the embeddings of some photos."""
         return Photos(self.old_Nd[rows], self.new_ND[rows], self.labels_N[rows])
 
 
@@ -56,7 +56,7 @@ class UncertainMap(nn.Module):
 
 
 class Mapped(NamedTuple):
-    """What a map makes of stored and of training photos: unit vectors, and log σ² of the stored ones."""
+    """A map's output for stored and for training photos: unit vectors, and log σ² of the stored ones."""
 
     stored_ND: Floats
     log_variance_N: Floats
@@ -64,7 +64,7 @@ class Mapped(NamedTuple):
 
 
 def mapped(kind: MapKind, learned: Photos, stored_Nd: Floats, seed: int, kept: Path) -> Mapped:
-    """Train a map and apply it, or read what it gave before.
+    """Train a map and apply it, or read its cached output.
 
     Args:
         kind: ``fct`` has L = e with e = ‖h − n‖²; ``fastfill`` L = ½·exp(−s)·e + ½·s with s = log σ², and e also holds what a
@@ -117,14 +117,14 @@ def _trained(kind: MapKind, photos: Photos, seed: int) -> UncertainMap:
 
 
 def simple_orders(stored: Photos, found: Mapped, learned: Photos) -> dict[str, Floats]:
-    """Return what says without training how badly stored photos may be mapped, or how much they matter: the most first."""
+    """Return measures, without training, of how badly stored photos may be mapped or how much they matter; largest first."""
     similar_NN = found.stored_ND @ found.stored_ND.T
     np.fill_diagonal(similar_NN, -np.inf)
     nearest_Nk = np.argpartition(-similar_NN, NEIGHBOURS, axis=1)[:, :NEIGHBOURS]
     hubs_N = np.bincount(nearest_Nk.ravel(), minlength=len(nearest_Nk))
     distance_N = -np.sort(-(stored.old_Nd @ learned.old_Nd.T), axis=1)[:, :NEIGHBOURS].mean(1)
     known_N = squared_distance(found.learned_ND, learned.new_ND)
-    # in the mapped space, which is all that an upgraded gallery still holds
+    # in the mapped space, as an upgraded gallery holds nothing else
     nearest_Nk = np.argpartition(-(found.stored_ND @ found.learned_ND.T), NEIGHBOURS, axis=1)[:, :NEIGHBOURS]
     ridge = Ridge(1.0).fit(found.learned_ND, np.log(known_N))
     return {
@@ -142,7 +142,7 @@ def squared_distance(a_ND: Floats, b_ND: Floats) -> Floats:
 
 
 def usefulness(mapped_QN: Floats, native_QN: Floats, right_QN: NDArray[np.bool_], places: int) -> Floats:
-    """Return what only the queries themselves can tell: by how much each item helps when it is embedded anew.
+    """Return how much each item helps when it is embedded anew, which only the queries themselves can tell.
 
     It counts the queries among whose first places an item that belongs there comes, or one that does not goes, less the others.
 

@@ -48,7 +48,7 @@ console = Console(soft_wrap=True, markup=False, highlight=False)
 
 @dataclass
 class Searches:
-    """What searches the old gallery finds for queries of one kind.
+    """The results of one kind of queries in the old gallery.
 
     Args:
         quality_Q: average precision, or of captions the reciprocal rank.
@@ -59,12 +59,12 @@ class Searches:
     right_Q: NDArray[np.bool_]
 
     def where(self, old_Q: NDArray[np.bool_], other: Searches) -> Searches:
-        """Ask the other kind for some queries."""
+        """Return the results with some queries replaced by the other kind's."""
         return Searches(*(np.where(old_Q, theirs, mine) for mine, theirs in zip(self.parts, other.parts, strict=True)))
 
     @property
     def parts(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Both."""
+        """Return both fields."""
         return self.quality_Q, self.right_Q
 
 
@@ -92,13 +92,13 @@ class Asked:
 
     @property
     def hurt(self) -> NDArray[np.bool_]:
-        """Whether each finds less than the old one."""
+        """Whether each new query finds less than the old one."""
         return self.new.quality_Q < self.old.quality_Q
 
 
 @torch.inference_mode()
 def signs_of(model: CompatModel, new_QD: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    """Return what a memory says of queries for free."""
+    """Return the signs of confidence that a memory computes anyway."""
     assert model.memory is not None
     memory, x_QD = model.memory, torch.from_numpy(np.array(new_QD, np.float32))
     nearest_Q2, recalled_Qd = memory.resemblance(x_QD).topk(2, dim=1).values, memory.recalled(x_QD)
@@ -113,7 +113,7 @@ def signs_of(model: CompatModel, new_QD: NDArray[np.float32]) -> dict[str, NDArr
 
 
 def margin_of_search(queries_Qd: NDArray[np.float32], stored_Nd: NDArray[np.float32], itself: bool) -> NDArray[np.float64]:
-    """Return by how much the first hit is nearer than the second."""
+    """Return the margin of the first hit over the second."""
     scores_QN = np.array(queries_Qd @ stored_Nd.T, np.float64)
     if itself:
         np.fill_diagonal(scores_QN, -np.inf)
@@ -123,7 +123,7 @@ def margin_of_search(queries_Qd: NDArray[np.float32], stored_Nd: NDArray[np.floa
 
 @torch.inference_mode()
 def asked_of(model: CompatModel, name: str, new_QD: Any, old_Qd: Any, search: Any, stored_Nd: Any, itself: bool) -> Asked:  # noqa: ANN401
-    """Ask test queries with the new model, the old one, and both mixed."""
+    """Search with the test queries of the new model, of the old one, and of a mix of both."""
     x_QD, old_Qd = torch.from_numpy(np.array(new_QD, np.float32)), np.array(old_Qd, np.float32)
     view_Qd, confidence_Q = model.view(x_QD), model.confidence(x_QD)
     assert confidence_Q is not None, f"{name}: no query says how sure it is"
@@ -215,7 +215,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
 
 
 def show(every: list[Asked]) -> None:
-    """Print how well queries know, what else tells, and what falling back gives."""
+    """Print how well confidence and other signs predict hurt queries, and the gain of falling back."""
     names = " | ".join(asked.name for asked in every)
     console.print("\n| queries | | hurt | confidence, mean | AUROC | off by | hurt of the surest 90 / 75 / 50 / 25 % |")
     console.print("|---|---:|---:|---:|---:|---:|---:|")
@@ -237,7 +237,7 @@ def show(every: list[Asked]) -> None:
 
 
 def show_fallback(asked: Asked) -> None:
-    """Print what falling back gives, beside as many queries drawn at random: what these give on average is known exactly."""
+    """Print the gain of falling back, beside as many queries drawn at random, whose mean gain is known exactly."""
     console.print(f"\n{asked.name}: first hit right / quality / negative flips / hurt, by who is asked\n")
     console.print(
         "| | fall back | to the old query | as many at random | to the mix | as many at random |\n|---|---:|---:|---:|---:|---:|"
@@ -262,7 +262,7 @@ def show_fallback(asked: Asked) -> None:
 
 
 def show_gains(every: list[Asked]) -> None:
-    """Print what falling back changes, with intervals: beside new queries alone, and beside as many at random."""
+    """Print the change by falling back, with intervals: against new queries alone, and against as many at random."""
     heads = " | ".join(name for other in ("old", "mix") for name in (f"{other}: beside new alone", "beside random"))
     console.print(f"\nWhat falling back changes, in points\n\n| queries | fall back | of | {heads} |\n|---|---|---|{'---:|' * 4}")
     for asked in every:

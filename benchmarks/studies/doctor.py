@@ -40,7 +40,7 @@ NOISE = 0.02  # of the sibling's weights, relative to their size
 
 
 def embedded(embedder: Embedder, photos: hf.Dataset, filtering: str | None = None) -> NDArray[np.float32]:
-    """Embed photos, resized by another filter where one is named."""
+    """Embed photos, resized with another filter if one is given."""
     parts = []
     for _, images in iterate_images(photos, 64, prepare=list):
         prepare = (
@@ -53,7 +53,7 @@ def embedded(embedder: Embedder, photos: hf.Dataset, filtering: str | None = Non
 
 
 def sibling_of(embedder: Embedder) -> Embedder:
-    """Return the model with noise on its weights, as a little training leaves it."""
+    """Return the model with a little noise on its weights, as after a short training."""
     model = copy.deepcopy(embedder.model)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -73,7 +73,7 @@ def planted(
 
 
 def gallery_of(folder: Path, stored: str, vectors: NDArray[np.float32], ids: list[str], embedder: Embedder) -> Gallery:
-    """Make a gallery, around a quantised index where that is asked for."""
+    """Make a gallery, around a quantised index if asked to."""
     if "SQ8" not in stored:
         gallery = Gallery.create(folder / "gallery", embedder)
         gallery.add(vectors, ids)
@@ -95,7 +95,7 @@ def trial(
     photos: hf.Dataset,
     embedder: Embedder,
 ) -> tuple[Finding, dict[str, list[bool]], list[bool]]:
-    """Return what the doctor found, whether it named each planted vector that it looked at, and whether any other."""
+    """Return the doctor's finding, and for planted and other vectors in its sample whether it named them."""
     ids = photos["id"][:]
     vectors, parts = planted(own, others, share, seed)
     with tempfile.TemporaryDirectory() as folder:

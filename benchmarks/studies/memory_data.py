@@ -33,12 +33,12 @@ from xcompat.training.caches import cached_images
 
 OUT = Path("runs/memory_data")
 CLASSES, ASKED, IMAGES = 200, 25, 50
-"""Of the data, validation images of each class, and training images of each where nothing else is said."""
+"""Number of classes, of validation images per class, and of training images per class unless stated otherwise."""
 console = Console(soft_wrap=True, markup=False, highlight=False)
 
 
 def photos(path: str) -> PairedEmbeddings:
-    """Embed images by both models, or open what was embedded before."""
+    """Embed images with both models, or open the cached embeddings."""
     images = load_labelled(LabelledSource(path=path))
     new, old = (cached_images(load_embedder(model), images.dataset, OUT / "cache")[:] for model in (NEW, OLD))
     new_ND, old_Nd = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (new, old))
@@ -46,14 +46,14 @@ def photos(path: str) -> PairedEmbeddings:
 
 
 def first_of_each(pairs: PairedEmbeddings, count: int, classes: range) -> PairedEmbeddings:
-    """Keep the first so many items of some classes."""
+    """Keep the first items of some classes."""
     assert pairs.labels_N is not None
     rows_C = samples_of_classes(pairs.labels_N, CLASSES)
     return pairs.take(np.sort(np.concatenate([rows_C[label][:count] for label in classes])))
 
 
 def wrong(pairs: PairedEmbeddings, share: float) -> NDArray[np.int64]:
-    """Give a share of the items the class of another."""
+    """Give a share of the items the class of another item."""
     assert pairs.labels_N is not None
     labels_N = pairs.labels_N.copy()
     moved_M = np.random.default_rng(0).permutation(len(labels_N))[: round(share * len(labels_N))]
@@ -62,13 +62,13 @@ def wrong(pairs: PairedEmbeddings, share: float) -> NDArray[np.int64]:
 
 
 def clustered(pairs: PairedEmbeddings, count: int) -> NDArray[np.int64]:
-    """Return clusters of what the new model sees in the place of classes."""
+    """Return clusters of the new model's embeddings, to be used as classes."""
     found_N = MiniBatchKMeans(count, batch_size=4096, n_init=3, random_state=0).fit_predict(np.asarray(pairs.new_ND))
     return np.unique(found_N, return_inverse=True)[1]
 
 
 def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[str, list[PairedDifference]]:
-    """Choose and solve a map, and return what it is made of, and what test queries gain at CMC@1 and mAP."""
+    """Choose and solve a map, and return its candidate and the gain of test queries at CMC@1 and mAP."""
     choice = choose(train)
     model = fit(choice.chosen.candidate, Known(train))
     with torch.inference_mode():
@@ -81,7 +81,7 @@ def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[str, list[Pa
 
 
 def cell(gain: PairedDifference) -> str:
-    """Write a gain in points with its interval."""
+    """Format a gain in points with its interval."""
     return gain_with_interval(gain.mean, gain.low, gain.high)
 
 
@@ -90,7 +90,7 @@ TrainingSet = tuple[str, int, Callable[[PairedEmbeddings], NDArray[np.int64]] | 
 
 
 def training_sets() -> Iterator[TrainingSet]:
-    """Yield what is learned from."""
+    """Yield the training sets."""
     for count in (5, 10, 20, IMAGES, 100, 250):
         yield f"{count} images of each class", count, None
     for share in (0.1, 0.2, 0.4):

@@ -26,19 +26,19 @@ from xcompat.models.query_memory import QueryMemory
 
 SETTING = Candidate("procrustes", power=0.5, damping=0.3, sharpness=40.0, share=0.5)
 EXPANDED, HUBS = 10, 10
-"""How many neighbours a query is expanded by, and how many say how much of a hub an item is."""
+"""Number of neighbours for query expansion, and for the measure of hubs."""
 STEPS, BATCH, RATE, TEMPERATURE = 200, 512, 1e-3, 0.05
 
 
 def tensors(pairs: PairedEmbeddings) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what both models made, and the classes."""
+    """Return the embeddings of both models, and the classes."""
     assert pairs.labels_N is not None
     new, old = (torch.from_numpy(np.asarray(side, np.float32)) for side in (pairs.new_ND, pairs.old_Nd))
     return new, old, torch.from_numpy(pairs.labels_N)
 
 
 def expanded(queries_Qd: Tensor, stored_Nd: Tensor, metric: QueryMemory, share: float) -> Tensor:
-    """Lean queries towards what they find first (average query expansion, Chum et al. 2007), not towards their own image."""
+    """Move queries towards their first hits (average query expansion, Chum et al. 2007), except their own image."""
     scores_QN = queries_Qd @ stored_Nd.T
     if len(scores_QN) == scores_QN.shape[1]:
         scores_QN.fill_diagonal_(-torch.inf)
@@ -47,7 +47,7 @@ def expanded(queries_Qd: Tensor, stored_Nd: Tensor, metric: QueryMemory, share: 
 
 
 def less_of_hubs(queries_Qd: Tensor, stored_Nd: Tensor) -> Tensor:
-    """Take off what makes items hubs, as far as a line of the stored embedding says it (CSLS, Conneau et al. 2018)."""
+    """Subtract each item's hubness, as far as a linear function of its embedding predicts it (CSLS, Conneau et al. 2018)."""
     cosines_NN = (stored_Nd @ stored_Nd.T).fill_diagonal_(-torch.inf)
     hubs_N = cosines_NN.topk(HUBS, dim=1).values.mean(1)
     centred_Nd = stored_Nd - stored_Nd.mean(0)

@@ -34,7 +34,7 @@ TRAIN, TEST = (str(SHARED / "data/tiny-imagenet" / name) for name in ("train-000
 IMAGES, QUERIES, SEEDS = 5000, 1000, 5
 SHARES = np.linspace(0, 1, 11)
 SHUFFLED = 3
-"""Random orders of a seed; what is compared with them is compared with their mean."""
+"""Random orders per seed; other orders are compared with their mean."""
 MERGES: tuple[Merge, ...] = ("raw", "standardised", "rank")
 MERGED: Merge = "standardised"
 """How galleries merge, in which orders are compared."""
@@ -52,7 +52,7 @@ class Scored(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """One seed: who asks, and what is stored.
+    """The queries and the stored items of one seed.
 
     Args:
         asked_Q: rows of the queries.
@@ -65,7 +65,7 @@ class Scene(NamedTuple):
     right_QN: NDArray[np.bool_]
 
     def quality(self, versions: tuple[Scored, Scored], anew_N: NDArray[np.bool_], merge: Merge) -> NDArray[np.float64]:
-        """Return what each query finds where some items are embedded anew, merged by the library: (3, Q) as ``METRICS``.
+        """Return the metrics of each query on a partly backfilled gallery, merged by the library: (3, Q) as ``METRICS``.
 
         Args:
             versions: mapped embeddings, and new ones.
@@ -89,7 +89,7 @@ class Scene(NamedTuple):
         return np.stack([right_Qk[:, 0], right_Qk[:, :5].any(1), precise_Qk.sum(1) / sizes_Q])
 
     def curve(self, versions: tuple[Scored, Scored], order_N: Floats, merge: Merge) -> NDArray[np.float64]:
-        """Return :meth:`quality` at every share, what has the largest numbers first: (S, 3, Q)."""
+        """Return :meth:`quality` at every share, (S, 3, Q); items with the largest numbers are embedded anew first."""
         ranked = np.argsort(-order_N, kind="stable")
         places_N = np.argsort(ranked)
         return np.stack([self.quality(versions, places_N < round(share * len(ranked)), merge) for share in SHARES])
@@ -100,7 +100,7 @@ Curves = dict[tuple[str, str, str], list[NDArray[np.float64]]]
 
 
 def _first(ranked_QN: NDArray[np.int64], there_N: NDArray[np.bool_], k: int) -> NDArray[np.int64]:
-    """Return the first rows of each query's ranking that are there, at most k."""
+    """Return the first rows of each query's ranking that are in the gallery, at most k."""
     looked_at = ranked_QN.shape[1] // 4  # where nearly all have them
     there_QN = there_N[ranked_QN[:, :looked_at]]
     if there_QN.sum(1).min() < k:
@@ -117,7 +117,7 @@ def scored(queries_QD: Floats, stored_ND: Floats) -> Scored:
 
 
 def photos(path: str) -> Photos:
-    """Embed labelled images by both models, or open what was embedded before."""
+    """Embed labelled images with both models, or open the cached embeddings."""
     images = load_labelled(LabelledSource(path=path, limit=IMAGES))
     old_Nd, new_ND = (cached_images(load_embedder(model), images.dataset, OUT / "cache")[:] for model in (OLD, NEW))
     labels_N = np.unique(images.class_names(), return_inverse=True)[1]
@@ -126,7 +126,7 @@ def photos(path: str) -> Photos:
 
 
 def drawn(test: Photos, seed: int) -> Scene:
-    """Draw who asks."""
+    """Draw the queries."""
     shuffled = np.random.default_rng(seed).permutation(len(test.labels_N))
     asked_Q, stored_N = shuffled[:QUERIES], np.sort(shuffled[QUERIES:])
     return Scene(asked_Q, stored_N, test.labels_N[asked_Q][:, None] == test.labels_N[stored_N])
@@ -188,7 +188,7 @@ def gain(mine: list[NDArray[np.float64]], other: list[NDArray[np.float64]], metr
 
 
 def show_merges(curves: Curves, floors: NDArray[np.float64]) -> None:
-    """Print what each way of merging finds in random order."""
+    """Print the results of each way of merging, in random order."""
     old = " / ".join(f"{100 * value:.1f}" for value in floors.mean((0, 2)))
     console.print(
         f"\nold/old: {old} ({' / '.join(METRICS)})\n\nCMC@1 / mAP@R by the share that is embedded anew, in random order\n"
