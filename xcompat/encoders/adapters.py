@@ -132,10 +132,10 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
     from peft.tuners.lora import LoraLayer
     from safetensors.torch import save_file
 
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     weights = {
-        f"base_model.model.{name}.{side}.weight": layer.get_parameter(f"{side}.default.weight").detach().cpu().contiguous()
-        for name, layer in layers.items()
+        f"base_model.model.{name}.{side}.weight": model.get_parameter(f"{name}.{side}.default.weight").detach().cpu().contiguous()
+        for name in layers
         for side in ("lora_A", "lora_B")
     }
     config = LoraConfig(
@@ -144,7 +144,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, which PEFT calls an int
         lora_dropout=settings.dropout,
-        target_modules=list(layers),
+        target_modules=layers,
         bias="none",
         inference_mode=True,
     )
