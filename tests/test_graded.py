@@ -167,7 +167,10 @@ def test_evaluate_judges_folders_by_their_judgements(tmp_path: Path) -> None:
     said = " ".join(shown.output.split())
     for note in ("left out: 1, such as 'q99'", "no query can find: 1, such as 'gone'", "1 queries have no judgement", "nDCG@10"):
         assert note in said
-    assert "nDCG@k" in (tmp_path / "out" / "report" / "report.html").read_text()
+    page = tmp_path / "out" / "report" / "report.html"
+    assert "nDCG@k" in page.read_text() and "A relevant passage at every depth" in page.read_text()
+    plots = {plot.name for plot in (page.parent / "plots").iterdir()}
+    assert plots == {"cases-text-to-text.png", "success-text-to-text.png", "tsne-0.png"}
 
 
 def test_judgements_are_read_as_trec_and_beir_write_them(tmp_path: Path) -> None:

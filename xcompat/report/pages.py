@@ -27,7 +27,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
     """
     groups = {
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
-        for prefix in ("cases", "recall", "cmc", "confidence", "tsne")
+        for prefix in ("cases", "recall", "cmc", "success", "confidence", "tsne")
     }
     return page_template("template.html.j2").render(
         report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report), meanings=_meanings(report)

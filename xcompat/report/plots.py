@@ -35,7 +35,7 @@ def draw_plots(report: Report) -> dict[str, Figure]:
     """Draw every plot that the report has data for.
 
     Returns:
-        file name -> figure: ``cases-DIRECTION.png``, ``recall-DIRECTION.png`` or ``cmc-DIRECTION.png``,
+        file name -> figure: ``cases-DIRECTION.png``, ``recall-``, ``cmc-`` or ``success-DIRECTION.png``,
         ``confidence-DIRECTION.png``, ``tsne-N.png``.
     """
     figures = {}
@@ -45,7 +45,7 @@ def draw_plots(report: Report) -> dict[str, Figure]:
         if drawn:
             figures[f"cases-{direction}.png"] = _draw_cases(direction, drawn, cases, colours)
             if any(key[2] == direction for key in report.ranks):
-                kind = "cmc" if report.is_labelled else "recall"
+                kind = "cmc" if report.is_labelled else "success" if report.is_judged else "recall"
                 figures[f"{kind}-{direction}.png"] = _draw_depths(report, kind, direction, cases, colours)
     for direction in report.confidence:
         figures[f"confidence-{direction}.png"] = _draw_risk(report, direction)

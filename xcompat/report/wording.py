@@ -141,6 +141,7 @@ def metric_name(metric: str) -> str:
         "map": "mAP",
         "ndcg": "nDCG",
         "mrr": "MRR",
+        "success": "Success",
         "negative_flip_rate": "NFR",
         "zero_shot": "Zero-shot top-",
     }
