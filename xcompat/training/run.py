@@ -200,9 +200,11 @@ class StageRun:
             if not (self.settings.learns_from_pairs and self.settings.method == CHOSEN):
                 fill_caches(self.stage, role)
             if test is not None:
-                test.embed(self.models.frozen(role), self.recipe.cache_dir)
+                frozen = self.models.frozen(role)
+                test.embed(frozen, self.recipe.cache_dir)
                 if role == "new":
-                    test.embed(self.models.as_input(self.models.embedder(role)), self.recipe.cache_dir)
+                    new = frozen.require_model("holds embeddings and no model")
+                    test.embed(self.models.as_input(new), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
