@@ -125,6 +125,8 @@ def test_what_cannot_be_used_is_named() -> None:
         ({"query_ids": ["q0"]}, "3 rows but 1 ids"),
         ({"qrels": {"stranger": {"d0": 1}}}, "no query has a judgement"),
         ({"ks": (0,)}, "cut-offs of at least 1"),
+        ({"qrels": {"q0": {"d0": 1, "d1": float("nan")}}}, "the gain of 'd1' for the query 'q0' is nan"),
+        ({"qrels": {"q0": {"d0": float("inf")}}}, "the gain of 'd0' for the query 'q0' is inf"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,9 @@ class _Judged:
             if not (of_query := qrels.get(name)):
                 continue
             rows.append(row)
+            for item, gain in of_query.items():
+                if not math.isfinite(gain):
+                    raise XcompatError(f"the gain of {item!r} for the query {name!r} is {gain}; give finite numbers")
             relevant = {item: float(gain) for item, gain in of_query.items() if gain > 0}
             if not relevant:
                 without_relevant.append(name)
