@@ -514,6 +514,15 @@ def test_adapters_of_a_local_base_are_refused(hub: Hub, folder_of: dict[str, str
     assert "me/model" not in hub.repos
 
 
+def test_what_peft_reads_names_no_folder_of_this_machine(hub: Hub, folder_of: dict[str, str]) -> None:
+    build("xbt", folder_of).leave_out_base().push_to_hub("me/adapters")
+    pushed = hub.files("me/adapters")
+    read = json.loads(pushed["lora/adapter_config.json"])
+    assert read["base_model_name_or_path"] == json.loads(pushed["config.json"])["encoder"]["name"] == Path(folder_of["clip"]).name
+    assert "lora/adapter_model.safetensors" in pushed
+    assert not any(folder_of["clip"].encode() in content for content in pushed.values())
+
+
 def test_a_run_with_several_models_is_asked_which(finished: Run, hub: Hub, tmp_path: Path) -> None:
     folder = finished()
     assert find_model(folder) == folder / "pair" / "model" == find_model(folder / "pair")

@@ -10,6 +10,8 @@ from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.folder_checksums import CHECKSUMS, changes, write_checksums
 
+LORA = "lora"
+"""Folder in a checkpoint without its base that PEFT reads."""
 PATTERNS = (
     "*config.json",
     "model*.safetensors",

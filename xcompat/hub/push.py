@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
-from xcompat.encoders.model_files import record_model
+from xcompat.encoders.model_files import LORA, record_model
 from xcompat.errors import XcompatError
 from xcompat.files import files_below, read_json, write_json
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
@@ -123,10 +123,14 @@ def _short(value: object) -> str:
 
 
 def _hide_paths(folder: Path) -> None:
-    """Rewrite ``config.json`` without local paths: pushed models are named by their repositories."""
-    file = folder / CONFIG
+    """Rewrite ``config.json``, and what PEFT reads, without local paths: pushed models are named by their repositories."""
+    file, lora = folder / CONFIG, folder / LORA / "adapter_config.json"
     if file.exists():
-        write_json(file, _hidden(read_json(file)))
+        config = _hidden(read_json(file))
+        write_json(file, config)
+        if lora.exists():
+            base = {"base_model_name_or_path": config["encoder"]["name"], "revision": config["encoder"].get("revision")}
+            write_json(lora, read_json(lora) | base)
         record_model(folder)
 
 

@@ -18,7 +18,7 @@ from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder, reading
 from xcompat.encoders.adapters import save_lora
 from xcompat.encoders.alignment import own_memory
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.model_files import open_weights, record_model, require_whole
+from xcompat.encoders.model_files import LORA, open_weights, record_model, require_whole
 from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -26,9 +26,6 @@ from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.endpoint import is_hub_name, look_up
 from xcompat.models.query_memory import QueryMemory
 from xcompat.paths import model_folder
-
-LORA = "lora"
-"""Folder in a checkpoint without its base that PEFT reads."""
 
 
 class CheckpointModel(PreTrainedModel):
