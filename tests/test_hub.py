@@ -130,6 +130,8 @@ def test_peft_reads_the_lora_of_adapters_alone(folder_of: dict[str, str], images
     model = build("xbt", folder_of, adapters={"lora": {"rank": 2, "dropout": 0.1}})
     shake(model)
     model.leave_out_base().export(tmp_path / "alone")
+    modes = {(tmp_path / "alone" / "lora" / name).stat().st_mode for name in ("adapter_config.json", "adapter_model.safetensors")}
+    assert len(modes) == 1, "whoever may read the configuration may read the weights"
     base = CLIPModel.from_pretrained(folder_of["clip"])
     pixels = model.processor.images(images)
     with torch.inference_mode():

@@ -167,6 +167,7 @@ class CheckpointModel(PreTrainedModel):
         if self.config.weights == "adapters" and self.encoder is not None and adapters.lora is not None:
             base = self.config.encoder
             save_lora(self.encoder.model, adapters.lora, base["name"], base.get("revision"), folder)
+            open_weights(folder, "adapter_config.json")
 
     @abstractmethod
     def for_inference(self) -> Self:
