@@ -99,6 +99,10 @@ class Processor(ABC):
     def describe(self) -> dict[str, Any]:
         """Return what belongs into a fingerprint: everything that changes pixels or tokens."""
 
+    def for_queries(self) -> Processor:
+        """Return the processor of queries: itself, unless the model puts another prompt before queries than before passages."""
+        return self
+
     def to_pixels(self, pixels_BCHW: Tensor) -> Tensor:
         """Normalise augmented images that already have the right size.
 

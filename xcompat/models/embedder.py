@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +107,17 @@ class Embedder:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return self.model.embed(batch, space or self.space).float()
+
+    def for_queries(self) -> Embedder:
+        """Return the model with the prompt of queries; itself, unless it puts another before queries than before passages.
+
+        Its embeddings have an identity of their own, so that caches of queries and of passages are kept apart. A gallery's version
+        is that of the passages.
+        """
+        processor = self.processor.for_queries()
+        if processor is self.processor:
+            return self
+        return replace(self, processor=processor, fingerprint=self.fingerprint.derived("queries"))
 
     def lookup(self, ids: Sequence[str]) -> None:
         """See :meth:`FrozenModel.lookup`: this model computes."""
