@@ -11,6 +11,7 @@ from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, st
 from xcompat.data.problems import BadSamples
 from xcompat.data.scenarios import Subset, old_and_new_rows, select
 from xcompat.data.sources import PairSource
+from xcompat.data.texts import TextSource, load_items_of_text, passages
 from xcompat.data.transforms import Augmentation, build_transform
 
 __all__ = [
@@ -25,17 +26,20 @@ __all__ = [
     "PairDataset",
     "PairSource",
     "Subset",
+    "TextSource",
     "UnusableSampleError",
     "build_transform",
     "collate_embeddings",
     "flatten_captions",
     "iterate_images",
     "load_classes",
+    "load_items_of_text",
     "load_labelled",
     "load_pairs",
     "load_texts",
     "old_and_new_rows",
     "open_image",
+    "passages",
     "read_qrels",
     "select",
     "stream_pairs",

@@ -111,8 +111,8 @@ class Embedder:
     def for_queries(self) -> Embedder:
         """Return the model with the prompt of queries; itself, unless it puts another before queries than before passages.
 
-        Its embeddings have an identity of their own, so that caches of queries and of passages are kept apart. A gallery's version
-        is that of the passages.
+        Its embeddings have an identity of their own, so that caches of queries and of passages are kept apart. A gallery's
+        version is that of the passages.
         """
         processor = self.processor.for_queries()
         if processor is self.processor:

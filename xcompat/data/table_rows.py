@@ -1,0 +1,86 @@
+"""Rows of tables of any size, file by file and block by block: JSON lines, CSV, Parquet, and lines of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
+from xcompat.data.text_files import UNREADABLE, json_lines, text_lines
+from xcompat.errors import XcompatError
+
+LINE = "line"
+"""The one column of plain text."""
+BLOCK = 4096
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+TABLE_SUFFIXES = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
+PARQUET_SUFFIXES = (".parquet",)
+ROW_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES)
+"""Files that :func:`read_rows` reads."""
+
+Row = dict[str, Any]
+
+
+def read_rows(file: Path, columns: tuple[str, ...] | None = None) -> Iterator[tuple[str, Row]]:
+    """Read the rows of one file, whose format its suffix says.
+
+    Args:
+        file: JSON lines, CSV or TSV with a header, Parquet, or plain text; all but Parquet may be packed by gzip.
+        columns: the columns to read; None for all. A row of JSON may lack some of them.
+
+    Yields:
+        The place of each row for messages, and its values by column; those of CSV are strings.
+
+    Raises:
+        XcompatError: the file is damaged, or its name ends in none of :data:`ROW_SUFFIXES`.
+    """
+    rows: Iterator[tuple[str, Row]]
+    if has_suffix(file, JSON_SUFFIXES):
+        rows = ((f"{file} line {number}", row) for number, row in json_lines(file))
+    elif has_suffix(file, PARQUET_SUFFIXES):
+        rows = _parquet_rows(file, columns)
+    elif has_suffix(file, tuple(TABLE_SUFFIXES)):
+        rows = _csv_rows(file)
+    elif has_suffix(file, TEXT_SUFFIXES):
+        rows = ((f"{file} line {number}", {LINE: text}) for number, text in text_lines(file))
+    else:
+        raise XcompatError(f"{file} is no table that can be read; give {', '.join(ROW_SUFFIXES)}")
+    return rows if columns is None else ((where, {name: row[name] for name in columns if name in row}) for where, row in rows)
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Read a table of strings, so that ids keep their leading zeros."""
+    import pandas as pd
+
+    separator = next(each for suffix, each in TABLE_SUFFIXES.items() if has_suffix(file, (suffix,)))
+    options: Any = {"sep": separator, "dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
+    try:
+        number = 0
+        with pd.read_csv(file, chunksize=BLOCK, **options) as blocks:
+            for block in blocks:
+                if not isinstance(block.index, pd.RangeIndex):  # pandas makes an index of surplus fields
+                    raise XcompatError(f"{file} has rows with more fields than its header; quote texts that hold the separator")
+                for row in block.to_dict("records"):
+                    number += 1
+                    yield f"{file} row {number}", {str(name): value for name, value in row.items()}
+    except XcompatError:
+        raise
+    except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); mend that row") from error
+
+
+def _parquet_rows(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, Row]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        wanted = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
+        number = 0
+        for batch in table.iter_batches(batch_size=BLOCK, columns=wanted):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file} row {number}", row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch or write it again") from error

@@ -1,0 +1,222 @@
+"""Items that are texts: documents with ids, whole or in passages, from tables, plain text and data sets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from xcompat.data.cache import cached_dataset, file_stamps
+from xcompat.data.corpora import Seen
+from xcompat.data.loading import load_raw
+from xcompat.data.schema import ID, METADATA, TEXT
+from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_saved_dataset, local_files, refuse_hub_fields
+from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows
+from xcompat.errors import XcompatError, nearest
+from xcompat.progress import notice
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+TEXT_COLUMNS = (TEXT, "passage", "content", "contents", "body", "document", "sentence", "question", "query", "caption", LINE)
+ID_COLUMNS = (ID, "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "query_id", "qid", "uid", "key")
+DOCUMENT = "document"
+"""Key of a passage's metadata: the id of the document that it is a part of."""
+BATCH = 8192
+
+
+class TextSource(DataSource):
+    """A source of texts with ids, with the fields of :class:`DataSource` and these.
+
+    Files are JSON lines, CSV, TSV or Parquet, or plain text of one item a line. Columns that are not named are found by their
+    usual names (``text``, ``passage``, ``content`` ...; ``id``, ``_id``, ``doc_id`` ...). Items without an id are called by the
+    number of their row. Passages are cut by words, not by a model's tokens, so that they and their ids stay the same when the
+    model changes.
+
+    Args:
+        text_column: the column with the text, or several, joined by a blank (``[title, text]``).
+        id_column: the column with the id.
+        metadata: which further columns are kept beside each item; True for all, False for none.
+        keep_text: whether the text itself is kept in the metadata, under ``text``.
+        words: cuts documents into passages of at most so many words; None for whole documents.
+        overlap: the number of words that a passage shares with the one before it.
+        limit: number of documents to use, the first ones.
+    """
+
+    text_column: str | list[str] | None = None
+    id_column: str | None = None
+    metadata: bool | list[str] = True
+    keep_text: bool = False
+    words: int | None = Field(default=None, ge=1)
+    overlap: int = Field(default=0, ge=0)
+    limit: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _overlap_is_shorter(self) -> Self:
+        if self.overlap and (self.words is None or self.overlap >= self.words):
+            raise ValueError(
+                f"overlap is {self.overlap} words and words is {self.words}: passages must be longer than they overlap"
+            )
+        return self
+
+
+def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
+    """Load texts as items of a gallery, or as what a map learns from.
+
+    Documents without text are left out, and a message counts them.
+
+    Args:
+        source: what to load; a string is its ``path``.
+
+    Returns:
+        A memory-mapped data set with the columns ``id`` (a string, each once), ``text``, and ``metadata`` (a JSON object as a
+        string, or None). Passages are called ``DOCUMENT#0`` and so on, and their metadata hold ``document``.
+
+    Raises:
+        XcompatError: something is missing, empty or damaged, an id stands twice, or a column is not there.
+    """
+    import datasets
+    import pyarrow as pa
+
+    source = source if isinstance(source, TextSource) else TextSource(path=str(source))
+    raw, files = _opened(source)
+    features = datasets.Features({name: datasets.Value("string") for name in (ID, TEXT, METADATA)})
+
+    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        record |= {"documents": 0, "items": 0, "empty": []}
+        seen = Seen()
+        for items in _in_batches(_items(_rows(raw, files), source, record)):
+            _require_new([item[ID] for item in items], seen, source)
+            record["items"] += len(items)
+            yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
+        if not record["items"]:
+            raise XcompatError(f"{source.path} holds no text; it needs a row with a text for each item")
+
+    key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
+    dataset, record = cached_dataset("items", key, features, build)
+    if empty := record["empty"]:
+        notice(f"{len(empty):,} of {record['documents']:,} documents hold no text and are left out, such as {empty[0]!r}")
+    return dataset
+
+
+def passages(text: str, words: int, overlap: int = 0) -> list[str]:
+    """Cut a text into passages of so many words.
+
+    Args:
+        text: any text; words are what white space separates.
+        words: most words of a passage.
+        overlap: words that a passage shares with the one before it, fewer than ``words``.
+
+    Returns:
+        The passages as they stand in the text; the last one may be shorter. Every word is in one, and none is within another.
+
+    Example:
+        >>> passages("a b c d e", words=3, overlap=1)
+        ['a b c', 'c d e']
+    """
+    spans = [match.span() for match in re.finditer(r"\S+", text)]
+    starts = range(0, max(len(spans) - overlap, 1), words - overlap)
+    parts = [spans[start : start + words] for start in starts]
+    return [text[part[0][0] : part[-1][1]] for part in parts if part]
+
+
+def _opened(source: TextSource) -> tuple[datasets.Dataset | None, list[Path]]:
+    """Return a data set of the library, or files."""
+    paths = local_files(source.path)
+    if paths is None or (len(paths) == 1 and is_saved_dataset(paths[0])):
+        raw: Any = load_raw(source, paths or [])
+        return raw, []
+    refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
+    files = [file for file in expand_folders(paths) if has_suffix(file, ROW_SUFFIXES) or file in paths]
+    if not files:
+        raise XcompatError(f"{paths[0]} holds no texts ({', '.join(ROW_SUFFIXES)}); check the path")
+    return None, files
+
+
+def _rows(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
+    if raw is not None:
+        yield from ((f"row {number}", dict(row)) for number, row in enumerate(raw))
+    for file in files:
+        yield from read_rows(file)
+
+
+def _items(rows: Iterator[tuple[str, Row]], source: TextSource, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the items of rows: documents, or their passages."""
+    for number, (where, row) in enumerate(rows):
+        if number == source.limit:
+            return
+        text_columns, id_column = _columns(row, source, where)
+        text = " ".join(part for name in text_columns if (part := _text(row[name], name, where)))
+        name = _id(row[id_column], where) if id_column is not None else str(number)
+        record["documents"] += 1
+        if not text:
+            record["empty"].append(name)
+            continue
+        about = _metadata(row, {*text_columns, id_column}, source, where)
+        parts = [text] if source.words is None else passages(text, source.words, source.overlap)
+        for place, part in enumerate(parts):
+            known = about | ({DOCUMENT: name} if source.words is not None else {}) | ({TEXT: part} if source.keep_text else {})
+            item = name if source.words is None else f"{name}#{place}"
+            yield {ID: item, TEXT: part, METADATA: json.dumps(known, ensure_ascii=False) if known else None}
+
+
+def _columns(row: Row, source: TextSource, where: str) -> tuple[list[str], str | None]:
+    """Choose the columns of the text, and that of the id, if there is one."""
+    given = [source.text_column] if isinstance(source.text_column, str) else source.text_column
+    for name in [*(given or []), *([source.id_column] if source.id_column is not None else [])]:
+        if name not in row:
+            raise XcompatError(f"{where} has no column {name!r}; {nearest(name, list(row))}")
+    usual = next(([name] for name in TEXT_COLUMNS if name in row), None)
+    if (texts := given or usual) is None:
+        raise XcompatError(f"{where} has no column named text (it has {', '.join(row)}); set text_column")
+    return texts, source.id_column or next((name for name in ID_COLUMNS if name in row and name not in texts), None)
+
+
+def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
+    if value is not None and not isinstance(value, str):
+        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, which is no text; set text_column")
+    return (value or "").strip()
+
+
+def _id(value: Any, where: str) -> str:  # noqa: ANN401 - any cell
+    if not isinstance(value, str | int) or not str(value).strip():
+        raise XcompatError(f"{where} has the id {str(value)[:80]!r}; an id is a string or a whole number")
+    return str(value)
+
+
+def _metadata(row: Row, used: set[str | None], source: TextSource, where: str) -> dict[str, Any]:
+    """Return the further columns that are kept, without empty ones."""
+    if isinstance(source.metadata, list):
+        for name in source.metadata:
+            if name not in row:
+                raise XcompatError(f"{where} has no column {name!r}; {nearest(name, list(row))}")
+    kept = [] if source.metadata is False else [name for name in row if name not in used]
+    kept = source.metadata if isinstance(source.metadata, list) else kept
+    known = {name: row[name] for name in kept if row[name] not in (None, "", [], {})}
+    try:
+        json.dumps(known, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise XcompatError(f"{where}: its metadata are no JSON ({error}); name the columns to keep in metadata") from None
+    return known
+
+
+def _in_batches(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while batch := list(islice(items, BATCH)):
+        yield batch
+
+
+def _require_new(ids: list[str], seen: Seen, source: TextSource) -> None:
+    """Refuse ids that stand twice, by their hashes: a gallery of ten million would have two equal ones by chance once in 10^6."""
+    from pandas.util import hash_array
+
+    new_N = seen.add(hash_array(np.array(ids, dtype=object), categorize=False))
+    if not new_N.all():
+        twice = ids[int(np.flatnonzero(~new_N)[0])]
+        raise XcompatError(f"{source.path}: the id {twice!r} stands twice; every item needs its own, so set id_column or mend it")
