@@ -107,6 +107,19 @@ def test_direct_learns_from_pairs_and_their_old_embeddings(
     assert len(list((tmp_path / "kept").iterdir())) == 2, "of images and of captions"
 
 
+@pytest.mark.parametrize("given", [None, True])
+def test_processes_read_a_stream_themselves_unless_the_user_says_otherwise(
+    given: bool | None, pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    """``accelerate`` would read every stream on the first process by default."""
+    model = built("xbt", folder_of, old_folder)
+    args = settings(tmp_path, accelerator_config={"dispatch_batches": given})
+    trainer = CompatTrainer(model, args, pairs.to_iterable_dataset(num_shards=2))
+    assert trainer.accelerator.dataloader_config.dispatch_batches is bool(given)
+    assert args.accelerator_config.dispatch_batches is given, "the user's own arguments are not changed"
+    assert moved(model, trainer)
+
+
 def test_it_trains_what_a_recipe_trains(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp_path: Path) -> None:
     """The same start, rows and settings give the same weights, bit by bit."""
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "save_strategy": "no"}

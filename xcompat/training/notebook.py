@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class CompatTrainer(StageTrainer):
     """The Trainer of transformers, for a compatible model and a data set in memory.
 
     What a recipe says of its models and data is given as Python objects; batches, losses and steps are those of a recipe.
-    ``args`` is taken as it is, but that columns and the last batch of an epoch are kept or left out as these methods need it.
+    ``args`` is taken as it is, but that columns and the last batch of an epoch are kept or left out as these methods need it, and
+    that every process reads its own part of a stream unless ``accelerator_config`` says who reads.
 
     Args:
         model: from ``from_encoder``; XBT after ``start_from``.
@@ -77,6 +79,10 @@ class CompatTrainer(StageTrainer):
         args = copy.copy(args)
         for key, value in {**NEEDED, "dataloader_drop_last": DEFAULTS["dataloader_drop_last"]}.items():
             setattr(args, key, value)
+        reading: Any = args.accelerator_config
+        if reading.dispatch_batches is None:
+            # as in a recipe: processes read different shards of a stream themselves, and the first does not decode for all
+            args.accelerator_config = replace(reading, dispatch_batches=False)
         kind = _kind(model, train_dataset)
         settings = _stage(model, args, kind, isinstance(train_dataset, datasets.IterableDataset), stage)
         learner = _Learner(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
