@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from xcompat import embedding
 from xcompat.data import load_pairs, load_texts
-from xcompat.embedding import EmbeddingCache, embed_images, embed_rows, embed_texts, images_per_batch
+from xcompat.embedding import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.errors import XcompatError
@@ -87,6 +87,12 @@ def test_texts_equal_one_by_one(embedder: Embedder, tmp_path: Path) -> None:
     np.testing.assert_allclose(cache[:], alone.numpy(), atol=5e-4)  # stored as float16
     rows = np.array([22, 0, 7, 7])
     assert np.array_equal(cache[rows], cache[:][rows])
+
+
+def test_texts_in_memory_equal_one_by_one(embedder: Embedder) -> None:
+    alone = torch.cat([embedder.embed(embedder.processor.texts([text])) for text in TEXTS])
+    np.testing.assert_allclose(embed_in_memory(embedder, TEXTS), alone, atol=1e-5)
+    assert embed_in_memory(embedder, []).shape == (0, embedder.dim)
 
 
 def test_images_equal_one_by_one_and_unreadable_ones_are_nan(embedder: Embedder, pairs_folder: str, tmp_path: Path) -> None:
@@ -191,6 +197,8 @@ def test_what_overflows_the_stored_type_is_refused(folder_of: dict[str, str], pa
 
 def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "c", "digest")
+    assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+    embed_in_memory(load_embedder(folder_of["clip"]), ["word " * 99, "a word"])
     assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
 
 

@@ -36,7 +36,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import clear_leftovers, listed, read_json, write_json
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.progress import Waiting, console, notice, progress_bar, rate_of
+from xcompat.progress import Waiting, notice, progress_bar, rate_of
 from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ TOKENS_PER_BATCH = 512  # on a CPU, whose caches hold the activations of so many
 MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
-__all__ = ["EmbeddingCache", "decoding", "embed_images", "embed_rows", "embed_texts", "images_per_batch"]
+__all__ = ["EmbeddingCache", "decoding", "embed_images", "embed_in_memory", "embed_rows", "embed_texts", "images_per_batch"]
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""
 
@@ -74,19 +74,13 @@ def embed_texts(
         The cache.
     """
     sharing = _sharing(embedder)
-    on_cpu = embedder.device.type == "cpu"
-    budget = tokens_per_batch or (TOKENS_PER_BATCH if on_cpu else MANY_TOKENS)
 
     def prepare(shard: slice) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
-        token_ids = embedder.processor.tokenize(list(texts[shard]))
-        padded = embedder.processor.max_length if embedder.processor.pad_to_max_length else 0
-        by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
-        batches = by_length if sharing is None else prefix_batches(token_ids, budget)
-        return [(rows, _pinned(embedder.processor.pad([token_ids[row] for row in rows]), embedder.device)) for rows in batches]
+        return list(_text_batches(embedder, list(texts[shard]), tokens_per_batch, sharing is not None))
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         # a GPU embeds one shard while the next is tokenised; on a CPU, tokenising would take the model's cores
-        prepared = map(prepare, shards) if on_cpu else map_in_threads(prepare, shards, threads=1)
+        prepared = map(prepare, shards) if embedder.device.type == "cpu" else map_in_threads(prepare, shards, threads=1)
         with _as_fast_as_it_goes(embedder):
             for batches in waiting.of(prepared):
                 yield ((rows, embedder.embed(batch)) for rows, batch in batches)
@@ -94,12 +88,46 @@ def embed_texts(
     before = embedder.processor.count_truncated
     with nullcontext() if sharing is None else shared_prefixes(sharing):
         cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
-    if truncated := embedder.processor.count_truncated - before:
-        console.print(
-            f"[yellow]![/] {truncated} of {len(texts)} texts are longer than the {embedder.processor.max_length} tokens that "
-            f"{embedder.name} takes and lost their end"
-        )
+    _notice_truncated(embedder, before, len(texts))
     return cache
+
+
+def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Embed texts at once, in batches of like lengths, and keep them in memory alone.
+
+    Args:
+        embedder: the frozen model.
+        texts: N strings.
+
+    Returns:
+        (N, d), L2-normalised.
+    """
+    before, embeds_Nd = embedder.processor.count_truncated, np.empty((len(texts), embedder.dim), dtype=np.float32)
+    for rows_B, batch in _text_batches(embedder, texts):
+        embeds_Nd[rows_B] = embedder.embed(batch).numpy(force=True)
+    _notice_truncated(embedder, before, len(texts))
+    return embeds_Nd
+
+
+def _text_batches(
+    embedder: Embedder, texts: Sequence[str], tokens_per_batch: int | None = None, by_prefix: bool = False
+) -> Iterator[tuple[NDArray[np.int64], dict[str, Tensor]]]:
+    """Yield row numbers and padded tokens of texts that have about one length, or share prefixes."""
+    processor = embedder.processor
+    budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
+    token_ids = processor.tokenize(texts) if len(texts) else []  # tokenizers want one text or more
+    padded = processor.max_length if processor.pad_to_max_length else 0
+    by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
+    for rows_B in prefix_batches(token_ids, budget) if by_prefix else by_length:
+        yield rows_B, _pinned(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
+
+
+def _notice_truncated(embedder: Embedder, before: int, total: int) -> None:
+    if truncated := embedder.processor.count_truncated - before:
+        notice(
+            f"{truncated} of {total} texts are longer than the {embedder.processor.max_length} tokens that {embedder.name} takes "
+            "and lost their end"
+        )
 
 
 def embed_images(
