@@ -12,6 +12,7 @@ from types import ModuleType
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -62,9 +62,9 @@ class SpacesModel(CheckpointModel):
     @property
     def compatible_with(self) -> list[Fingerprint]:
         """Return the versions whose galleries this model's queries can search, the nearest first."""
-        return [version for version, _ in self._version_dims()]
+        return [version for version, _ in self.version_dims()]
 
-    def _version_dims(self) -> list[tuple[Fingerprint, int]]:
+    def version_dims(self) -> list[tuple[Fingerprint, int]]:
         """Return the compatible versions and the dimension of each, the nearest first."""
         versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
@@ -110,7 +110,7 @@ class SpacesModel(CheckpointModel):
             (B, d) float32, L2-normalised.
         """
         assert self.config.old is not None
-        dim = next((d for known, d in self._version_dims() if known == version), self.config.old["dim"])
+        dim = next((d for known, d in self.version_dims() if known == version), self.config.old["dim"])
         return F.normalize(embeds[:, :dim].float(), dim=-1)
 
     def remember(self, memory: QueryMemory | None) -> Self:

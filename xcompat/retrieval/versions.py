@@ -54,6 +54,21 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     return VersionRecord(digest=version.digest, name=version.name, dim=own)
 
 
+def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
+    """List the versions that a model's queries search without another map, the one that a new model is for first.
+
+    Args:
+        model: as in :func:`stored_version`.
+
+    Returns:
+        The older versions it is compatible with, the nearest first, unless it maps galleries; then what it stores itself.
+    """
+    own, compat = stored_version(model, None), _compat(model)
+    if compat is None or not compat.stores_view:
+        return [own]
+    return [*(VersionRecord(digest=older.digest, name=older.name, dim=dim) for older, dim in compat.version_dims()), own]
+
+
 def upgraded_version(model: CompatModel) -> VersionRecord:
     """Describe the embeddings that a model maps from older ones."""
     own = model.fingerprint()

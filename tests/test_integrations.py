@@ -1,0 +1,311 @@
+"""LangChain, LlamaIndex and Haystack ask new queries of a store of old vectors, and find what a gallery of these finds."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from haystack import Document, Pipeline
+from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
+from haystack.document_stores.in_memory import InMemoryDocumentStore
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.encoders.standins import save_stand_in
+from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatTextEmbedder
+from xcompat.integrations.langchain import CompatEmbeddings
+from xcompat.integrations.llamaindex import CompatEmbedding
+from xcompat.integrations.texts import Source, TextEmbedder
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
+from xcompat.models.query_memory import QueryMemory
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.versions import stored_embeddings
+
+WORDS = ["red", "running", "shoe", "two", "dogs", "green", "grass", "greek", "small", "letter", "alpha", "tonos"]
+DRAWN = np.random.default_rng(0)
+TEXTS = [" ".join(DRAWN.permutation(WORDS)[: 2 + number % 7]) for number in range(20)]
+IDS = [f"text-{number}" for number in range(len(TEXTS))]
+QUERIES = ["two dogs", "a red shoe", "alpha with tonos", "small green letter on grass"]
+MODELS = ("closed form", "phi", "remembering", "the old model", "maps galleries")
+Search = Callable[[Source, np.ndarray, str], list[str]]
+"""From a model, the stored vectors and a query to the ids of all texts, the nearest first."""
+
+
+@pytest.fixture(scope="module")
+def old(old_folder: str) -> Embedder:
+    return load_embedder(old_folder)
+
+
+@pytest.fixture(scope="module")
+def source_of(
+    old: Embedder, old_folder: str, folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """Return the folder of each model: those of queries for the old store, and one that maps galleries."""
+    new, folder = load_embedder(folder_of["clip"]), tmp_path_factory.mktemp("models")
+    known: dict[str, Any] = {"encoder": new.describe_encoder(), "old": old.describe_old(), "embedding_dim": new.dim}
+
+    def ridge(**options: Any) -> CompatModel:
+        model = METHODS["ridge"](METHODS["ridge"].config_class(**known, **options))
+        return model.fit([(embedded(new, TEXTS), embedded(old, TEXTS))])
+
+    memory = QueryMemory(new.dim, old.dim, entries=6)
+    for buffer in memory.buffers():
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)))
+    models = {
+        "closed form": ridge(),
+        "phi": METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old()),
+        "remembering": ridge().remember(memory),
+        "maps galleries": ridge(direction="old_to_new"),
+    }
+    for name, model in models.items():
+        model.export(folder / name)
+    return {name: str(folder / name) for name in models} | {"the old model": old_folder}
+
+
+def embedded(embedder: Embedder, texts: list[str]) -> torch.Tensor:
+    return embedder.embed(embedder.processor.texts(texts))
+
+
+def in_langchain(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
+    store = InMemoryVectorStore(CompatEmbeddings(model))
+    for id_, text, vector in zip(IDS, TEXTS, stored_Nd.tolist(), strict=True):
+        store.store[id_] = {"id": id_, "vector": vector, "text": text, "metadata": {}}
+    return [str(found.id) for found in store.similarity_search(query, k=len(IDS))]
+
+
+def in_llamaindex(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
+    nodes = [TextNode(id_=id_, text=text, embedding=row.tolist()) for id_, text, row in zip(IDS, TEXTS, stored_Nd, strict=True)]
+    storage = StorageContext.from_defaults(vector_store=SimpleVectorStore())
+    index = VectorStoreIndex(nodes, storage_context=storage, embed_model=CompatEmbedding(model))
+    return [found.node_id for found in index.as_retriever(similarity_top_k=len(IDS)).retrieve(query)]
+
+
+def in_haystack(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
+    store = InMemoryDocumentStore(embedding_similarity_function="cosine")
+    columns = zip(IDS, TEXTS, stored_Nd.tolist(), strict=True)
+    store.write_documents([Document(id=id_, content=text, embedding=row) for id_, text, row in columns])
+    pipeline = Pipeline()
+    pipeline.add_component("embedder", CompatTextEmbedder(model))
+    pipeline.add_component("retriever", InMemoryEmbeddingRetriever(store, top_k=len(IDS)))
+    pipeline.connect("embedder.embedding", "retriever.query_embedding")
+    return [found.id for found in pipeline.run({"embedder": {"text": query}})["retriever"]["documents"]]
+
+
+@pytest.mark.parametrize("search", [in_langchain, in_llamaindex, in_haystack])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_finds_rank_by_rank_what_a_gallery_finds(
+    name: str, search: Search, old: Embedder, source_of: dict[str, str], tmp_path: Path
+) -> None:
+    model = load_embedder(source_of[name]) if name == "the old model" else load_checkpoint(source_of[name])
+    old_Nd = embedded(old, TEXTS)
+    gallery = Gallery.create(tmp_path / "gallery", old)
+    gallery.add(old_Nd, IDS)
+    gallery.commit()
+    if isinstance(model, CompatModel) and model.maps_galleries:
+        gallery.upgrade(model)
+        old_Nd = model.upgrade(old_Nd)
+    for query in QUERIES[:2]:
+        hits = gallery.search(model.embed(model.processor.texts([query]), "own"), model, top_k=len(IDS))[0]  # type: ignore[union-attr]
+        assert search(source_of[name], old_Nd.detach().numpy(), query) == [hit.id for hit in hits]
+
+
+def ways_of(model: Source, **options: Any) -> dict[str, tuple[list[float], list[list[float]]]]:
+    """Return a query and the documents as each framework asks for them."""
+    langchain, llamaindex = CompatEmbeddings(model, **options), CompatEmbedding(model, **options)
+    text, documents = CompatTextEmbedder(model, **options), CompatDocumentEmbedder(model, **options)
+    found = documents.run([Document(content=each) for each in TEXTS])["documents"]
+    return {
+        "langchain": (langchain.embed_query(QUERIES[0]), langchain.embed_documents(TEXTS)),
+        "langchain, later": (
+            asyncio.run(langchain.aembed_query(QUERIES[0])),
+            asyncio.run(langchain.aembed_documents(TEXTS)),
+        ),
+        "llamaindex": (llamaindex.get_query_embedding(QUERIES[0]), llamaindex.get_text_embedding_batch(TEXTS)),
+        "llamaindex, later": (
+            asyncio.run(llamaindex.aget_query_embedding(QUERIES[0])),
+            asyncio.run(llamaindex.aget_text_embedding_batch(TEXTS)),
+        ),
+        "llamaindex, one by one": (
+            llamaindex.get_query_embedding(QUERIES[0]),
+            [asyncio.run(llamaindex.aget_text_embedding(TEXTS[0])), *map(llamaindex.get_text_embedding, TEXTS[1:])],
+        ),
+        "haystack": (text.run(QUERIES[0])["embedding"], [each.embedding or [] for each in found]),
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_are_what_a_gallery_stores(name: str, source_of: dict[str, str]) -> None:
+    """In any order of lengths, by any way of asking; a memory is of queries alone."""
+    if name == "the old model":
+        stored_Nd = embedded(load_embedder(source_of[name]), TEXTS).numpy()
+    else:
+        model = load_checkpoint(source_of[name])
+        own_ND = model.embed(model.processor.texts(TEXTS), "own")
+        _, stored_Nd = stored_embeddings(model, own_ND, ())
+    ways = ways_of(source_of[name])
+    for query, documents in ways.values():
+        np.testing.assert_allclose(documents, stored_Nd, atol=1e-6)
+        assert query == ways["langchain"][0]
+
+
+def test_a_loaded_model_is_what_its_folder_is(source_of: dict[str, str]) -> None:
+    by_name = CompatEmbeddings(source_of["remembering"])
+    model = load_checkpoint(source_of["remembering"])
+    for loaded in (model, Embedder.of(model, "stored"), Embedder.of(model, "own"), Path(source_of["remembering"])):
+        found = CompatEmbeddings(loaded)
+        assert found.embed_query("two dogs") == by_name.embed_query("two dogs")
+        assert found.embed_documents(["two dogs"]) == by_name.embed_documents(["two dogs"])
+
+
+def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: Embedder) -> None:
+    """By any of its names: the old one's with the memory, the model's own without."""
+    model = load_checkpoint(source_of["remembering"])
+    own_1D = model.embed_texts(**model.processor.texts(["two dogs"]))
+    with torch.inference_mode():
+        expected = {old.fingerprint: model.view(own_1D)[0].tolist(), model.stored_fingerprint(): model.stored(own_1D)[0].tolist()}
+    assert len(set(map(tuple, expected.values()))) == 2
+    for version, query in expected.items():
+        for named in (version, version.name, version.digest, version.digest[:12], str(version)):
+            assert CompatEmbeddings(model, named).embed_query("two dogs") == pytest.approx(query, abs=1e-6)
+    assert TextEmbedder(model).version == old.fingerprint
+
+
+def test_an_unknown_version_is_refused_with_those_that_are_known(source_of: dict[str, str], old: Embedder) -> None:
+    model = load_checkpoint(source_of["phi"])
+    known = f"name one of these: {old.fingerprint}, {model.stored_fingerprint()}"
+    for unknown in ("clip-l14", Fingerprint.from_string("clip-l14")):
+        for make in (CompatEmbeddings, CompatEmbedding, CompatTextEmbedder, CompatDocumentEmbedder):
+            with pytest.raises(XcompatError) as caught:
+                getattr(make(model, unknown), "warm_up", lambda: None)()
+            assert str(caught.value) == f"queries of this model do not fit {unknown}; {known}"
+    with pytest.raises(XcompatError, match=f"do not fit clip-l14; name one of these: {old.fingerprint}$"):
+        CompatEmbeddings(old, "clip-l14")
+    with pytest.raises(XcompatError, match="RidgeModel maps galleries, and leaves queries as they are: upgrade the stored emb"):
+        CompatEmbeddings(source_of["maps galleries"], old.fingerprint)
+
+
+def test_a_name_of_two_versions_is_refused(folder_of: dict[str, str], old: Embedder, tmp_path: Path) -> None:
+    earlier = {"name": old.name, "fingerprint": Fingerprint.from_string("earlier").digest, "dim": 8}
+    model = METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old() | {"compatible_with": [earlier]})
+    with pytest.raises(XcompatError, match=f"2 versions are called {old.name}; name one of these: {old.fingerprint}, "):
+        CompatEmbeddings(model, old.name)
+    assert TextEmbedder(model, earlier["fingerprint"]).version == Fingerprint(earlier["fingerprint"])
+
+
+def test_documents_that_have_more_dimensions_than_the_store_are_refused(folder_of: dict[str, str], old: Embedder) -> None:
+    earlier = {"name": "earlier", "fingerprint": Fingerprint.from_string("earlier").digest, "dim": 4}
+    model = METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old() | {"compatible_with": [earlier]})
+    embeddings = CompatEmbeddings(model, "earlier")
+    with pytest.raises(XcompatError, match=r"stores 8 dimensions, and a store of earlier@\w+ holds 4: keep new documents"):
+        embeddings.embed_documents(["two dogs"])
+
+
+def test_a_query_has_the_prompt_of_queries(old_folder: str) -> None:
+    old = load_embedder(old_folder)
+    plain, prompted = old.processor, copy.copy(old.processor)
+    prompted.tokenize = lambda texts: plain.tokenize([f"query {text}" for text in texts])  # type: ignore[method-assign]
+    plain.for_queries = lambda: prompted  # type: ignore[method-assign]
+    embeddings = CompatEmbeddings(old)
+    np.testing.assert_allclose(embeddings.embed_query("two dogs"), embedded(old, ["query two dogs"])[0], atol=1e-6)
+    np.testing.assert_allclose(embeddings.embed_documents(["two dogs"]), embedded(old, ["two dogs"]), atol=1e-6)
+    assert TextEmbedder(old).version == old.fingerprint, "a version is that of the passages"
+
+
+def test_threads_may_ask_at_once(source_of: dict[str, str]) -> None:
+    """Web servers answer in threads, and asynchronous methods run in some."""
+    embeddings = CompatEmbeddings(source_of["closed form"])
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(embeddings.embed_query, TEXTS))
+    assert found == [embeddings.embed_query(text) for text in TEXTS]
+
+
+def test_what_cannot_be_embedded_is_refused(
+    source_of: dict[str, str], image_folder_of: dict[str, str], old: Embedder, tmp_path: Path
+) -> None:
+    with pytest.raises(XcompatError, match="resnet embeds no texts; take a model that has a text encoder"):
+        CompatEmbeddings(image_folder_of["resnet"])
+    with pytest.raises(XcompatError, match="the model folder .* does not exist"):
+        CompatEmbeddings(tmp_path / "nothing")
+    with pytest.raises(XcompatError, match="loaded already: load it on cuda, or give its name"):
+        CompatEmbeddings(old, device="cuda")
+    with pytest.raises(XcompatError, match="not Linear"):
+        CompatEmbeddings(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    alone = METHODS["ridge"](METHODS["ridge"].config_class(old=old.describe_old(), embedding_dim=16))
+    with pytest.raises(XcompatError, match="fitted on embeddings alone"):
+        CompatEmbeddings(alone)
+    embeddings = CompatEmbeddings(source_of["phi"])
+    for wrong in ("a text", ["a", None], [("a", "pair")]):
+        with pytest.raises(XcompatError, match="documents a list of strings, not (str|NoneType|tuple)"):
+            embeddings.embed_documents(wrong)  # type: ignore[arg-type]
+    assert embeddings.embed_documents([]) == []
+
+
+def test_a_llamaindex_model_says_which_weights_embed(source_of: dict[str, str]) -> None:
+    """An ingestion cache knows models by their fields, and workers get them pickled."""
+    phi, ridge = CompatEmbedding(source_of["phi"]), CompatEmbedding(source_of["closed form"])
+    assert phi.to_dict() != ridge.to_dict() and phi.to_dict() == CompatEmbedding(load_checkpoint(source_of["phi"])).to_dict()
+    assert CompatEmbedding(source_of["phi"], phi.model_name).to_dict()["version"] == phi.model_name
+    for twin in (pickle.loads(pickle.dumps(phi)), copy.deepcopy(phi)):  # noqa: S301 - what was pickled here
+        assert twin.get_query_embedding("two dogs") == phi.get_query_embedding("two dogs")
+
+
+def test_a_haystack_pipeline_is_saved_and_loaded(source_of: dict[str, str], old: Embedder) -> None:
+    about: dict[str, Any] = {"meta_fields_to_embed": ["title"], "embedding_separator": ": "}
+    pipeline = Pipeline()
+    pipeline.add_component("documents", CompatDocumentEmbedder(source_of["phi"], old.fingerprint, **about))
+    pipeline.add_component("text", CompatTextEmbedder(Path(source_of["phi"]), old.name))
+    again = Pipeline.loads(pipeline.dumps(), allowed_modules=["xcompat.integrations.haystack"])
+    assert again.to_dict() == pipeline.to_dict()
+    titled = Document(content="two dogs", meta={"title": "grass", "page": 3})
+    asked = {"documents": {"documents": [titled]}, "text": {"text": "two dogs"}}
+    found = again.run(asked)
+    assert found == pipeline.run(asked)
+    plain = CompatEmbeddings(source_of["phi"])
+    assert found["documents"]["documents"][0].embedding == plain.embed_documents(["grass: two dogs"])[0]
+    assert titled.embedding is None and found["text"]["embedding"] == plain.embed_query("two dogs")
+    with pytest.raises(XcompatError, match="saved with the name of its model"):
+        CompatTextEmbedder(old).to_dict()
+
+
+def test_a_haystack_component_loads_its_model_when_it_is_warmed_up(tmp_path: Path) -> None:
+    component = CompatTextEmbedder(str(tmp_path / "model"))  # constructing a pipeline is light
+    with pytest.raises(XcompatError, match="does not exist"):
+        component.warm_up()
+    save_stand_in(tmp_path / "model", "clip", 8)
+    component.warm_up()
+    before = component.run("two dogs")
+    component.warm_up()
+    assert component.run("two dogs") == before and len(before["embedding"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "package"),
+    [
+        ("langchain", "langchain_core.embeddings", "langchain-core"),
+        ("llamaindex", "llama_index.core.base.embeddings.base", "llama-index-core"),
+        ("haystack", "haystack", "haystack-ai"),
+    ],
+)
+def test_a_missing_framework_is_named_with_its_extra(
+    name: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"xcompat.integrations.{name}")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(XcompatError) as caught:
+        importlib.import_module(f"xcompat.integrations.{name}")
+    assert str(caught.value) == f"this needs {package}; install it with `pip install xcompat[{name}]`"

@@ -1,0 +1,109 @@
+"""A compatible model as Haystack's components: one that embeds queries, and one that embeds documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.integrations.texts import Source, TextEmbedder
+
+try:
+    from haystack import Document, component, default_from_dict, default_to_dict
+except ImportError:
+    raise XcompatError("this needs haystack-ai; install it with `pip install xcompat[haystack]`") from None
+
+
+class _Embedder:
+    """What both components share: the model, which :meth:`warm_up` loads, and how a pipeline is saved."""
+
+    def __init__(self, model: Source, version: str | Fingerprint | None = None, device: str | None = None) -> None:
+        self.model, self.version, self.device = model, version, device
+        self._texts: TextEmbedder | None = None
+
+    def warm_up(self) -> None:
+        """Load the model, unless it is loaded."""
+        self._ready()
+
+    def _ready(self) -> TextEmbedder:
+        if self._texts is None:
+            self._texts = TextEmbedder(self.model, self.version, self.device)
+        return self._texts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the component, so that a pipeline can be saved.
+
+        Raises:
+            XcompatError: it was given a model that is loaded, of which no name is known to load it by.
+        """
+        if not isinstance(self.model, str | Path):
+            raise XcompatError("a pipeline is saved with the name of its model: give the component a folder or a name on the Hub")
+        version = self.version.digest if isinstance(self.version, Fingerprint) else self.version
+        return default_to_dict(self, model=str(self.model), version=version, device=self.device)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Make the component that :meth:`to_dict` described."""
+        return default_from_dict(cls, data)
+
+
+@component
+class CompatTextEmbedder(_Embedder):
+    """Embeds queries with a new model for a document store of the old one.
+
+    Args:
+        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        version: likewise.
+        device: likewise.
+
+    Example:
+        ``pipeline.add_component("embedder", CompatTextEmbedder("runs/map"))``
+    """
+
+    @component.output_types(embedding=list[float])
+    def run(self, text: str) -> dict[str, list[float]]:
+        """Embed a query (see :meth:`TextEmbedder.query`)."""
+        return {"embedding": self._ready().query(text)}
+
+
+@component
+class CompatDocumentEmbedder(_Embedder):
+    """Embeds documents for a store that queries of :class:`CompatTextEmbedder` search.
+
+    Args:
+        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        version: likewise.
+        device: likewise.
+        meta_fields_to_embed: metadata that is embedded before a document's text, as in Haystack's own embedders.
+        embedding_separator: what stands between them.
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        version: str | Fingerprint | None = None,
+        device: str | None = None,
+        meta_fields_to_embed: Sequence[str] = (),
+        embedding_separator: str = "\n",
+    ) -> None:
+        _Embedder.__init__(self, model, version, device)  # the decorator makes another class, which super() does not know
+        self.meta_fields_to_embed, self.embedding_separator = list(meta_fields_to_embed), embedding_separator
+
+    def to_dict(self) -> dict[str, Any]:
+        """See :meth:`_Embedder.to_dict`."""
+        described = _Embedder.to_dict(self)
+        own = {"meta_fields_to_embed": self.meta_fields_to_embed, "embedding_separator": self.embedding_separator}
+        return described | {"init_parameters": described["init_parameters"] | own}
+
+    @component.output_types(documents=list[Document])
+    def run(self, documents: list[Document]) -> dict[str, list[Document]]:
+        """Return the documents with their embeddings (see :meth:`TextEmbedder.documents`)."""
+        embeddings = self._ready().documents([self._text(document) for document in documents])
+        return {"documents": [replace(document, embedding=row) for document, row in zip(documents, embeddings, strict=True)]}
+
+    def _text(self, document: Document) -> str:
+        about = (document.meta.get(field) for field in self.meta_fields_to_embed)
+        return self.embedding_separator.join([*(str(value) for value in about if value is not None), document.content or ""])

@@ -1,0 +1,69 @@
+"""A compatible model where LlamaIndex expects an embedding model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.integrations.texts import Source, TextEmbedder
+
+try:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.bridge.pydantic import Field, PrivateAttr
+except ImportError:
+    raise XcompatError("this needs llama-index-core; install it with `pip install xcompat[llamaindex]`") from None
+
+
+class CompatEmbedding(BaseEmbedding):
+    """Queries of a new model for an index of the old one, and nodes that such an index can take.
+
+    Args:
+        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        version: likewise.
+        device: likewise.
+        kwargs: the fields of every embedding model of LlamaIndex but ``model_name``.
+
+    Example:
+        ``index = VectorStoreIndex.from_vector_store(store, embed_model=CompatEmbedding("runs/map"))``
+    """
+
+    embed_batch_size: int = Field(default=512, gt=0, le=2048, description="How many nodes are sorted by their length at a time.")
+    version: str = Field(description="The version whose stored embeddings the queries search.")
+    _texts: TextEmbedder = PrivateAttr()
+
+    def __init__(
+        self,
+        model: Source,
+        version: str | Fingerprint | None = None,
+        device: str | None = None,
+        **kwargs: Any,  # noqa: ANN401 - the base's own fields
+    ) -> None:
+        texts = TextEmbedder(model, version, device)
+        # an ingestion cache knows models by their fields, and must not give one the vectors of another
+        super().__init__(model_name=str(texts.stored), version=str(texts.version), **kwargs)
+        self._texts = texts
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name by which LlamaIndex knows the class."""
+        return "CompatEmbedding"
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._texts.query(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._texts.query, query)
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._texts.documents([text])[0]
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._texts.documents(texts)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._texts.documents, texts)

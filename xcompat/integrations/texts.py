@@ -1,0 +1,130 @@
+"""Texts as vectors of a store: what every framework asks an embedding model for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from xcompat.distributed import device as own_device
+from xcompat.embedding import embed_in_memory
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval.manifest import VersionRecord
+from xcompat.retrieval.versions import query_view, searchable_versions
+
+Source: TypeAlias = str | Path | CompatModel | Embedder
+"""A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
+
+
+class TextEmbedder:
+    """Queries in the view of one version, and documents as galleries of the model hold them.
+
+    Args:
+        model: what embeds.
+        version: whose stored embeddings the queries search: the name, digest or fingerprint of a version that the model is
+            compatible with, or of its own; None for the old model, or its own if it is compatible with none.
+        device: where a model that is loaded here computes; None for an accelerator if there is one.
+
+    Raises:
+        XcompatError: the model embeds no texts, or its queries do not fit that version.
+    """
+
+    def __init__(self, model: Source, version: str | Fingerprint | None = None, device: str | None = None) -> None:
+        self._passages = _loaded(model, device)
+        inner = self._passages.model
+        embeds_texts = inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)
+        if not embeds_texts:
+            raise XcompatError(f"{self._passages.name} embeds no texts; take a model that has a text encoder")
+        self._queries = self._passages.for_queries()
+        self._asking = inner if isinstance(inner, CompatModel) else self._passages
+        self._version = _chosen(version, self._asking)
+
+    @property
+    def version(self) -> Fingerprint:
+        """Return the version whose stored embeddings the queries search."""
+        return self._version.fingerprint
+
+    @property
+    def stored(self) -> Fingerprint:
+        """Return the identity of the documents' embeddings."""
+        return self._passages.fingerprint
+
+    def query(self, text: str) -> list[float]:
+        """Embed a query.
+
+        Args:
+            text: without a prompt; a model that has one for queries puts it first.
+
+        Returns:
+            As many floats as the version's embeddings have dimensions, of length 1.
+        """
+        _require_texts([text])
+        own_1D = self._queries.embed(self._queries.processor.texts([text]), "own")
+        view_1d = query_view(self._asking, own_1D, self._version)
+        assert view_1d is not None
+        return view_1d[0].tolist()
+
+    def documents(self, texts: Sequence[str]) -> list[list[float]]:
+        """Embed documents.
+
+        Args:
+            texts: N strings.
+
+        Returns:
+            N lists of floats, of length 1.
+
+        Raises:
+            XcompatError: what the model stores has more dimensions than the version that its queries search.
+        """
+        _require_texts(texts)
+        if self._passages.dim != self._version.dim:  # the rest of an expanded model's embedding is of no use to old queries
+            raise XcompatError(
+                f"{self._passages.name} stores {self._passages.dim} dimensions, and a store of {self.version} holds "
+                f"{self._version.dim}: keep new documents in a store of their own, with version={self.stored.digest[:12]!r}"
+            )
+        return embed_in_memory(self._passages, texts).tolist()
+
+
+def _loaded(model: Source, device: str | None) -> Embedder:
+    """Return a model in the role of one whose embeddings galleries hold."""
+    if isinstance(model, str | Path):
+        return load_embedder(os.fspath(model), device or own_device())
+    if device is not None:
+        raise XcompatError(f"the model is loaded already: load it on {device}, or give its name")
+    if isinstance(model, Embedder):
+        return Embedder.of(model.model, "stored", model.autocast) if isinstance(model.model, CompatModel) else model
+    if isinstance(model, CompatModel):
+        return Embedder.of(model.for_inference(), "stored")
+    raise XcompatError(f"model is a folder, a name, or a model that xcompat has loaded, not {type(model).__name__}")
+
+
+def _chosen(version: str | Fingerprint | None, asking: CompatModel | Embedder) -> VersionRecord:
+    """Return the version that is meant, of those that a model's queries search."""
+    known = searchable_versions(asking)
+    if version is None:
+        return known[0]
+    found = [record for record in known if version in (record.fingerprint, *_names(record))]
+    if len(found) == 1:
+        return found[0]
+    if isinstance(asking, CompatModel) and asking.maps_galleries:
+        raise XcompatError(
+            f"{type(asking).__name__} maps galleries, and leaves queries as they are: upgrade the stored embeddings with "
+            "model.upgrade, and leave version out"
+        )
+    wrong = f"{len(found)} versions are called {version}" if found else f"queries of this model do not fit {version}"
+    raise XcompatError(f"{wrong}; name one of these: {', '.join(str(record.fingerprint) for record in found or known)}")
+
+
+def _names(version: VersionRecord) -> tuple[str, ...]:
+    return version.name, version.digest, version.digest[:12], str(version.fingerprint)
+
+
+def _require_texts(texts: Sequence[object]) -> None:
+    """Refuse anything but strings: tokenizers take lists and tuples for texts that are split already."""
+    wrong = [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise XcompatError(f"queries are one string, and documents a list of strings, not {type(wrong[0]).__name__}")
