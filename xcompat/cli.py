@@ -16,6 +16,7 @@ from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
+from xcompat.migrate_cli import app as migrate_app
 
 RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last one is where an earlier version wrote the report
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
@@ -23,6 +24,7 @@ INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
+app.add_typer(migrate_app, name="migrate")
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,110 @@
+"""``xcompat migrate``: verbs only, nothing is computed here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    from xcompat.stores import Store
+    from xcompat.stores.migration import Mapping
+
+app = typer.Typer(help="Bring the vectors of a database to a new model, where they are.", no_args_is_help=True)
+
+Uri = Annotated[str, typer.Argument(metavar="URI", help="Such as postgresql://user@host/db?table=items&column=embedding.")]
+Model = Annotated[str, typer.Option(help="A run's folder or a checkpoint that maps galleries.")]
+Into = Annotated[str | None, typer.Option(help="Name of the new space; that of the old one with _new unless given.")]
+Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="How the new space keeps its numbers.")]
+From = Annotated[str | None, typer.Option("--from", help="The model that made the stored vectors, where the store does not say.")]
+
+
+@app.command()
+def plan(uri: Uri, model: Model = "", from_: From = None, dtype: Dtype = "float32") -> None:
+    """Say what is there and what a migration takes; the vectors stay as they are."""
+    from xcompat.stores import commands
+
+    store = _open(uri)
+    commands.name_model(store, from_)
+    commands.plan(store, _mapping(model), dtype)
+
+
+@app.command()
+def start(
+    uri: Uri,
+    model: Model = "",
+    into: Into = None,
+    from_: From = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in a transaction.")] = 10_000,
+    rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Most rows written in a second.")] = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Fill a new space beside the old one while others read and write; started again, it continues."""
+    from xcompat.stores import commands
+
+    store = _open(uri)
+    commands.name_model(store, from_)
+    commands.start(store, _mapping(model), into, batch, rows_per_second, dtype)
+
+
+@app.command()
+def status(uri: Uri) -> None:
+    """Say how far a migration is."""
+    from xcompat.stores import commands
+
+    commands.status(_open(uri))
+
+
+@app.command()
+def verify(uri: Uri, model: Model = "") -> None:
+    """Count rows, make a sample anew and compare, and search both spaces; exit with code 1 if something is wrong."""
+    from xcompat.stores import commands
+
+    if not commands.verify(_open(uri), _mapping(model)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def switch(uri: Uri, model: Model = "") -> None:
+    """Give the new space the old one's name, at once for all clients; the old one stays until finish."""
+    from xcompat.stores import commands
+
+    commands.switch(_open(uri), _mapping(model))
+
+
+@app.command()
+def rollback(uri: Uri) -> None:
+    """Undo the switch; before it, end the migration and delete the new space."""
+    from xcompat.stores import commands
+
+    commands.rollback(_open(uri))
+
+
+@app.command()
+def finish(uri: Uri) -> None:
+    """Delete the old space after the switch; then nothing can be undone."""
+    from xcompat.stores import commands
+
+    commands.finish(_open(uri))
+
+
+def _open(uri: str) -> Store:
+    import xcompat.stores
+
+    return xcompat.stores.open(uri)
+
+
+def _mapping(model: str) -> Mapping:
+    import torch
+
+    from xcompat.distributed import device
+    from xcompat.models.embedder import load_checkpoint
+    from xcompat.progress import silence_libraries
+    from xcompat.stores.migration import Mapping
+
+    if not model:
+        raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
+    silence_libraries()
+    return Mapping(torch.nn.Module.to(load_checkpoint(model), device()))

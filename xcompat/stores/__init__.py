@@ -1,0 +1,37 @@
+"""Vectors where they already are: databases that are searched, and brought to a new model, in place."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from urllib.parse import urlsplit
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.stores.base import Rows, Space, Store
+
+KINDS = {"postgresql": "xcompat.stores.pgvector", "postgres": "xcompat.stores.pgvector"}
+"""Scheme of a URI -> the module whose ``open_store`` opens it."""
+
+
+def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
+    """Open a store by its address.
+
+    Args:
+        uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column.
+
+    Returns:
+        The store; nothing of it is changed or read yet but what its tables are.
+
+    Raises:
+        XcompatError: the address is incomplete, its client is not installed, or nothing answers there.
+
+    Example:
+        ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
+    """
+    scheme = urlsplit(uri).scheme
+    if scheme not in KINDS:
+        raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
+    store: Store = import_module(KINDS[scheme]).open_store(uri)
+    return store
+
+
+__all__ = ["KINDS", "Rows", "Space", "Store", "open"]

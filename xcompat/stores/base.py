@@ -1,0 +1,238 @@
+"""What every store can do: describe itself, stream, search, and hold several spaces of vectors beside each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import Hit
+from xcompat.retrieval.manifest import Metric, VersionRecord
+from xcompat.retrieval.versions import identity, query_view
+from xcompat.stores.uri import StoreUri
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.versions import Model
+
+
+class LostConnectionError(XcompatError):
+    """The store does not answer any more."""
+
+
+BEFORE = "_before"
+"""Ends the name of the old space after a switch."""
+UNKNOWN = Fingerprint.from_string("unknown")
+"""The version of hits in a space whose model nobody has named."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """One set of vectors of a store: a column, a named vector, a collection.
+
+    Args:
+        name: in the store.
+        dim: of its vectors; None while it holds none and the store does not say.
+        dtype: how the store keeps their numbers, such as ``float32``.
+        fingerprint: the model that made them; None if nobody has said.
+    """
+
+    name: str
+    dim: int | None
+    dtype: str
+    fingerprint: Fingerprint | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of one space.
+
+    Args:
+        ids: of the items, as text.
+        vectors_ND: (N, D) float32.
+        states: what changes when somebody changes a row, so that a write can tell; one for each.
+    """
+
+    ids: list[str]
+    vectors_ND: NDArray[np.float32]
+    states: list[str]
+
+
+class Store(ABC):
+    """A database that holds vectors, left where it is.
+
+    Args:
+        uri: its address.
+        space: the name of the space that is searched.
+        metric: how its vectors are compared.
+    """
+
+    uri: StoreUri
+    space: str
+    metric: Metric
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @abstractmethod
+    def spaces(self) -> dict[str, Space]:
+        """Return all spaces by name."""
+
+    @abstractmethod
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        """Return the number of rows: of all, of those with a vector in a space, or of those among them without one in another."""
+
+    @abstractmethod
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: Any = None,  # noqa: A002, ANN401
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        """Find the nearest vectors.
+
+        Args:
+            vectors_QD: (Q, D) queries in the space.
+            top_k: most hits of a query.
+            filter: in the store's own language.
+            space: another space than the one that is searched.
+
+        Returns:
+            The hits of each query, the best first.
+        """
+
+    @abstractmethod
+    def rows(self, batch: int, after: str | None = None, without: str | None = None) -> Iterator[Rows]:
+        """Read the vectors of the space that is searched, in the order of the ids.
+
+        Args:
+            batch: rows read at a time.
+            after: the id to begin behind.
+            without: reads only rows that have no vector in this other space.
+        """
+
+    @abstractmethod
+    def sample(self, count: int, other: str) -> tuple[Rows, NDArray[np.float32]]:
+        """Read about so many rows, spread over the store, and their vectors (N, D) in another space, of rows that have both."""
+
+    def stream(self, batch: int = 10_000) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
+        """Read all ids and vectors (n, D) float32 of the space that is searched."""
+        return ((rows.ids, rows.vectors_ND) for rows in self.rows(batch))
+
+    def describe(self) -> dict[str, Any]:
+        """Return ``rows``, ``dim``, ``metric``, ``spaces`` (name -> dim) and ``fingerprint`` (a digest, or None)."""
+        spaces = self.spaces()
+        own = spaces[self.space]
+        return {
+            "rows": self.count(),
+            "dim": own.dim,
+            "metric": self.metric,
+            "spaces": {name: space.dim for name, space in spaces.items()},
+            "fingerprint": own.fingerprint.digest if own.fingerprint is not None else None,
+        }
+
+    def find(self, embeds_QD: ArrayLike, model: Model, top_k: int = 10, filter: Any = None) -> list[list[Hit]]:  # noqa: A002, ANN401
+        """Search with a model's embeddings, which are brought into the space that is searched.
+
+        Args:
+            embeds_QD: (Q, D) as the model outputs them.
+            model: as :meth:`~xcompat.retrieval.Gallery.search` takes it.
+            top_k: most hits of a query.
+            filter: in the store's own language.
+
+        Returns:
+            The hits of each query, the best first.
+
+        Raises:
+            XcompatError: nobody has said which model made the stored vectors.
+            FingerprintMismatchError: the queries cannot be compared with them.
+        """
+        own = self.spaces()[self.space]
+        if own.fingerprint is None:
+            raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
+        dim = own.dim if own.dim is not None else np.asarray(embeds_QD).shape[-1]
+        version = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
+        view = query_view(model, embeds_QD, version)
+        if view is None:
+            raise FingerprintMismatchError(
+                f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made; "
+                "take that model, or one that is compatible with it"
+            )
+        return self.search(view, top_k, filter)
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    @abstractmethod
+    def record(self, key: str) -> dict[str, Any] | None:
+        """Read what xcompat wrote down beside the user's data; None if nothing."""
+
+    @abstractmethod
+    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        """Write it down, or delete it with None."""
+
+    def added_spaces(self) -> set[str]:
+        """Return the names of spaces that stand beside the user's own because of a migration."""
+        known = self.record("migration") or {}
+        return {known["into"], known["space"] + BEFORE} if known else set()
+
+    def name_model(self, space: str, model: Fingerprint) -> None:
+        """Write down in the store which model made a space.
+
+        Raises:
+            XcompatError: there is no such space.
+        """
+        if space not in (known := self.spaces()):
+            raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
+        self.set_record("spaces", {**(self.record("spaces") or {}), space: {"digest": model.digest, "name": model.name}})
+
+    @abstractmethod
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        """Add an empty space beside the one that is searched; a row whose vector changes there loses that of the new one."""
+
+    @abstractmethod
+    def write(self, space: str, rows: Rows) -> int:
+        """Write vectors into a space, but not for rows that were changed since they were read.
+
+        Args:
+            space: added by :meth:`add_space`.
+            rows: ids, vectors, and the states that :meth:`rows` gave.
+
+        Returns:
+            The number of rows that were written.
+        """
+
+    @abstractmethod
+    def index_like(self, space: str) -> list[str]:
+        """Build for a space the approximate indexes that the searched one has; return their names."""
+
+    @abstractmethod
+    def switch(self, space: str) -> None:
+        """Give a space the name of the one that is searched, at once for all clients; that one is called ``…_before`` then."""
+
+    @abstractmethod
+    def switch_back(self, space: str) -> None:
+        """Undo :meth:`switch`."""
+
+    @abstractmethod
+    def drop_space(self, name: str) -> None:
+        """Delete a space."""
+
+    @abstractmethod
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep all others from reading and writing, as short as possible; what is done inside is done as a whole."""
+
+    @abstractmethod
+    def claimed(self) -> AbstractContextManager[None]:
+        """Refuse a second migration while one runs; a process that is killed gives its claim back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection."""
+
+
+_ADOPT = "say it once with `xcompat migrate plan … --from MODEL`, or store.name_model(space, fingerprint)"

@@ -1,0 +1,97 @@
+"""The verbs of ``xcompat migrate``, with their console output."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.embedder import load_embedder
+from xcompat.progress import console, literal
+from xcompat.stores import migration
+from xcompat.stores.base import Store
+from xcompat.stores.migration import Mapping
+
+
+def name_model(store: Store, name: str | None) -> None:
+    """Write down which model made the stored vectors; a model that cannot be loaded is known by its name alone."""
+    if name is None:
+        return
+    known = store.spaces()[store.space].fingerprint
+    try:
+        model = load_embedder(name).fingerprint
+    except XcompatError:
+        model = Fingerprint.from_string(name)
+        console.print(
+            f"[yellow]![/] {literal(name)} cannot be loaded: only a map that was made for this very name fits the store"
+        )
+    if known not in (None, model):
+        raise XcompatError(f"{store.uri} says that {known} made {store.space}, not {name}; leave --from out")
+    if known is None:
+        store.name_model(store.space, model)
+
+
+def plan(store: Store, mapping: Mapping, dtype: str) -> None:
+    """Print what is there and what it takes."""
+    found = migration.plan(store, mapping, dtype)
+    own = store.spaces()[store.space]
+    table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
+    table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
+    table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
+    console.print(table)
+    console.print(f"reading and mapping take about {found.seconds / 60:,.1f} minutes, writing comes on top")
+
+
+def start(store: Store, mapping: Mapping, into: str | None, batch: int, rows_per_second: float | None, dtype: str) -> None:
+    """Fill the new space."""
+    done = migration.start(store, mapping, into, batch=batch, rows_per_second=rows_per_second, dtype=dtype)
+    console.print(
+        f"[green]✓[/] {literal(done.into)} of {literal(store.uri)} is filled: {done.written:,} rows written; "
+        "`xcompat migrate verify` and `switch` come next"
+    )
+
+
+def status(store: Store) -> None:
+    """Print how far a migration is."""
+    found, lacking = migration.status(store)
+    done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
+    console.print(f"{literal(found.space)} → {literal(found.into)}: {found.state}, {done}")
+
+
+def verify(store: Store, mapping: Mapping) -> bool:
+    """Check a filled space; return whether it may be switched to."""
+    found = migration.verify(store, mapping)
+    console.print(f"{found.rows:,} rows, {found.missing:,} of them without a new vector")
+    console.print(f"{found.compared:,} vectors made anew, {found.wrong:,} differ from what is stored")
+    if found.overlap is not None:
+        console.print(
+            f"of the first {migration.NEIGHBOURS} hits of each in the old space, {found.overlap:.1%} are hits in the new one"
+        )
+    console.print("[green]✓[/] it may be switched" if found.passed else "[red]✗[/] it is not complete: run start again")
+    return found.passed
+
+
+def switch(store: Store, mapping: Mapping) -> None:
+    """Switch to the new space."""
+    done = migration.switch(store, mapping)
+    console.print(
+        f"[green]✓[/] {literal(done.space)} of {literal(store.uri)} holds the new vectors, {literal(done.before)} the old ones; "
+        "ask it with the new model from now on"
+    )
+
+
+def rollback(store: Store) -> None:
+    """Undo the switch, or end the migration."""
+    done, lost = migration.rollback(store)
+    after = migration.RECORD if store.record(migration.RECORD) is not None else None
+    what = f"{done.space} holds the old vectors again" if after else f"{done.into} is deleted, {done.space} is as it was"
+    console.print(f"[green]✓[/] {literal(what)}")
+    if lost:
+        console.print(f"[yellow]![/] {lost:,} rows came after the switch: they have no vector of the old model and are not found")
+
+
+def finish(store: Store) -> None:
+    """Delete the old space."""
+    done = migration.finish(store)
+    console.print(f"[green]✓[/] {literal(done.before)} of {literal(store.uri)} is deleted")

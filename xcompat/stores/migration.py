@@ -1,0 +1,393 @@
+"""Bring a store to a new model where it is: beside the old vectors, in steps that can be killed, checked and undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.progress import progress_bar, rate_of
+from xcompat.retrieval.items import checked_embeddings
+from xcompat.retrieval.versions import identity, upgraded_version
+from xcompat.stores.base import BEFORE, Rows, Store
+
+if TYPE_CHECKING:
+    from xcompat.models.base import CompatModel
+
+RECORD = "migration"
+"""Key of the record that a store holds of its migration."""
+BATCH = 10_000
+"""Rows in a transaction."""
+TRIED, ASKED, NEIGHBOURS = 2_000, 1_000, 10
+"""Rows that are mapped to estimate the time, queries of a verification, and hits that are compared."""
+ROUNDS, FEW = 3, 1_000
+"""Rounds after which so few rows may be left for the moment of the switch, when nobody else writes."""
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
+"""Largest difference of a stored number from what the map gives now."""
+
+
+class Migration(BaseModel):
+    """What a store holds of its migration.
+
+    Args:
+        space: the name of the space that is searched.
+        into: the name of the new space until the switch, and after a rollback.
+        model: the map's digest.
+        state: ``filling`` until the switch, then ``switched``.
+        after: rows up to this id were seen in the current round.
+        written: rows written so far, in all rounds.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    space: str
+    into: str
+    model: str
+    state: str = "filling"
+    after: str | None = None
+    written: int = 0
+
+    @property
+    def before(self) -> str:
+        """The name of the old space after the switch."""
+        return self.space + BEFORE
+
+
+class Plan(NamedTuple):
+    """What a migration takes.
+
+    Args:
+        rows: of the store.
+        vectors: rows that have a vector.
+        dim: of the new vectors.
+        nbytes: of the new vectors, without an index.
+        seconds: estimated from reading and mapping some rows; writing comes on top.
+    """
+
+    rows: int
+    vectors: int
+    dim: int
+    nbytes: int
+    seconds: float
+
+
+class Checked(NamedTuple):
+    """What a verification found.
+
+    Args:
+        rows: rows with an old vector.
+        missing: of these, rows without a new one.
+        compared: new vectors that were made again.
+        wrong: of these, how many differ from what is stored.
+        overlap: the mean share of the first ten hits of these in both spaces; None if nothing was compared.
+    """
+
+    rows: int
+    missing: int
+    compared: int
+    wrong: int
+    overlap: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is missing and nothing differs."""
+        return not self.missing and not self.wrong and self.compared > 0
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A map of stored vectors: what a migration writes, and for which model's vectors it was made.
+
+    Args:
+        model: maps galleries (``direction: old_to_new``, fct, …).
+    """
+
+    model: CompatModel
+
+    def __post_init__(self) -> None:
+        """Refuse a model that maps queries, or needs more than vectors."""
+        if not self.model.maps_galleries:
+            raise XcompatError(
+                f"{identity(self.model)} maps queries, so nothing needs to be written: search with it as the store is "
+                "(`xcompat gallery search URI … --model RUN`)"
+            )
+        if self.model.reads_side_info:
+            raise XcompatError(
+                f"{identity(self.model)} also reads side-information, which a store of vectors alone does not hold"
+            )
+
+    @property
+    def old(self) -> Fingerprint:
+        """The model whose vectors it maps."""
+        return self.model.compatible_with[0]
+
+    @property
+    def made(self) -> tuple[Fingerprint, int]:
+        """What the mapped vectors are, and their dimension."""
+        version = upgraded_version(self.model)
+        return Fingerprint(version.digest, version.name), version.dim
+
+    def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Map stored vectors (N, d), of any length, to (N, D) float32, L2-normalised."""
+        with torch.inference_mode():
+            given = torch.from_numpy(vectors_ND).to(self.model.device)
+            return self.model.upgrade(torch.nn.functional.normalize(given, dim=-1)).float().cpu().numpy()
+
+
+def plan(store: Store, mapping: Mapping, dtype: str = "float32") -> Plan:
+    """Estimate a migration from some rows; nothing is written.
+
+    Args:
+        store: the store.
+        mapping: the map.
+        dtype: of the new vectors.
+
+    Raises:
+        FingerprintMismatchError: the map is for another model's vectors.
+    """
+    _require_fit(store, mapping)
+    started, seen = time.perf_counter(), 0
+    for rows in store.rows(TRIED):
+        mapping(_checked(store, rows))
+        seen = len(rows.ids)
+        break
+    seconds, vectors, (_, dim) = time.perf_counter() - started, store.count(store.space), mapping.made
+    return Plan(store.count(), vectors, dim, vectors * dim * np.dtype(dtype).itemsize, seconds * vectors / max(seen, 1))
+
+
+def start(
+    store: Store,
+    mapping: Mapping,
+    into: str | None = None,
+    *,
+    batch: int = BATCH,
+    rows_per_second: float | None = None,
+    dtype: str = "float32",
+) -> Migration:
+    """Fill a new space beside the old one, until no row lacks its vector; started again, it continues.
+
+    Rows that others insert or change meanwhile lack theirs again, and the next round finds them.
+
+    Args:
+        store: the store.
+        mapping: the map.
+        into: the name of the new space; that of the old one with ``_new`` unless given.
+        batch: rows in a transaction.
+        rows_per_second: most rows that are written in a second; None for as many as it takes.
+        dtype: how the new space keeps its numbers, ``float32`` or ``float16``.
+
+    Returns:
+        The migration.
+
+    Raises:
+        XcompatError: another migration runs or has begun, a vector cannot be mapped, or the store refuses.
+        FingerprintMismatchError: the map is for another model's vectors.
+    """
+    with store.claimed():
+        migration = _begun(store, mapping, into, dtype)
+        _fill(store, mapping, migration, batch, rows_per_second)
+        store.index_like(migration.into)
+    return migration
+
+
+def _fill(store: Store, mapping: Mapping, migration: Migration, batch: int, rows_per_second: float | None) -> None:
+    """Write the vectors of all rows that lack one, round after round."""
+    with progress_bar() as bar:
+        task = bar.add_task(f"filling {migration.into}", total=store.count(store.space, migration.into), rate="")
+        throttle = _Throttle(rows_per_second)
+        for round_ in count():
+            from_first, seen = migration.after is None, 0
+            for rows in store.rows(batch, migration.after, migration.into):
+                written = store.write(migration.into, rows._replace(vectors_ND=mapping(_checked(store, rows))))
+                migration.after, migration.written = rows.ids[-1], migration.written + written
+                store.set_record(RECORD, migration.model_dump())
+                seen += len(rows.ids)
+                rate_of(bar, task, written, "rows")
+                throttle.wait(len(rows.ids))
+            migration.after = None  # the next round begins at the first id: others may have changed rows before this one
+            store.set_record(RECORD, migration.model_dump())
+            if from_first and (seen == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
+                return
+
+
+def status(store: Store) -> tuple[Migration, int]:
+    """Return the migration of a store, and how many rows lack a new vector.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    migration = migration_of(store)
+    old, new = (store.space, migration.into) if migration.state == "filling" else (migration.before, migration.space)
+    return migration, store.count(old, new)
+
+
+def verify(store: Store, mapping: Mapping, queries: int = ASKED) -> Checked:
+    """Count rows, map a sample again and compare, and search both spaces with the same items.
+
+    Args:
+        store: the store, before the switch.
+        mapping: the map that filled it.
+        queries: items that search both spaces; also the number of vectors that are made again.
+
+    Raises:
+        XcompatError: there is no migration, or it is another map's.
+    """
+    migration = _of(store, mapping)
+    if migration.state != "filling":
+        raise XcompatError(f"{store.uri} has been switched; verify comes before the switch")
+    old, missing = store.count(store.space), store.count(store.space, migration.into)
+    tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
+    rows, stored_ND = store.sample(queries, migration.into)
+    mapped_ND = mapping(_checked(store, rows)) if rows.ids else stored_ND
+    wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
+    found = store.search(rows.vectors_ND, NEIGHBOURS), store.search(mapped_ND, NEIGHBOURS, space=migration.into)
+    shares = [len({hit.id for hit in one} & {hit.id for hit in other}) / len(one) for one, other in zip(*found, strict=True)]
+    return Checked(old, missing, len(rows.ids), wrong, float(np.mean(shares)) if shares else None)
+
+
+def switch(store: Store, mapping: Mapping) -> Migration:
+    """Give the new space the name of the old one, at once, after the last changed rows were mapped.
+
+    Args:
+        store: the store.
+        mapping: the map that filled it.
+
+    Raises:
+        XcompatError: rows cannot be written, or the migration is another map's.
+    """
+    with store.claimed():
+        migration = _of(store, mapping)
+        if migration.state != "filling":
+            raise XcompatError(f"{store.uri} has been switched already")
+        _fill(store, mapping, migration, BATCH, None)
+        with store.alone():
+            for rows in store.rows(BATCH, None, migration.into):
+                migration.written += store.write(migration.into, rows._replace(vectors_ND=mapping(_checked(store, rows))))
+            if lacking := store.count(store.space, migration.into):
+                raise XcompatError(f"{lacking:,} rows of {store.uri} cannot be written; the store is as it was")
+            store.switch(migration.into)
+            migration.state = "switched"
+            store.set_record(RECORD, migration.model_dump())
+    return migration
+
+
+def rollback(store: Store) -> tuple[Migration, int]:
+    """Undo the switch, or end a migration that was not switched, whose new space goes.
+
+    Args:
+        store: the store.
+
+    Returns:
+        The migration, and how many rows have no vector in the old space, because they came after the switch.
+    """
+    with store.claimed():
+        migration = migration_of(store)
+        if migration.state == "filling":
+            with store.alone():
+                store.drop_space(migration.into)
+                store.set_record(RECORD, None)
+            return migration, 0
+        lost = store.count(migration.space, migration.before)
+        with store.alone():
+            store.switch_back(migration.into)
+            migration.state = "filling"
+            store.set_record(RECORD, migration.model_dump())
+        return migration, lost
+
+
+def finish(store: Store) -> Migration:
+    """Delete the old space after the switch; from then on nothing can be undone.
+
+    Args:
+        store: the store.
+
+    Raises:
+        XcompatError: it has not been switched.
+    """
+    with store.claimed():
+        migration = migration_of(store)
+        if migration.state != "switched":
+            raise XcompatError(f"{store.uri} has not been switched; `xcompat migrate switch` comes before finish")
+        with store.alone():
+            store.drop_space(migration.before)
+            store.set_record(RECORD, None)
+    return migration
+
+
+def migration_of(store: Store) -> Migration:
+    """Return the migration that a store holds.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    if (known := store.record(RECORD)) is None:
+        raise XcompatError(f"{store.uri} holds no migration; begin one with `xcompat migrate start`")
+    return Migration.model_validate(known)
+
+
+def _of(store: Store, mapping: Mapping) -> Migration:
+    """Return the store's migration, which must be by this map."""
+    migration = migration_of(store)
+    if migration.model != identity(mapping.model).digest:
+        raise FingerprintMismatchError(
+            f"the migration of {store.uri} was begun with another model than {identity(mapping.model)}"
+        )
+    return migration
+
+
+def _begun(store: Store, mapping: Mapping, into: str | None, dtype: str) -> Migration:
+    """Begin a migration, or continue the one that is there."""
+    if store.record(RECORD) is not None:
+        migration = _of(store, mapping)
+        if migration.state == "switched":
+            raise XcompatError(f"{store.uri} has been switched; `xcompat migrate finish` or `rollback` comes next")
+        if into not in (None, migration.into):
+            raise XcompatError(f"{store.uri} is being migrated into {migration.into}, not {into}; leave --into out")
+        return migration
+    _require_fit(store, mapping)
+    made, dim = mapping.made
+    migration = Migration(space=store.space, into=into or f"{store.space}_new", model=identity(mapping.model).digest)
+    with store.alone():
+        store.add_space(migration.into, dim, made, dtype)
+        store.set_record(RECORD, migration.model_dump())
+    return migration
+
+
+def _require_fit(store: Store, mapping: Mapping) -> None:
+    """Refuse a store whose vectors another model made than the map is for, or nobody knows which."""
+    own, wanted = store.spaces()[store.space], mapping.old
+    if own.fingerprint is None:
+        raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
+    if own.fingerprint != wanted:
+        raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {wanted}")
+    dim = mapping.model.config.old["dim"]
+    if own.dim is not None and own.dim != dim:
+        raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
+
+
+def _checked(store: Store, rows: Rows) -> NDArray[np.float32]:
+    """Refuse vectors that cannot be mapped; those of length 0 have no direction."""
+    return checked_embeddings(
+        rows.vectors_ND, "cosine", lambda row: f"the vector of {rows.ids[row]!r} in {store.space} of {store.uri}"
+    )
+
+
+class _Throttle:
+    """Keeps a mean rate."""
+
+    def __init__(self, per_second: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.per_second, self.sleep, self.started, self.done = per_second, sleep, time.monotonic(), 0
+
+    def wait(self, rows: int) -> None:
+        """Wait until so many more rows may have been written."""
+        self.done += rows
+        if self.per_second is not None:
+            self.sleep(max(0.0, self.started + self.done / self.per_second - time.monotonic()))

@@ -1,0 +1,81 @@
+"""The address of a store: a URI whose query names the table or collection and the space that is searched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+
+from xcompat.errors import XcompatError, nearest
+
+
+@dataclass(frozen=True)
+class StoreUri:
+    """A parsed address.
+
+    Args:
+        parts: of the URI, its query left out.
+        options: what the store itself reads of the query.
+        rest: what goes on to its client.
+    """
+
+    parts: SplitResult
+    options: dict[str, str] = field(default_factory=dict)
+    rest: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, uri: str, known: tuple[str, ...], passes_on: bool = False) -> StoreUri:
+        """Split a URI.
+
+        Args:
+            uri: such as ``postgresql://user@host/db?table=items&column=embedding``.
+            known: options that the store reads.
+            passes_on: whether other options go on to the client, instead of being refused.
+
+        Raises:
+            XcompatError: an option is unknown or stands twice.
+        """
+        parts = urlsplit(uri)
+        given = parse_qsl(parts.query, keep_blank_values=True)
+        for name, _ in given:
+            if sum(name == other for other, _ in given) > 1:
+                raise XcompatError(f"{shown(uri)} names {name} twice; leave one out")
+            if name not in known and not passes_on:
+                raise XcompatError(f"{shown(uri)} has no option {name!r}; {nearest(name, known)}")
+        own = {name: value for name, value in given if name in known}
+        return cls(parts._replace(query="", fragment=""), own, {name: value for name, value in given if name not in known})
+
+    @property
+    def client(self) -> str:
+        """The address for the client, which may hold a password: for nobody's eyes."""
+        return self.parts._replace(query=urlencode(self.rest)).geturl()
+
+    def __str__(self) -> str:
+        """Return the address without user, password and the client's own options, for messages and reports."""
+        return shown(self.parts._replace(query=urlencode(self.options)).geturl())
+
+    def require(self, name: str) -> str:
+        """Return an option.
+
+        Raises:
+            XcompatError: it is not given.
+        """
+        if not (value := self.options.get(name)):
+            raise XcompatError(f"{self} names no {name}; add it to the address, as in ?{name}=NAME")
+        return value
+
+
+def shown(uri: str) -> str:
+    """Return a URI without user and password.
+
+    Example:
+        >>> shown("postgresql://me:secret@db.example:5432/shop?table=items&password=secret")
+        'postgresql://db.example:5432/shop?table=items'
+    """
+    parts = urlsplit(uri)
+    host = parts.netloc.rpartition("@")[2]
+    query = [(name, value) for name, value in parse_qsl(parts.query) if not _is_secret(name)]
+    return f"{parts.scheme}://{host}{parts.path}{'?' * bool(query)}{urlencode(query)}"
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in ("password", "token", "key", "secret", "user", "passfile"))
