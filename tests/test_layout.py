@@ -75,7 +75,8 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     optional = [requirement for extra in extras.keys() - {"dev"} for requirement in extras[extra]]
-    known, extra = ({re.split("[>[]", requirement)[0] for requirement in listed} for listed in (project["dependencies"], optional))
+    both = project["dependencies"], optional
+    known, extra = ({re.split("[>[]", requirement)[0] for requirement in listed} for listed in both)
     assert known <= third_party and third_party - known <= extra and set(optional) <= set(extras["dev"])
 
 
