@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, LiteralString
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -332,7 +332,7 @@ class PgVectorStore(Store):
     def _records(self) -> sql.Identifier:
         return sql.Identifier(self.schema, RECORDS)
 
-    def _all(self, asked: str | sql.Composable, *given: Any) -> list[Any]:  # noqa: ANN401
+    def _all(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
         """Return the rows of a statement, none if it gives none."""
         with _explained(self.uri):
             cursor = self.connection.execute(asked, given)
