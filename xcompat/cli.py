@@ -193,6 +193,19 @@ def push(
 
 
 @app.command()
+def find(
+    old: Annotated[str | None, typer.Option(help="The gallery's model: its name, folder, or fingerprint.")] = None,
+    new: Annotated[str | None, typer.Option(help="The queries' model, likewise.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints on the Hub that were made for two models; exit with code 1 if there are none."""
+    from xcompat.mapping.finding import find_maps, print_found
+
+    if not print_found(find_maps(old, new), old, new, json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def lineage(
     name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="A checkpoint on the Hub, or its folder.")],
 ) -> None:

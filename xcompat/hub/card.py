@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
+from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, results_of, tag
 from xcompat.markdown import markdown_templates, one_line, templates
 
 _HERE = Path(__file__).parent
@@ -34,6 +35,7 @@ class ModelFacts:
             None for no memory.
         library: library of a plain encoder other than transformers.
         side_info: the model of the side-information stored beside old embeddings, if mapping them needs any.
+        embeds: the digests of the model's embeddings: of its own, and of what its galleries store; of a map, those that it maps.
     """
 
     method: str
@@ -48,6 +50,7 @@ class ModelFacts:
     remembers: int | None = None
     library: str = ""
     side_info: dict[str, Any] | None = None
+    embeds: list[str] = field(default_factory=list)
 
     @property
     def base_on_hub(self) -> str | None:
@@ -68,6 +71,8 @@ class RunFacts:
 
     Args:
         results: the report in Markdown; empty for none.
+        gains: the gains over old queries, for programs, and for people where there is no report.
+        measured_on: the data that they were measured on.
         data: role -> names of training and test data.
         datasets: those of them that are data sets on the Hub.
         recipe: the resolved recipe as YAML.
@@ -77,6 +82,8 @@ class RunFacts:
     """
 
     results: str = ""
+    gains: list[Gain] = field(default_factory=list)
+    measured_on: str = ""
     data: dict[str, list[str]] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
     recipe: str = ""
@@ -110,15 +117,21 @@ def model_card(
     name = model.base_on_hub
     reads = "feature-extraction" if model.embeds_texts else "image-feature-extraction"
     versions = [_version(described) for described in model.compatible_with]
+    found_by = [tag(SEARCHES, version["fingerprint"]) for version in versions] + [tag(EMBEDS, each) for each in model.embeds]
+    kinds = ["xcompat", model.method, *(["backward-compatible"] if versions else [])]
     data = ModelCardData(
         library_name="xcompat",
         pipeline_tag=reads,
-        tags=list(dict.fromkeys(["xcompat", model.method, *(["backward-compatible"] if versions else []), *tags])),
+        tags=list(dict.fromkeys([*kinds, *tags, *found_by])),
         license=license,
         base_model=name,
         base_model_relation=("adapter" if model.holds == "adapters" else "finetune") if name is not None else None,
         datasets=run.datasets or None,
+        model_name=repo if run.gains else None,
+        eval_results=_results(run, reads),
+        method=model.method,
         fingerprint=model.fingerprint.digest if model.fingerprint is not None else None,
+        embeds=model.embeds or None,
         compatible_with=versions or None,
     )
     shown = {
@@ -139,6 +152,12 @@ def model_card(
             run=run,
         )
     )
+
+
+def _results(run: RunFacts, task: str) -> list[EvalResult] | None:
+    """Return the gains of a run for the Hub's ``model-index``; None without any."""
+    data = run.measured_on if run.measured_on in run.datasets else "unknown"
+    return results_of(run.gains, task, data, run.measured_on or "not named") or None
 
 
 def _version(described: dict[str, Any]) -> dict[str, Any]:

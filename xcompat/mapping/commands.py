@@ -14,6 +14,7 @@ from xcompat.mapping.choosing import Choice, choose
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
+from xcompat.models import CompatModel
 from xcompat.models.codes import require_codec
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
@@ -75,8 +76,15 @@ def map_embeddings(
         model = fit(candidate, Known(pairs, described, codec=codec), confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        document = _document(choice, candidate, pairs) | {"old": described, "new": encoder, "searched_classes": searched}
-        document |= {"seed": seed, "verdict": beats, "said": said, "seconds": seconds, "run": provenance()}
+        document = _document(choice, candidate, pairs, model) | {"old": described, "new": encoder, "searched_classes": searched}
+        document |= {
+            "fingerprint": model.fingerprint().digest,
+            "seed": seed,
+            "verdict": beats,
+            "said": said,
+            "seconds": seconds,
+            "run": provenance(),
+        }
         write_json(temporary / "report.json", document)
     for line in said:
         console.print(literal(line), soft_wrap=True)
@@ -121,11 +129,12 @@ def _require_dim(model: Embedder, dim: int, option: str) -> None:
         raise XcompatError(f"{option} {model.name} embeds in {model.dim} dimensions, the embeddings given have {dim}")
 
 
-def _document(choice: Choice | None, candidate: Candidate, pairs: Paired) -> dict[str, Any]:
+def _document(choice: Choice | None, candidate: Candidate, pairs: Paired, model: CompatModel) -> dict[str, Any]:
     """Gather the measurements for ``report.json``."""
     document: dict[str, Any] = {
         "items": len(pairs),
         "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,
         "model": {"name": str(candidate), **asdict(candidate)},
+        "fingerprint": model.fingerprint().digest,
     }
     return document | (as_json(choice) if choice is not None else {})

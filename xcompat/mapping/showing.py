@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
+from xcompat.hub.metadata import Gain
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
 from xcompat.report.wording import gain, gain_with_interval, interval, metric_name
@@ -122,3 +125,34 @@ def _trial(trial: Trial) -> dict[str, Any]:
         for protocol, gains in trial.gains.items()
     }
     return {"name": str(trial.candidate), **asdict(trial.candidate), "worst": trial.worst, "mean": trial.mean, "gains": gains}
+
+
+def is_report_of_map(document: object) -> bool:
+    """Return whether ``report.json`` is that of a map, which has no schema of its own, and not that of an evaluation."""
+    return isinstance(document, dict) and "searched_classes" in document and "schema" not in document
+
+
+def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
+    """Read the gains of the written map from its ``report.json``.
+
+    Args:
+        document: what the file holds.
+        file: for the message.
+
+    Returns:
+        They; none if nothing was held out.
+
+    Raises:
+        XcompatError: the file was damaged.
+    """
+    try:
+        name = document["model"]["name"]
+        gains: dict[str, Any] = next((trial["gains"] for trial in document.get("trials", []) if trial["name"] == name), {})
+        return [
+            Gain(protocol, metric, old := document["floor"][protocol][metric], old + found["mean"], found["mean"], (low, high))
+            for protocol, metrics in gains.items()
+            for metric, found in metrics.items()
+            for low, high in [found["ci95"]]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise XcompatError(f"{file} is no complete report of a map; run `xcompat map` again") from None

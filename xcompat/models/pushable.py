@@ -53,6 +53,7 @@ class PushableModel(LearningModel):
             maps_galleries=self.maps_galleries,
             side_info=getattr(config, "side_info", None),
             remembers=config.memory["entries"] if config.memory is not None else None,
+            embeds=[each.digest for each in self.embeds_written()],
         )
 
     def save_pretrained(

@@ -47,8 +47,21 @@ class SpacesModel(CheckpointModel):
 
     def written_fingerprint(self) -> Fingerprint:
         """Return the identity of what :meth:`save_pretrained` writes; a model read in half precision writes rounded weights."""
-        own = self.fingerprint()
-        return own if self._read_from is None else Fingerprint(self._hash(self, self._beside_weights())[1], own.name)
+        return Fingerprint(self._written_digests()[1], self.fingerprint().name)
+
+    def _written_digests(self) -> tuple[str, str]:
+        """Return :meth:`_digests` of what :meth:`save_pretrained` writes."""
+        return self._digests() if self._read_from is None else self._hash(self, self._beside_weights())
+
+    def embeds_written(self) -> list[Fingerprint]:
+        """Return the identities of the embeddings that what :meth:`save_pretrained` writes makes: its own, and stored ones.
+
+        Those of a map are the embeddings that it maps; there are none if its encoder is not known.
+        """
+        if self.embeds_in_memory:
+            return [Fingerprint(self.config.encoder["fingerprint"])] if self.config.encoder is not None else []
+        own = Fingerprint(self._written_digests()[0])
+        return [own, *([own.derived("view")] if self.stores_view else [])]
 
     def _beside_weights(self) -> str:
         """Return everything but the weights that a fingerprint covers, as JSON."""

@@ -18,16 +18,19 @@ from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
+from xcompat.hub.metadata import Gain
 from xcompat.hub.push import push_model, record_push
+from xcompat.mapping.showing import gains_written, is_report_of_map
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
-from xcompat.report import load_report, render_markdown, report_file
+from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
+HELD_OUT = "what was held out of its training set"
 _PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "zero_shot")
 
 
@@ -124,7 +127,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     encoder, processor = load_encoder(str(folder))
     known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
     about: dict[str, Any] = {"embeds_texts": encoder.has_text, "library": encoder.library}
-    facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, **about)
+    facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
     write = partial(shutil.copytree, folder, ignore=shutil.ignore_patterns("README.md", PUSHED))
     return _Pushed(facts, config, write, run_facts(folder, known))
@@ -136,7 +139,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
 
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
-    run = run_facts(folder, model.facts().fingerprint)
+    run = run_facts(folder, model.written_fingerprint())
     if memory != "all":
         model = _forgetting(model, folder, memory)
         run = _measured(run, "before what queries remember was left out")
@@ -160,13 +163,14 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
 
 def _measured(run: RunFacts, when: str) -> RunFacts:
     """Add to the results when they were measured."""
-    return replace(run, results=f"Measured {when}.\n\n{run.results}") if run.results else run
+    results = f"Measured {when}.\n\n{run.results}" if run.results else ""
+    return replace(run, results=results, measured_on=f"{run.measured_on}, {when}" if run.measured_on else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
+def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
     """Read the recipe, results and environment of a model from its run's folder.
 
     Args:
@@ -178,14 +182,13 @@ def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
     """
     stage = folder.parent
     if not (stage / "recipe.yaml").exists():
-        return RunFacts(results=_results([folder, stage], fingerprint))
+        return _with_results(RunFacts(), [folder, stage], fingerprint)
     recipes = _recipes(stage)
     environment = read_json(stage / "environment.json") if (stage / "environment.json").exists() else {}
     done = read_json(stage / "done.json") if (stage / "done.json").exists() else {}
     sections = [recipe.get("data") or {} for recipe in recipes]
     names = {part: list(dict.fromkeys(name for each in sections for name in _names(each.get(part)))) for part in _PARTS}
-    return RunFacts(
-        results=_results([folder, stage, stage.parent], fingerprint),
+    facts = RunFacts(
         data={part: [shown(name) for name in each] for part, each in names.items() if each},
         datasets=sorted({name for each in names.values() for name in each if is_dataset(name)}),
         recipe=yaml.safe_dump_all(map(_shown, recipes), sort_keys=False, allow_unicode=True).rstrip(),
@@ -193,6 +196,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint | None) -> RunFacts:
         machine=environment.get("machine", {}).get("device", ""),
         versions=environment.get("versions", {}),
     )
+    return _with_results(facts, [folder, stage, stage.parent], fingerprint)
 
 
 def _recipes(stage: Path) -> list[dict[str, Any]]:
@@ -204,14 +208,32 @@ def _recipes(stage: Path) -> list[dict[str, Any]]:
     return [each for row, each in enumerate(earlier) if each not in earlier[:row]] + [recipe]
 
 
-def _results(folders: list[Path], fingerprint: Fingerprint | None) -> str:
-    """Return the first report about the model as Markdown."""
+def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) -> RunFacts:
+    """Add what the first report about the model says."""
     for folder in folders:
-        if fingerprint is not None and report_file(folder).exists():
-            report = load_report(folder)
-            if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
-                return render_markdown(report)
-    return ""
+        file = report_file(folder)
+        if not file.exists():
+            continue
+        if is_report_of_map(document := read_json(file)):
+            if document.get("fingerprint") == fingerprint.digest:
+                return replace(run, gains=gains_written(document, file), measured_on=HELD_OUT)
+            continue
+        report = load_report(folder)
+        if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
+            tested_on = ", ".join(run.data.get("test", [])) or "its test set"
+            return replace(run, results=render_markdown(report), gains=_gains(report), measured_on=tested_on)
+    return run
+
+
+def _gains(report: Report) -> list[Gain]:
+    """Return the gains of a report's verdict, with the metrics that they are the difference of."""
+    metrics = {(case.label, case.direction, name): value for case in report.cases for name, value in case.metrics.items()}
+    gains = []
+    for each in report.criterion.differences:
+        old, new = (metrics.get((label, each.direction, each.metric)) for label in ("old/old", "new/old"))
+        if old is not None and new is not None:
+            gains.append(Gain(each.direction, each.metric, old, new, each.mean, each.ci95))
+    return gains
 
 
 def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recipe

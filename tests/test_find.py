@@ -1,0 +1,216 @@
+"""``xcompat find``: maps that others have pushed, found by the models they were made for; their cards are strangers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hub_server import Hub, Repository
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from test_map import made, normalised, write
+from test_models import OLD, OLDER, build
+from typer.testing import CliRunner
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.cli import app
+from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, gains_in, results_of, tag
+from xcompat.hub.search import Found, search
+from xcompat.mapping.finding import find_maps
+from xcompat.models.embedder import load_embedder
+from xcompat.training.push import push
+
+GAINS = [
+    Gain("known classes", "cmc@1", 0.5, 0.6, 0.1, (0.05, 0.15)),
+    Gain("new classes", "map@1.0", 0.4, 0.37, -0.03, (-0.05, -0.01)),
+]
+
+
+@pytest.fixture
+def encoder(hub: Hub, folder_of: dict[str, str]) -> str:
+    """Return the name of a tiny encoder on the Hub."""
+    hub.add("base/clip", folder_of["clip"])
+    return "base/clip"
+
+
+def found(*command: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["find", *command])
+    if isinstance(done.exception, XcompatError):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def card(hub: Hub, repo: str, **data: Any) -> None:
+    """Put a repository with nothing but a card there."""
+    hub.repos.setdefault(repo, Repository()).commit({"README.md": f"---\n{yaml.safe_dump(data)}---\n# {repo}\n".encode()})
+
+
+def stated(**more: Any) -> dict[str, Any]:
+    """Return a card's metadata as push writes it for a map from `new` to `old`."""
+    new, old = Fingerprint.from_string("new"), Fingerprint.from_string("old")
+    tags = ["xcompat", "ridge", tag(SEARCHES, old.digest), tag(EMBEDS, new.digest)]
+    versions = [{"name": "old", "fingerprint": old.digest, "dim": 8}]
+    return {"tags": tags, "method": "ridge", "embeds": [new.digest], "compatible_with": versions} | more
+
+
+def index(*gains: Gain) -> list[dict[str, Any]]:
+    return eval_results_to_model_index("me/map", results_of(gains, "feature-extraction", "unknown", "photos"))
+
+
+def test_gains_are_read_as_they_were_written() -> None:
+    _, results = model_index_to_eval_results(index(*GAINS))
+    assert gains_in(results) == GAINS
+    other = [{"name": "me/map", "results": [{"task": {"type": "x"}, "dataset": {"type": "y", "name": "z"}, "metrics": []}]}]
+    assert gains_in(model_index_to_eval_results(other)[1]) == []
+
+
+@pytest.mark.parametrize("method", ["ridge", "xbt", "bct", "fct"])
+def test_a_pushed_model_is_tagged_by_what_it_is_made_for(method: str, hub: Hub, encoder: str) -> None:
+    model = build(method, {"clip": encoder})
+    model.push_to_hub("me/model")
+    metadata = ModelCard(hub.files("me/model")["README.md"].decode()).data
+    assert metadata.tags is not None and {tag(SEARCHES, OLD.digest), tag(SEARCHES, OLDER.digest)} <= set(metadata.tags)
+    plain = load_embedder(encoder).fingerprint
+    own = [plain] if model.embeds_in_memory else [model.embeds_fingerprint(), model.stored_fingerprint()]
+    assert {each for each in metadata.tags if each.startswith("embeds:")} == {tag(EMBEDS, each.digest) for each in own}
+    assert all(len(each) <= 64 for each in metadata.tags)
+    for new in ("base/clip",) if model.embeds_in_memory else ("me/model",):
+        assert [each.name for each in find_maps(OLD.digest, new)] == ["me/model"]
+
+
+def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_path: Path) -> None:
+    pairs = made()
+    new = normalised(pairs.new_ND[:, :16])
+    labels = [str(label) for label in pairs.labels_N]
+    sides = write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", new)
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--old-model", "clip-b32"]
+    assert CliRunner().invoke(app, [*command, "--new-model", encoder]).exit_code == 0
+    push(tmp_path / "out", "me/map")
+    old = Fingerprint.from_string("clip-b32")
+    code, said = found("--old", old.digest, "--new", encoder, "--json")
+    (listed,), report = json.loads(said), json.loads((tmp_path / "out" / "report.json").read_text())
+    assert code == 0 and listed["name"] == "me/map" and listed["revision"] == hub.repos["me/map"].branches["main"]
+    assert listed["finds_more"] == report["verdict"] and listed["searches"] == ["clip-b32"] and listed["new"] == encoder
+    chosen = next(trial for trial in report["trials"] if trial["name"] == report["model"]["name"])
+    for gain in listed["gains"]:
+        expected = chosen["gains"][gain["where"]][gain["metric"]]
+        assert gain["mean"] == pytest.approx(expected["mean"], abs=1e-6)
+        assert gain["ci95"] == pytest.approx(expected["ci95"], abs=1e-6)
+        assert gain["old"] == pytest.approx(report["floor"][gain["where"]][gain["metric"]], abs=1e-6)
+        assert gain["new"] - gain["old"] == pytest.approx(gain["mean"], abs=2e-6)
+    assert len(listed["gains"]) == 9
+    assert "| known classes | cmc@1 |" in hub.files("me/map")["README.md"].decode()
+    for half in (("--old", old.digest[:9]), ("--new", encoder)):
+        assert json.loads(found(*half, "--json")[1]) == [listed]
+    code, said = found("--old", old.digest)
+    assert code == 0 and "me/map" in said and "2026-01-31" in said and ("yes" if report["verdict"] else "no") in said
+
+
+def test_both_models_must_fit_and_all_pages_are_read(hub: Hub) -> None:
+    old, new = stated()["tags"][2:]
+    card(hub, "me/both", **stated())
+    card(hub, "me/one", **stated(tags=["xcompat", old]))
+    card(hub, "me/tool", **stated(tags=[old, new]))
+    card(hub, "me/again", **stated(**{"model-index": index(*GAINS)}))
+    hub.page = 1
+    wanted = {SEARCHES: Fingerprint.from_string("old").digest, EMBEDS: Fingerprint.from_string("new").digest}
+    both, again = search(wanted)
+    assert (both.name, both.method, both.gains, both.finds_more) == ("me/both", "ridge", [], None)
+    assert again.gains == GAINS and again.finds_more is False and again.least == GAINS[1]
+    assert search({**wanted, EMBEDS: OLDER.digest}) == []
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "no metadata of ours": {"method": None, "embeds": None, "compatible_with": None},
+    "versions": {"compatible_with": "all"},
+    "fingerprints": {"embeds": [3, {}]},
+    "an attribute of the library": {"to_dict": 3, "get": 4},
+    "no index": {"model-index": 7},
+    "a result": {"model-index": [{"name": "x", "results": [{"metrics": 3}]}]},
+    "infinite": {"model-index": index(Gain("a", "b", 0.1, 0.2, float("inf"), (0.0, 0.1)))},
+    "no dictionary": {"model-index": [[]]},
+    "no interval": {
+        "model-index": [
+            {
+                "name": "x",
+                "results": [
+                    {
+                        "task": {"type": "t", "name": "a"},
+                        "dataset": {"type": "unknown", "name": "d"},
+                        "metrics": [{"type": "b", "value": "0.1", "args": {"case": "gain"}}],
+                    }
+                ],
+            }
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_malformed_card_has_no_results(what: str, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    card(hub, "me/bad", **stated(**BAD[what]))
+    code, said = found("--old", Fingerprint.from_string("old").digest, "--json")
+    (listed,) = json.loads(said)
+    assert code == 0 and listed["name"] == "me/bad" and listed["gains"] == [] and listed["finds_more"] is None
+    code, said = found("--old", Fingerprint.from_string("old").digest)
+    assert code == 0 and "no results in its card" in said
+    assert capfd.readouterr().err == "", "the library says nothing of its own about a stranger's card"
+
+
+def test_a_card_that_was_made_to_look_alike_is_left_out(hub: Hub) -> None:
+    old = Fingerprint.from_string("old").digest
+    alike = old[:32] + OLDER.digest[32:]
+    card(hub, "me/alike", **stated(compatible_with=[{"name": "old", "fingerprint": alike, "dim": 8}]))
+    assert find_maps(old, None) == [] and search({SEARCHES: old})[0].is_other
+
+
+def test_what_a_stranger_writes_is_shown_and_not_obeyed(hub: Hub) -> None:
+    evil = "\x1b[2J[red]own\nxcompat: done\u202e"
+    gain = Gain(evil, evil, 0.1, 0.2, 0.1, (0.0, 0.2))
+    versions = [{"name": evil, "fingerprint": Fingerprint.from_string("old").digest, "dim": 8}]
+    card(hub, "me/evil", **stated(method=evil, base_model=evil, compatible_with=versions, **{"model-index": index(gain)}))
+    for more in ([], ["--json"]):
+        code, said = found("--old", versions[0]["fingerprint"], *more)
+        assert code == 0 and "\x1b" not in said and "\u202e" not in said
+        assert not [line for line in said.splitlines() if line.startswith("xcompat: done")]
+    assert "[red]" in "".join(found("--old", versions[0]["fingerprint"])[1].split())
+
+
+def test_nothing_found_says_what_to_do(hub: Hub) -> None:
+    code, said = found("--old", OLD.digest)
+    assert code == 1 and "xcompat map" in said and hub.url in said and len(said.splitlines()) == 1
+    assert found("--old", OLD.digest, "--json") == (1, "[]\n")
+
+
+def test_bad_questions_are_one_line(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="name the old model with --old"):
+        found()
+    np.save(tmp_path / "image_embeds.npy", np.eye(3, dtype=np.float32))
+    for path in (tmp_path, tmp_path / "image_embeds.npy"):
+        with pytest.raises(XcompatError, match="holds stored embeddings, which do not say what made them"):
+            found("--old", str(path))
+    with pytest.raises(XcompatError, match="me/nowhere"):
+        found("--new", "me/nowhere")
+    for letter in "ab":
+        digest = "0" * 10 + letter * 54
+        card(hub, f"me/{letter}", **stated(tags=["xcompat", tag(SEARCHES, digest)], embeds=[digest]))
+    with pytest.raises(XcompatError, match="2 models have a fingerprint that begins with 00000000, such as 0000000000aaaaaa, "):
+        found("--old", "00000000")
+
+
+@pytest.mark.parametrize(("path", "status"), [(r"GET /api/models$", 500), (r"GET /api/models$", 0), ("GET /api/models/me", 500)])
+def test_a_hub_that_fails_is_one_line(path: str, status: int, hub: Hub) -> None:
+    card(hub, "me/map", **stated())
+    hub.faults[path] = status
+    with pytest.raises(XcompatError, match=hub.url) as failed:
+        found("--old", Fingerprint.from_string("old").digest)
+    assert "\n" not in str(failed.value)
+
+
+def test_what_is_found_knows_its_least_gain() -> None:
+    listed = Found("me/map", "0" * 40, gains=GAINS)
+    assert listed.least == GAINS[1] and Found("me/map", "").least is None

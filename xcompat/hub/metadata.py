@@ -1,0 +1,125 @@
+"""What a model card says to programs: tags by which a model is found, and what its queries find more than old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from huggingface_hub import EvalResult
+from pydantic import BaseModel, Field, TypeAdapter
+
+SEARCHES, EMBEDS = "searches", "embeds"
+TAGGED = 32
+"""Digits of a fingerprint in a tag. The Hub states no limit for tags, but all 64 would be a tag of 73 characters, and 64 is the
+most that similar services take. No two models share 128 bits by chance; a card that was made to look like another's is
+told by its full fingerprints."""
+_PLACES = 6  # of a value in a card
+_Share = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What new queries find more than old ones in the same old gallery, by one metric.
+
+    Args:
+        where: the direction of the search, or what was held out.
+        metric: such as ``recall@1``.
+        old: the metric of old queries.
+        new: the metric of new queries.
+        mean: the difference.
+        ci95: its 95 % interval.
+    """
+
+    where: str
+    metric: str
+    old: float
+    new: float
+    mean: float
+    ci95: tuple[float, float]
+
+
+class _Arguments(BaseModel):
+    """The arguments of a metric that :func:`results_of` writes."""
+
+    case: Literal["old/old", "new/old", "gain"]
+    ci95: tuple[_Share, _Share] | None = None
+
+
+class _Result(BaseModel):
+    """One result of a card."""
+
+    where: str
+    metric: str
+    value: _Share
+    arguments: _Arguments
+
+
+_RESULTS = TypeAdapter(list[_Result])
+
+
+def tag(role: str, digest: str) -> str:
+    """Return the tag of a model that ``searches`` another's galleries, or ``embeds`` as another does.
+
+    Example:
+        >>> tag(SEARCHES, "0123456789abcdef" * 4)
+        'searches:0123456789abcdef0123456789abcdef'
+    """
+    return f"{role}:{digest[:TAGGED]}"
+
+
+def results_of(gains: Iterable[Gain], task: str, data: str, data_name: str) -> list[EvalResult]:
+    """Return gains in the Hub's own form, for ``model-index``.
+
+    Args:
+        gains: the gains.
+        task: the Hub's name of the model's task.
+        data: the data set that they were measured on, by its name on the Hub; ``unknown`` if it is not there.
+        data_name: what people call it.
+    """
+    return [
+        EvalResult(
+            task_type=task,
+            task_name=each.where,
+            dataset_type=data,
+            dataset_name=data_name,
+            dataset_config=each.where,
+            metric_type=each.metric,
+            metric_name=f"{each.metric} {case}",
+            metric_value=round(value, _PLACES),
+            metric_args={"case": case} | ({"ci95": [round(end, _PLACES) for end in each.ci95]} if case == "gain" else {}),
+        )
+        for each in gains
+        for case, value in (("old/old", each.old), ("new/old", each.new), ("gain", each.mean))
+    ]
+
+
+def gains_in(results: Iterable[EvalResult]) -> list[Gain]:
+    """Read what :func:`results_of` wrote; results of other tools are passed over.
+
+    Args:
+        results: of a stranger's card.
+
+    Raises:
+        ValueError: a gain is incomplete or impossible.
+    """
+    ours = [each for each in results if isinstance(each.metric_args, dict) and "case" in each.metric_args]
+    read = _RESULTS.validate_python([_plain(each) for each in ours])
+    values: dict[tuple[str, str], dict[str, _Result]] = {}
+    for each in read:
+        values.setdefault((each.where, each.metric), {})[each.arguments.case] = each
+    gains = []
+    for (where, metric), found in values.items():
+        if len(found) < 3 or (ci95 := found["gain"].arguments.ci95) is None:
+            raise ValueError(f"the gain of {metric} is incomplete")
+        gains.append(Gain(where, metric, found["old/old"].value, found["new/old"].value, found["gain"].value, ci95))
+    return gains
+
+
+def _plain(result: EvalResult) -> Mapping[str, Any]:
+    return {
+        "where": result.task_name,
+        "metric": result.metric_type,
+        "value": result.metric_value,
+        "arguments": result.metric_args,
+    }

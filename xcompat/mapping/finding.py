@@ -1,0 +1,126 @@
+"""``xcompat find``: maps that others made for the same two models."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from xcompat.errors import XcompatError
+from xcompat.files import listed
+from xcompat.hub.endpoint import CONFIGS
+from xcompat.hub.metadata import EMBEDS, SEARCHES
+from xcompat.hub.search import MOST, Found, search
+from xcompat.markdown import one_line
+from xcompat.models.embedder import load_embedder
+from xcompat.paths import model_folder
+from xcompat.progress import console, literal, silence_libraries
+from xcompat.report.wording import gain_with_interval, metric_name
+
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+
+
+def find_maps(old: str | None, new: str | None) -> list[Found]:
+    """List checkpoints on the Hub that search one model's galleries with another's queries.
+
+    Args:
+        old: the gallery's model, by name, folder, or the beginning of its fingerprint; None for any.
+        new: the queries' model, likewise.
+
+    Returns:
+        Those whose cards do not say otherwise.
+
+    Raises:
+        XcompatError: neither is given, one is no model, or the Hub cannot be reached.
+    """
+    if old is None and new is None:
+        raise XcompatError("name the old model with --old, the new one with --new, or both")
+    silence_libraries()
+    given = {SEARCHES: old, EMBEDS: new}
+    wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
+    return [each for each in search(wanted) if not each.is_other]
+
+
+def _digest_of(name: str) -> str:
+    """Return a model's fingerprint, or what is given of it."""
+    path = Path(name)
+    if not path.exists() and _DIGEST.fullmatch(name):
+        return name
+    if path.suffix == ".npy" or (path.is_dir() and listed(path, "*.npy") and not _is_model(path)):
+        raise XcompatError(
+            f"{name} holds stored embeddings, which do not say what made them; give the name or the folder of that model"
+        )
+    return load_embedder(name).fingerprint.digest
+
+
+def _is_model(folder: Path) -> bool:
+    return any((Path(model_folder(folder)) / name).exists() for name in CONFIGS)
+
+
+def print_found(found: list[Found], old: str | None, new: str | None, json_only: bool) -> bool:
+    """Print what was found, or in one line what to do instead.
+
+    Args:
+        found: by :func:`find_maps`.
+        old: what it was asked for.
+        new: what it was asked for.
+        json_only: whether a program reads.
+
+    Returns:
+        Whether anything was found.
+    """
+    if json_only:
+        console.out(json.dumps(as_json(found), indent=1), highlight=False)  # control characters are spelled out
+    elif found:
+        console.print(found_table(found))
+        if len(found) == MOST:
+            console.print(f"[dim]These are the {MOST} most downloaded; name both models to see fewer.[/]", soft_wrap=True)
+        console.print("[dim]To judge one on your own sample: xcompat map … --start-from NAME[/]", soft_wrap=True)
+    else:
+        asked = (("queries of", new), ("galleries of", old))
+        pair = " on ".join(f"{what} {name}" for what, name in asked if name is not None)
+        line = f"nothing on {constants.ENDPOINT} is made for {pair}; make a map: xcompat map --old FOLDER --new FOLDER"
+        console.print(literal(line), soft_wrap=True)
+    return bool(found)
+
+
+def found_table(found: list[Found]) -> Table:
+    """Return what was found as a table for the terminal; texts of strangers stand in it literally."""
+    title = "what others made; the least gain over old queries in points, with its 95 % interval"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    for name in ("checkpoint\nmethod, revision, changed", "from → to"):
+        table.add_column(name, overflow="fold")
+    table.add_column("finds more", overflow="fold", min_width=22)
+    table.add_column("downloads\nlikes", justify="right", no_wrap=True)
+    for each in found:
+        about = ", ".join(_shown(text) for text in (each.method, each.revision[:12], each.modified) if text)
+        pair = _shown(f"{each.new or '?'} → {', '.join(each.searches)}") if each.searches else ""
+        used = "\n".join("" if count is None else f"{count:,}" for count in (each.downloads, each.likes))
+        table.add_row(f"{_shown(each.name)}\n[dim]{about}[/]", pair, _verdict(each), used)
+    return table
+
+
+def _verdict(found: Found) -> str:
+    least = found.least
+    if least is None:
+        return "[yellow]no results in its card[/]"
+    told = f"{gain_with_interval(least.mean, *least.ci95)}\n{_shown(metric_name(least.metric))}, {_shown(least.where)}"
+    return f"[bold {'green]yes' if found.finds_more else 'red]no'}[/]\n{told}"
+
+
+def _shown(text: str) -> str:
+    return literal(one_line(text))
+
+
+def as_json(found: list[Found]) -> list[dict[str, Any]]:
+    """Return what was found as JSON."""
+    return [
+        {key: value for key, value in asdict(each).items() if key != "is_other"} | {"finds_more": each.finds_more}
+        for each in found
+    ]
