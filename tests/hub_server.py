@@ -15,12 +15,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 import huggingface_hub
 import transformers
 import yaml
 
+CHANGED = "2026-01-31T12:00:00.000Z"
 REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"
 
 
@@ -41,6 +42,11 @@ class Repository:
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return self.commits.get(self.resolve(revision) or "", {})
+
+    def card(self, revision: str = "main") -> Any:
+        """Return the metadata of the model card."""
+        readme = self.files(revision).get("README.md", b"").decode()
+        return yaml.safe_load(readme.split("---")[1]) if readme.startswith("---") else None
 
     def resolve(self, revision: str) -> str | None:
         return self.branches.get(revision, revision if revision in self.commits else None)
@@ -67,6 +73,7 @@ class Hub(ThreadingHTTPServer):
         self.token: str | None = None
         self.is_full = False
         self.datasets: set[str] = set()
+        self.page = 100
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
@@ -167,11 +174,20 @@ class _Handler(BaseHTTPRequestHandler):
         if (found := self._find(repo, revision)) is None:
             return
         repository, sha = found
-        readme = repository.commits[sha].get("README.md", b"").decode()
-        card = yaml.safe_load(readme.split("---")[1]) if readme.startswith("---") else None
         names = [{"rfilename": name} for name in repository.commits[sha]]
         about = {"id": repo, "sha": sha, "siblings": names, "private": repository.private, "gated": repository.gated}
-        self._answer(200, about | {"cardData": card, "tags": [], "downloads": 0, "likes": 0})
+        card = repository.card(sha)
+        self._answer(200, about | {"cardData": card, "tags": _tags(card), "downloads": 0, "likes": 0, "lastModified": CHANGED})
+
+    def models(self, body: bytes) -> None:
+        asked = parse_qs(urlsplit(self.path).query)
+        wanted, start = set(asked.get("filter", [])), int(asked.get("cursor", ["0"])[0])
+        tags = {name: _tags(repository.card()) for name, repository in self.server.repos.items()}
+        names = [name for name in tags if wanted <= set(tags[name])]
+        end = start + self.server.page
+        following = {**asked, "cursor": [str(end)]}
+        link = {"Link": f'<{self.server.url}/api/models?{urlencode(following, doseq=True)}>; rel="next"'} if names[end:] else {}
+        self._answer(200, [{"id": name, "tags": tags[name], "downloads": 0, "likes": 0} for name in names[start:end]], **link)
 
     def dataset(self, body: bytes, repo: str) -> None:
         there = repo in self.server.datasets
@@ -257,6 +273,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, content, **headers)
 
 
+def _tags(card: Any) -> list[str]:
+    """Return the tags that the Hub makes of a card's metadata."""
+    return [str(tag) for tag in card.get("tags") or []] if isinstance(card, dict) else []
+
+
 def _oid(content: bytes) -> str:
     """Return git's name of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -273,6 +294,7 @@ _ROUTES = [
     (rf"GET /api/models/{REPO}/revision/(?P<revision>.+)", "info"),
     (rf"GET /api/models/{REPO}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", "tree"),
     (rf"GET /api/models/{REPO}", "info"),
+    (r"GET /api/models", "models"),
     (rf"GET /api/datasets/{REPO}", "dataset"),
     (rf"(?:GET|HEAD) /{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<file>.+)", "resolve"),
 ]
