@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from hub_server import Hub, Repository
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from test_map import made, normalised, write
 from test_models import OLD, OLDER, build
@@ -209,6 +209,18 @@ def test_a_hub_that_fails_is_one_line(path: str, status: int, hub: Hub) -> None:
     with pytest.raises(XcompatError, match=hub.url) as failed:
         found("--old", Fingerprint.from_string("old").digest)
     assert "\n" not in str(failed.value)
+
+
+def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    card(hub, "me/map", **stated(**{"model-index": index(*GAINS)}))
+    look = HfApi.model_info
+
+    def too_late(self: HfApi, name: str) -> Any:
+        del hub.repos[name]
+        return look(self, name)
+
+    monkeypatch.setattr(HfApi, "model_info", too_late)
+    assert find_maps(Fingerprint.from_string("old").digest, None) == [Found("me/map", "", downloads=0, likes=0)]
 
 
 def test_what_is_found_knows_its_least_gain() -> None:

@@ -84,6 +84,13 @@ def map_(
         str | None,
         typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
     ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
+    ] = None,
+    activation: Annotated[
+        Literal["relu", "gelu"] | None, typer.Option(help="Of a network in such a file, where that does not say.")
+    ] = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
@@ -92,7 +99,7 @@ def map_(
     """
     from xcompat.mapping.commands import map_embeddings
 
-    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec)
+    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, start_from, activation)
 
 
 @app.command()

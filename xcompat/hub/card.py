@@ -36,6 +36,7 @@ class ModelFacts:
         library: library of a plain encoder other than transformers.
         side_info: the model of the side-information stored beside old embeddings, if mapping them needs any.
         embeds: the digests of the model's embeddings: of its own, and of what its galleries store; of a map, those that it maps.
+        started_from: the map that it was taken from, by ``name`` and ``revision``; None if it was made here.
     """
 
     method: str
@@ -51,6 +52,7 @@ class ModelFacts:
     library: str = ""
     side_info: dict[str, Any] | None = None
     embeds: list[str] = field(default_factory=list)
+    started_from: dict[str, Any] | None = None
 
     @property
     def base_on_hub(self) -> str | None:
@@ -117,12 +119,10 @@ def model_card(
     name = model.base_on_hub
     reads = "feature-extraction" if model.embeds_texts else "image-feature-extraction"
     versions = [_version(described) for described in model.compatible_with]
-    found_by = [tag(SEARCHES, version["fingerprint"]) for version in versions] + [tag(EMBEDS, each) for each in model.embeds]
-    kinds = ["xcompat", model.method, *(["backward-compatible"] if versions else [])]
     data = ModelCardData(
         library_name="xcompat",
         pipeline_tag=reads,
-        tags=list(dict.fromkeys([*kinds, *tags, *found_by])),
+        tags=_tags(model, tags),
         license=license,
         base_model=name,
         base_model_relation=("adapter" if model.holds == "adapters" else "finetune") if name is not None else None,
@@ -139,6 +139,7 @@ def model_card(
         "model": model,
         "versions": versions,
         "base": public_name(model.base["name"]) if model.base is not None else None,
+        "started_from": public_name(model.started_from["name"]) if model.started_from is not None else None,
     }
     return ModelCard(
         markdown_templates(_HERE)
@@ -152,6 +153,13 @@ def model_card(
             run=run,
         )
     )
+
+
+def _tags(model: ModelFacts, tags: Sequence[str]) -> list[str]:
+    """Return the tags: what kind of model it is, those that were asked for, and those that it is found by."""
+    kinds = ["xcompat", model.method, *(["backward-compatible"] if model.compatible_with else [])]
+    searches = [tag(SEARCHES, version["fingerprint"]) for version in model.compatible_with]
+    return list(dict.fromkeys([*kinds, *tags, *searches, *(tag(EMBEDS, each) for each in model.embeds)]))
 
 
 def _results(run: RunFacts, task: str) -> list[EvalResult] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelInfo
+from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import logging
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -32,7 +33,7 @@ class _Card(BaseModel):
     method: str
     embeds: list[str] = []
     compatible_with: list[_Version]
-    base_model: str | None = None
+    base_model: str | list[str] | None = None
     eval_results: list[EvalResult] | None = None
 
 
@@ -119,7 +120,10 @@ def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> Found:
             with _silent():
                 info = api.model_info(listed.id)
             card = _Card.model_validate(vars(info.card_data) if info.card_data is not None else {})
-        except (ValidationError, TypeError, ValueError, KeyError, AttributeError):  # huggingface_hub does not validate cards
+        except (
+            RepositoryNotFoundError,  # gone since it was listed, or not for this user to see
+            *(ValidationError, TypeError, ValueError, KeyError, AttributeError),  # huggingface_hub does not validate cards
+        ):
             return Found(str(listed.id), "", **_figures(listed))
     stated = {SEARCHES: [each.fingerprint for each in card.compatible_with], EMBEDS: card.embeds}
     is_other = not all(any(each.startswith(digest) for each in stated[role]) for role, digest in wanted.items())
@@ -127,7 +131,7 @@ def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> Found:
         str(info.id),
         str(info.sha or ""),
         card.method,
-        card.base_model or "",
+        ", ".join([base] if isinstance(base := card.base_model or [], str) else base),
         [each.name for each in card.compatible_with],
         _gains(card),
         is_other=is_other,

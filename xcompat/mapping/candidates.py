@@ -23,6 +23,7 @@ from xcompat.models.remembered import ClassStatistics, RememberedClasses, Rememb
 Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
 Solver = Callable[[Paired, Described], CompatModel]
+"""From pairs, and the old model as ``describe_old`` gives it, to a linear map; one that was imported ignores the pairs."""
 
 
 def solve_procrustes(pairs: Paired, old: Described) -> CompatModel:
@@ -164,7 +165,7 @@ class Known:
         with torch.inference_mode():
             own_Qd = self._once((asked, candidate.line), own)
             if (memory := self.memory(candidate)) is None:
-                return own_Qd
+                return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
             recalled_Qd = self.recalled(candidate, new_QD, asked)
             return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
@@ -190,4 +191,5 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
         known: the parts, learned from a training set.
         confidence: the calibration of its memory; None for none.
     """
-    return known.line(candidate.line).remember(known.memory(candidate, confidence))
+    line, memory = known.line(candidate.line), known.memory(candidate, confidence)
+    return line if memory is None else line.remember(memory)  # an imported line may have a memory of its own

@@ -172,6 +172,8 @@ def choose(
     if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
         without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
+    if held.known[0].line(chosen.candidate.line).memory is not None:
+        no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
     mixed = held.try_(chosen.candidate, MIXED) if chosen.worst <= 0 and not held.of_galleries else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.candidates import GUESS, Candidate, Known, Paired, fit
+from xcompat.mapping.adapter_files import Activation
+from xcompat.mapping.candidates import GUESS, LINES, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice, choose
+from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.folds import Searched
+from xcompat.mapping.imported import THEIRS, Imported, Nearness, nearness, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
@@ -25,6 +29,32 @@ from xcompat.provenance import provenance
 MADE_BY = "map"
 
 
+class _Decision(NamedTuple):
+    """What is taken, and why.
+
+    Args:
+        candidate: what is taken.
+        said: sentences for the user.
+        choice: all that was tried on what was held out; None if nothing could be.
+        near: how near an imported map comes; None where there was a choice, or no such map.
+    """
+
+    candidate: Candidate
+    said: list[str]
+    choice: Choice | None = None
+    near: Nearness | None = None
+
+    @property
+    def confidence(self) -> Calibration | None:
+        """The calibration of the candidate's memory."""
+        return self.choice.confidence if self.choice is not None else None
+
+    @property
+    def beats(self) -> bool:
+        """Whether new queries find more than old ones by every protocol and metric."""
+        return self.choice is not None and self.choice.chosen.worst > 0
+
+
 def map_embeddings(
     old: Path,
     new: Path,
@@ -35,6 +65,8 @@ def map_embeddings(
     seed: int,
     overwrite: bool,
     codec: str | None = None,
+    start_from: str | None = None,
+    activation: Activation | None = None,
 ) -> bool:
     """Choose a map of queries on held-out items, solve it on everything, and write it as a model.
 
@@ -48,6 +80,8 @@ def map_embeddings(
         seed: of the folds.
         overwrite: whether anything at ``out`` may be replaced.
         codec: of the memory's entries, as in :meth:`RememberedClasses.memory`.
+        start_from: a map that exists already, tried like those that are solved (see :func:`read_imported`).
+        activation: of a network in an adapter's file.
 
     Returns:
         Whether new queries find more than old ones by every protocol and metric.
@@ -56,40 +90,31 @@ def map_embeddings(
         XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
     """
     silence_libraries()
-    require_replaceable(out, MADE_BY, overwrite, (old, new))
+    read = (old, new, *([Path(start_from)] if start_from is not None and Path(start_from).exists() else []))
+    require_replaceable(out, MADE_BY, overwrite, read)
     seconds: dict[str, float] = {}
     with stage("read", seconds):
         pairs = load_paired(old, new)
     _require_codec(codec, pairs)
     described = _described_old(old_model, old, pairs)
     encoder = _described_new(new_model, pairs) if new_model is not None else None
+    theirs = _theirs(start_from, activation, pairs, described, encoder)
+    lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        choice, no_choice = _choice(pairs, searched, seed)
-    if choice is not None:
-        console.print(choice_table(choice))
-    beats = choice is not None and choice.chosen.worst > 0
-    candidate = choice.chosen.candidate if choice is not None else GUESS
-    said = [*pairs.notes, *(said_of(choice) if choice is not None else [f"{no_choice}: the line that is taken is a guess."])]
-    with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, (old, new)) as temporary:
+        decided = _decide(pairs, lines, theirs, described, searched, seed)
+    if decided.choice is not None:
+        console.print(choice_table(decided.choice))
+    with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
-        confidence = choice.confidence if choice is not None else None
-        model = fit(candidate, Known(pairs, described, codec=codec), confidence)
+        model = fit(decided.candidate, Known(pairs, described, lines, codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        document = _document(choice, candidate, pairs, model) | {"old": described, "new": encoder, "searched_classes": searched}
-        document |= {
-            "fingerprint": model.fingerprint().digest,
-            "seed": seed,
-            "verdict": beats,
-            "said": said,
-            "seconds": seconds,
-            "run": provenance(),
-        }
-        write_json(temporary / "report.json", document)
-    for line in said:
+        document = _document(decided, pairs, model, theirs) | {"old": described, "new": encoder, "searched_classes": searched}
+        write_json(temporary / "report.json", document | {"seed": seed, "seconds": seconds, "run": provenance()})
+    for line in decided.said:
         console.print(literal(line), soft_wrap=True)
-    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(candidate)}", soft_wrap=True)
-    return beats
+    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    return decided.beats
 
 
 def _require_codec(codec: str | None, pairs: Paired) -> None:
@@ -98,12 +123,36 @@ def _require_codec(codec: str | None, pairs: Paired) -> None:
         raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
 
 
-def _choice(pairs: Paired, searched: Searched, seed: int) -> tuple[Choice | None, str | None]:
-    """Return the choice, or why there is none."""
+def _theirs(
+    name: str | None, activation: Activation | None, pairs: Paired, old: dict[str, Any], new: dict[str, Any] | None
+) -> Imported | None:
+    """Read the map that is tried beside those that are solved, if one is named."""
+    if name is not None:
+        return read_imported(name, pairs, old, new, activation)
+    if activation is not None:
+        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
+    return None
+
+
+def _decide(
+    pairs: Paired,
+    lines: Mapping[str, Solver],
+    theirs: Imported | None,
+    old: dict[str, Any],
+    searched: Searched,
+    seed: int,
+) -> _Decision:
+    """Choose on what can be held out; where nothing can, take a guess, or an imported map that comes nearer."""
+    about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        return choose(pairs, searched, seed), None
+        choice = choose(pairs, searched, seed, lines)
     except NothingHeldOutError as error:
-        return None, str(error)
+        near = nearness(pairs, lines, old, seed) if theirs is not None else None
+        candidate = Candidate(THEIRS) if near is not None and near.theirs_is_nearest else GUESS
+        compared = "" if theirs is None else f" {near or 'Theirs was not compared, as there are too few items.'}"
+        return _Decision(candidate, [*about, f"{error}: the line that is taken is a guess.{compared}"], near=near)
+    judged = [theirs.said_of(choice)] if theirs is not None else []
+    return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
 
 
 def _described_old(name: str | None, path: Path, pairs: Paired) -> dict[str, Any]:
@@ -129,12 +178,17 @@ def _require_dim(model: Embedder, dim: int, option: str) -> None:
         raise XcompatError(f"{option} {model.name} embeds in {model.dim} dimensions, the embeddings given have {dim}")
 
 
-def _document(choice: Choice | None, candidate: Candidate, pairs: Paired, model: CompatModel) -> dict[str, Any]:
+def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imported | None) -> dict[str, Any]:
     """Gather the measurements for ``report.json``."""
+    candidate, near = decided.candidate, decided.near
     document: dict[str, Any] = {
         "items": len(pairs),
         "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,
         "model": {"name": str(candidate), **asdict(candidate)},
         "fingerprint": model.fingerprint().digest,
+        "verdict": decided.beats,
+        "said": decided.said,
     }
-    return document | (as_json(choice) if choice is not None else {})
+    if theirs is not None:
+        document["start_from"] = theirs.source | {"taken": candidate.line == THEIRS} | (asdict(near) if near is not None else {})
+    return document | (as_json(decided.choice) if decided.choice is not None else {})

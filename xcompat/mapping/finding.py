@@ -92,7 +92,7 @@ def print_found(found: list[Found], old: str | None, new: str | None, json_only:
 
 def found_table(found: list[Found]) -> Table:
     """Return what was found as a table for the terminal; texts of strangers stand in it literally."""
-    title = "what others made; the least gain over old queries in points, with its 95 % interval"
+    title = "least gains over old queries in points, with 95 % intervals"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     for name in ("checkpoint\nmethod, revision, changed", "from → to"):
         table.add_column(name, overflow="fold")

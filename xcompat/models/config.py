@@ -33,6 +33,7 @@ class CompatConfig(PreTrainedConfig):
         logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in xbt.txt is its logarithm.
         memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
+        started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
 
     Raises:
         XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
@@ -47,6 +48,7 @@ class CompatConfig(PreTrainedConfig):
     weights: Literal["all", "adapters"] = "all"
     logit_scale: float = 1 / 0.07
     memory: dict | None = None
+    started_from: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Refuse what transformers would accept silently, then let it set up the rest."""
@@ -65,6 +67,13 @@ class CompatConfig(PreTrainedConfig):
                     "as describe_old gives it"
                 )
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all keys, without where the model started from if it was made here."""
+        written = super().to_dict()
+        if self.started_from is None:
+            del written["started_from"]
+        return written
 
     @classmethod
     def get_config_dict(

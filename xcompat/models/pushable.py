@@ -54,6 +54,7 @@ class PushableModel(LearningModel):
             side_info=getattr(config, "side_info", None),
             remembers=config.memory["entries"] if config.memory is not None else None,
             embeds=[each.digest for each in self.embeds_written()],
+            started_from=published(config.started_from) if config.started_from is not None else None,
         )
 
     def save_pretrained(

@@ -1,0 +1,383 @@
+"""``xcompat map --start-from``: maps of others and adapters of other tools, judged beside what is solved here."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hub_server import Hub
+from safetensors.torch import save_file
+from scipy.special import erf
+from test_map import EACH, NEW, OLD, made, normalised, write
+from test_models import build
+from torch import nn
+from transformers import AutoModel
+from typer.testing import CliRunner
+
+from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat.cli import app
+from xcompat.export.query_transform import linear_steps
+from xcompat.heads import Projection
+from xcompat.mapping import Candidate, PairedEmbeddings, choose, fit, load_paired
+from xcompat.mapping.adapter_files import read_adapters
+from xcompat.mapping.candidates import LINES, Known
+from xcompat.mapping.imported import THEIRS, nearness, read_imported
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
+from xcompat.training.push import push
+
+GALLERY = describe_old(Fingerprint.from_string("old"), OLD)
+Sides = tuple[Path, Path]
+
+
+def mapped(sides: Sides, out: Path, *more: str) -> tuple[str, dict[str, Any]]:
+    """Run the command; return what it says in one line, and its report."""
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(out), *more]
+    done = CliRunner().invoke(app, command)
+    if isinstance(done.exception, XcompatError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split()), json.loads((out / "report.json").read_text())
+
+
+def sample(folder: Path, each: int = EACH, labelled: bool = True) -> Sides:
+    """Write the first items of each class."""
+    pairs = made()
+    assert pairs.labels_N is not None
+    rows = [row for row in range(len(pairs)) if row % EACH < each]
+    labels = [str(label) for label in pairs.labels_N[rows]] if labelled else None
+    return write(folder / "old", pairs.old_Nd[rows], labels=labels), write(folder / "new", pairs.new_ND[rows])
+
+
+def solved(old: dict[str, Any] = GALLERY, pairs: PairedEmbeddings | None = None) -> CompatModel:
+    """Return what somebody else made of many items of the same models."""
+    return LINES["ridge"](pairs or made(), old)
+
+
+def shuffled() -> PairedEmbeddings:
+    pairs = made()
+    return PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd, pairs.labels_N)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@torch.no_grad()
+def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: Path) -> None:
+    theirs = fit(choose(made(), "known").chosen.candidate, Known(made(), GALLERY))
+    assert theirs.memory is not None
+    theirs.push_to_hub("me/map")
+    commit = hub.repos["me/map"].branches["main"]
+    out = tmp_path / "out"
+    said, report = mapped(sample(tmp_path, 4), out, "--start-from", "me/map", "--old-model", "old", "--searched-classes", "known")
+    assert f"Theirs is me/map at {commit[:12]}: it is taken." in said
+    source = {"name": "me/map", "revision": commit, "fingerprint": theirs.fingerprint().digest}
+    assert report["start_from"] == source | {"taken": True} and report["model"]["name"] == THEIRS
+    model, new = AutoModel.from_pretrained(out / "model"), torch.from_numpy(made().new_ND)
+    torch.testing.assert_close(model.view(new), theirs.view(new))
+    assert model.config.started_from["revision"] == commit and model.compatible_with == theirs.compatible_with
+    push(out, "me/mine")
+    assert f"Started from: `me/map` at `{commit}`" in hub.files("me/mine")["README.md"].decode()
+    assert AutoModel.from_pretrained("me/mine").fingerprint() == model.fingerprint()
+
+
+def test_a_map_is_judged_with_the_memory_that_it_has() -> None:
+    pairs = made()
+    theirs = fit(Candidate("procrustes", 0.25, share=0.5), Known(pairs))
+    known = Known(pairs, lines=LINES | {THEIRS: lambda *_: theirs})
+    with torch.no_grad():
+        expected = theirs.view(torch.from_numpy(pairs.new_ND))
+        bare = theirs.own_view(torch.from_numpy(pairs.new_ND))
+    torch.testing.assert_close(known.queries(Candidate(THEIRS), pairs.new_ND, "all"), expected)
+    metric = known.memory(Candidate(THEIRS, 0.25))
+    assert metric is not None
+    torch.testing.assert_close(
+        known.queries(Candidate(THEIRS, 0.25), pairs.new_ND, "all"), nn.functional.normalize(metric.metric(bare), dim=1)
+    )
+    assert fit(Candidate(THEIRS), known).memory is theirs.memory is not None
+    choice = choose(pairs, "known", lines={THEIRS: known.lines[THEIRS]})
+    assert choice.chosen.candidate == Candidate(THEIRS) and "came with the map" in choice.no_confidence
+
+
+def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
+    solved(pairs=shuffled()).export(tmp_path / "theirs")
+    more = ("--start-from", str(tmp_path / "theirs"), "--searched-classes", "known")
+    said, report = mapped(sample(tmp_path), tmp_path / "out", *more)
+    tried = [trial for trial in report["trials"] if trial["line"] == THEIRS]
+    least = max(round(1000 * trial["worst"]) for trial in tried) / 10
+    assert not report["start_from"]["taken"] and "it is not taken, as its least gain at its best is" in said
+    assert least < 100 * next(t["worst"] for t in report["trials"] if t["name"] == report["model"]["name"])
+    model = AutoModel.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.started_from is None
+    assert "started_from" not in json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_without_classes_cosines_are_compared(good: bool, tmp_path: Path) -> None:
+    solved(pairs=made() if good else shuffled()).export(tmp_path / "theirs")
+    said, report = mapped(sample(tmp_path, 2, labelled=False), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
+    assert report["start_from"]["taken"] is good and report["model"]["line"] == (THEIRS if good else "procrustes")
+    assert f"theirs is {'' if good else 'not '}taken. A cosine says how near queries come" in said and "is a guess" in said
+    found = report["start_from"]["cosines"]
+    assert set(found) == {"procrustes", "ridge", THEIRS} and (found[THEIRS] > max(found["procrustes"], found["ridge"])) is good
+
+
+def test_cosines_are_of_items_that_a_line_has_not_learned_from() -> None:
+    pairs = PairedEmbeddings(made().new_ND[:30], made().old_Nd[:30])
+    learned = list[set[bytes]]()
+
+    def watched(given: Any, old: Any) -> CompatModel:
+        learned.append({row.tobytes() for row in given.new_ND})
+        return LINES["procrustes"](given, old)
+
+    theirs = solved()
+    near = nearness(pairs, {"watched": watched, THEIRS: lambda *_: theirs}, GALLERY)
+    assert near is not None and not learned[0] & learned[1] and len(learned[0] | learned[1]) == 30
+    with torch.no_grad():
+        cosines = (theirs.view(torch.from_numpy(pairs.new_ND)) * torch.from_numpy(pairs.old_Nd)).sum(1)
+    assert near.cosines[THEIRS] == pytest.approx(cosines.mean().item(), abs=1e-6)
+    assert nearness(PairedEmbeddings(pairs.new_ND[:3], pairs.old_Nd[:3]), {THEIRS: lambda *_: theirs}, GALLERY) is None
+
+
+def _other_dimensions(folder: Path, _: dict[str, str]) -> CompatModel:
+    old = describe_old(Fingerprint.from_string("old"), OLD + 1)
+    return ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=NEW))
+
+
+def _of_galleries(folder: Path, _: dict[str, str]) -> CompatModel:
+    return ProcrustesModel(ProcrustesConfig(old=GALLERY, embedding_dim=NEW, direction="old_to_new"))
+
+
+def _whole(folder: Path, folder_of: dict[str, str]) -> CompatModel:
+    return build("xbt", folder_of)
+
+
+def _features(folder: Path, folder_of: dict[str, str]) -> CompatModel:
+    return METHODS["query_map"].from_encoder(folder_of["clip"], old=GALLERY, input="penultimate")
+
+
+UNFIT: dict[str, tuple[Callable[[Path, dict[str, str]], CompatModel], str]] = {
+    "dimensions": (_other_dimensions, f"maps {NEW} to {OLD + 1} dimensions, the embeddings given have {NEW} and {OLD}"),
+    "galleries": (_of_galleries, "maps galleries, not queries"),
+    "a whole model": (_whole, "embeds pictures or texts itself"),
+    "features": (_features, "maps penultimate features, not embeddings"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_maps_that_do_not_fit_are_one_line(what: str, folder_of: dict[str, str], tmp_path: Path) -> None:
+    make, said = UNFIT[what]
+    make(tmp_path, folder_of).export(tmp_path / "theirs")
+    with pytest.raises(XcompatError, match=said):
+        mapped(sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_maps_of_other_models_are_refused_or_said(old_folder: str, folder_of: dict[str, str], tmp_path: Path) -> None:
+    theirs = build("ridge", folder_of)
+    theirs.export(tmp_path / "theirs")
+    draw = np.random.default_rng(0)
+    sides = tuple(write(tmp_path / name, normalised(draw.standard_normal((40, dim)))) for name, dim in (("old", 8), ("new", 16)))
+    start = ("--start-from", str(tmp_path / "theirs"))
+    with pytest.raises(XcompatError, match="searches galleries of old@.*, older@.*, not of .*; start from another map"):
+        mapped(sides, tmp_path / "out", *start, "--old-model", old_folder)
+    with pytest.raises(XcompatError, match="maps embeddings of .*clip@.*, not of .*siglip@"):
+        mapped(sides, tmp_path / "out", *start, "--new-model", folder_of["siglip"])
+    said, _ = mapped(sides, tmp_path / "out", *start, "--old-model", "photos", "--new-model", folder_of["clip"])
+    assert "the old model is known by the name 'photos' alone" in said and "only the sample says whether it fits" not in said
+    said, _ = mapped(sides, tmp_path / "out", *start, "--old-model", "older")
+    assert "known by the name" not in said and "and --new-model does not say whose these are" in said
+
+
+def test_what_is_no_map_is_one_line(folder_of: dict[str, str], tmp_path: Path) -> None:
+    sides = sample(tmp_path)
+    (tmp_path / "notes.txt").write_text("W = 1")
+    for name, said in {
+        folder_of["clip"]: "holds no model of xcompat",
+        str(tmp_path / "nowhere"): "does not exist",
+        str(tmp_path / "nowhere.npz"): "is no file of .npz or .safetensors",
+        str(tmp_path / "notes.txt"): "is no file of .npz or .safetensors",
+    }.items():
+        with pytest.raises(XcompatError, match=said):
+            mapped(sides, tmp_path / "out", "--start-from", name)
+    with pytest.raises(XcompatError, match="--activation says what a file under --start-from computes"):
+        mapped(sides, tmp_path / "out", "--activation", "relu")
+    solved().export(tmp_path / "theirs" / "model")
+    with pytest.raises(XcompatError, match="leave --activation out"):
+        mapped(sides, tmp_path / "out", "--start-from", str(tmp_path / "theirs"), "--activation", "relu")
+    with pytest.raises(XcompatError, match="choose another place to write to"):
+        mapped(sides, tmp_path / "theirs", "--start-from", str(tmp_path / "theirs" / "model"), "--overwrite")
+
+
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+W, BIAS, SCALE = numbers(NEW, OLD), numbers(OLD), np.abs(numbers(OLD)) + 0.5
+U, V = numbers(NEW, 5), numbers(OLD, 5)
+FIRST, LAST = numbers(9, NEW), numbers(OLD, 9)
+LINEAR: dict[str, tuple[dict[str, np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
+    "W": ({"W": W}, lambda x: x @ W),
+    "W, b": ({"W": W, "b": BIAS}, lambda x: x @ W + BIAS),
+    "of nn.Linear": ({"linear.weight": W.T, "linear.bias": BIAS}, lambda x: x @ W + BIAS),
+    "of nn.Sequential": ({"0.weight": W.T, "0.bias": BIAS}, lambda x: x @ W + BIAS),
+    "scale": ({"W": W, "scale": SCALE, "bias": BIAS[None]}, lambda x: x @ W * SCALE + BIAS),
+    "one factor": ({"W": W, "scaling": np.float32(3.0), "bias": BIAS}, lambda x: 3 * (x @ W) + BIAS),
+    "low rank": ({"U": U, "V": V, "b": BIAS}, lambda x: x @ U @ V.T + BIAS),
+    "low rank, turned": ({"U": V.T, "V": U.T}, lambda x: x @ U @ V.T),
+    "float16": ({"W": W.astype(np.float16)}, lambda x: x @ W.astype(np.float16).astype(np.float32)),
+}
+
+
+def saved(path: Path, arrays: dict[str, np.ndarray], **metadata: str) -> Path:
+    if path.suffix == ".npz":
+        np.savez(path, **arrays, **metadata)
+    else:
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        save_file(tensors, path, metadata or None)
+    return path
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("what", LINEAR)
+def test_a_linear_adapter_maps_as_it_did(what: str, suffix: str, tmp_path: Path) -> None:
+    arrays, reference = LINEAR[what]
+    (read,) = read_adapters(saved(tmp_path / f"adapter{suffix}", arrays), GALLERY, NEW, None)
+    new = made().new_ND
+    np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), normalised(reference(new)), atol=1e-5)
+    assert linear_steps(read.model), "faiss takes it"
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + erf(x / np.sqrt(2)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("activation", "function"), [("relu", lambda x: np.maximum(x, 0)), ("gelu", gelu)])
+def test_a_network_maps_as_it_did(activation: Any, function: Any, turned: bool, suffix: str, tmp_path: Path) -> None:
+    hidden = numbers(9)
+    layers = [FIRST.T, LAST.T] if turned else [FIRST, LAST]
+    arrays = {"net.0.weight": layers[0], "net.0.bias": hidden, "net.3.weight": layers[1]}  # a dropout was between
+    path = saved(tmp_path / f"adapter{suffix}", arrays, activation=activation.upper())
+    (read,) = read_adapters(path, GALLERY, NEW, None)
+    new = made().new_ND
+    expected = normalised(function(new @ FIRST.T + hidden) @ LAST.T)
+    found = read.model.view(torch.from_numpy(new)).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert (found * expected).sum(1).min() > 1 - 1e-6
+    read.model.export(tmp_path / "model")
+    torch.testing.assert_close(AutoModel.from_pretrained(tmp_path / "model").view(torch.from_numpy(new)), torch.from_numpy(found))
+
+
+@torch.no_grad()
+def test_a_projection_is_known_by_its_layers(tmp_path: Path) -> None:
+    phi = Projection(NEW, OLD).eval()
+    save_file(phi.state_dict(), tmp_path / "phi.safetensors")
+    (read,) = read_adapters(tmp_path / "phi.safetensors", GALLERY, NEW, None)
+    new = torch.from_numpy(made().new_ND)
+    torch.testing.assert_close(read.model.view(new), phi(new))
+
+
+@torch.no_grad()
+def test_of_a_square_matrix_the_sample_says_which_side_is_which(tmp_path: Path) -> None:
+    turn = np.linalg.qr(numbers(OLD, OLD))[0]
+    new = normalised(numbers(50, OLD))
+    pairs = PairedEmbeddings(new, normalised(new @ turn))
+    for weight, how in ((turn, "x·W"), (turn.T, "W·x")):
+        path = saved(tmp_path / "square.npz", {"W": weight})
+        read = read_imported(str(path), pairs, GALLERY, None)
+        assert f"square.npz is read as {how}, which by mean cosine fits the sample best" in read.notes[0]
+        np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), pairs.old_Nd, atol=1e-5)
+    layers = {"0.weight": turn, "0.bias": 0 * turn[0], "2.weight": turn, "2.bias": 0 * turn[0]}
+    path = saved(tmp_path / "network.npz", layers)
+    assert "two layers" in read_imported(str(path), pairs, GALLERY, None, "gelu").notes[0]
+
+
+def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None:
+    theirs = solved()
+    arrays = {"W": theirs.weight.numpy(), "b": theirs.bias.numpy()}
+    path, out = saved(tmp_path / "adapter.npz", arrays), tmp_path / "out"
+    sides = sample(tmp_path, 4)
+    said, report = mapped(sides, out, "--start-from", str(path), "--searched-classes", "known")
+    assert "adapter.npz is read as x·W, as its shapes say." in said
+    trial = next(trial for trial in report["trials"] if trial["name"] == THEIRS)
+    direct = choose(load_paired(*sides), "known", lines=LINES | {THEIRS: lambda *_: theirs})
+    expected = next(each for each in direct.trials if each.candidate == Candidate(THEIRS))
+    assert trial["worst"] == pytest.approx(expected.worst, abs=1e-6)
+    model = AutoModel.from_pretrained(out / "model")
+    assert model.config.started_from["name"] == str(path)
+    assert report["start_from"]["taken"]
+    push(out, "me/map")
+    assert "Started from: `adapter.npz`" in hub.files("me/map")["README.md"].decode()
+    assert not [name for name, content in hub.files("me/map").items() if str(tmp_path).encode() in content]
+
+
+def _bomb(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file, file.open("W.npy", "w", force_zip64=True) as entry:
+        for _ in range(33):
+            entry.write(bytes(2**16))
+
+
+def _pickled(path: Path) -> None:
+    np.savez(path, W=np.array([{"a": 1}], dtype=object))
+
+
+MLP = {"0.weight": FIRST, "0.bias": numbers(9), "2.weight": LAST, "2.bias": BIAS}
+BAD: dict[str, tuple[Any, str]] = {
+    "no archive": (lambda path: path.write_bytes(b"not a zip"), "holds no arrays of numbers"),
+    "cut short": (lambda path: path.write_bytes(saved(path, {"W": W}).read_bytes()[:-40]), "holds no arrays of numbers"),
+    "objects": (_pickled, "holds no arrays of numbers .*allow_pickle"),
+    "a bomb": (_bomb, "holds more than 0 GiB"),
+    "NaN": ({"W": W * np.nan}, "W in .* holds values that are not finite"),
+    "integers": ({"W": W.astype(np.int64)}, "W in .* holds int64; weights are floats"),
+    "nothing": ({}, "holds nothing; an adapter holds W"),
+    "another name": ({"W": W, "offset": BIAS}, "holds 'offset'"),
+    "a bias twice": ({"W": W, "b": BIAS, "bias": BIAS}, "holds W, b, bias; an adapter holds"),
+    "one factor": ({"U": U}, "holds U; an adapter holds"),
+    "dimensions": ({"W": W[1:]}, rf"holds W of \(23, 16\), which maps no {NEW} to {OLD} dimensions"),
+    "factors": ({"U": U[1:], "V": V}, r"holds U of \(23, 5\) and V of \(16, 5\), which maps no"),
+    "bias": ({"W": W, "b": BIAS[1:]}, r"b in .* has the shape \(15,\); it has 16 numbers"),
+    "no activation": (MLP, "does not say its activation; give --activation relu, or gelu"),
+    "tanh": (MLP | {"activation": np.array("tanh")}, "names the activation 'tanh', which no map has"),
+    "another activation": (MLP | {"activation": np.array("gelu")}, "names the activation 'gelu', --activation 'relu'"),
+    "of a line": ({"W": W, "activation": np.array("relu")}, "holds a linear map, which has no activation relu"),
+    "a norm": (MLP | {"1.weight": numbers(9), "1.bias": numbers(9)}, "layer 1 in .* is no linear layer"),
+    "three layers": (MLP | {"4.weight": numbers(OLD, OLD)}, "holds the layers 0, 2, 4; no map here is of that form"),
+    "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "holds the layers 0, 1; no map here is of that form"),
+    "layers beside": (MLP | {"W": W}, "holds 'W' beside layers of nn.Sequential"),
+    "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"holds layers of \(9, 24\) and \(15, 9\), which map no"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, said = BAD[what]
+    path = tmp_path / "adapter.npz"
+    if what == "a bomb":
+        monkeypatch.setattr("xcompat.mapping.adapter_files.LARGEST", 2**20)
+    if callable(arrays):
+        arrays(path)
+    else:
+        saved(path, arrays)
+    given = {"another activation": "relu", "a norm": "relu", "layers that do not fit": "relu"}.get(what)
+    with pytest.raises(XcompatError, match=said) as refused:
+        read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+
+
+def test_a_damaged_safetensors_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "adapter.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(XcompatError, match="is no safetensors file"):
+        read_adapters(tmp_path / "adapter.safetensors", GALLERY, NEW, None)

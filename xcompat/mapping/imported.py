@@ -1,0 +1,234 @@
+"""Maps that exist already: a checkpoint or another tool's adapter, judged on the user's sample before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xcompat.encoders import EncoderSource
+from xcompat.errors import XcompatError
+from xcompat.evaluation import PairedDifference, paired_bootstrap
+from xcompat.fingerprint import Fingerprint
+from xcompat.mapping.adapter_files import SUFFIXES, Activation, Adapter, read_adapters
+from xcompat.mapping.candidates import Described, Paired, Solver
+from xcompat.mapping.choosing import Choice, better
+from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.models import CompatModel
+from xcompat.models.embedder import load_checkpoint
+from xcompat.report.wording import gain, interval
+
+THEIRS = "theirs"
+"""Name of the line that was not solved here."""
+FEWEST = 4
+"""Least items of which each half says something about the other."""
+MOST = 20_000
+"""Most items that are measured so."""
+_COMPARED = 4096  # rows that decide between readings of a file
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A map that exists already, tried like a line that is solved.
+
+    Args:
+        model: the map, perhaps with a memory of its own.
+        source: its ``name``, ``revision`` and ``fingerprint``; of a file its SHA-256.
+        notes: sentences about it for the user.
+    """
+
+    model: CompatModel
+    source: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return its name, and its commit if it has one."""
+        revision = self.source["revision"]
+        return f"{self.source['name']} at {revision[:12]}" if revision else str(self.source["name"])
+
+    def said_of(self, choice: Choice) -> str:
+        """Return in a sentence how the map did beside what was solved here."""
+        if choice.chosen.candidate.line == THEIRS:
+            return f"Theirs is {self}: it is taken. If it learned from items of this sample, it looks better than it is."
+        least = better(trial for trial in choice.trials if trial.candidate.line == THEIRS).least
+        told = f"{gain(least.mean)} points ({interval((least.low, least.high))})"
+        return f"Theirs is {self}: it is not taken, as its least gain at its best is {told}."
+
+    def solve(self, _: Paired, old: Described) -> CompatModel:
+        """Return the map for galleries of the old model: a :data:`Solver` that learns nothing from the pairs."""
+        self.model.config.old = old
+        return self.model
+
+
+def read_imported(
+    name: str, pairs: Paired, old: Described, new: Mapping[str, Any] | None, activation: Activation | None = None
+) -> Imported:
+    """Read a map and refuse one that was made for other models.
+
+    Args:
+        name: of a checkpoint on the Hub, its folder, or an adapter's file.
+        pairs: the user's sample.
+        old: the gallery's model, as ``describe_old`` gives it.
+        new: the queries' model, as ``Embedder.describe_encoder`` gives it; None if it is not known.
+        activation: of a network in an adapter's file, where that does not say.
+
+    Returns:
+        The map.
+
+    Raises:
+        XcompatError: there is no such map, or it does not fit the sample or its models.
+    """
+    path = Path(name)
+    if path.suffix in SUFFIXES or path.is_file():
+        return _adapter(path, pairs, old, activation)
+    if activation is not None:
+        raise XcompatError(f"{name} is a checkpoint, which says itself what it computes; leave --activation out")
+    model = load_checkpoint(EncoderSource(name=name))
+    _require_map_of_queries(name, model)
+    _require_dims(name, model, pairs)
+    source = {"name": name, "revision": model.revision, "fingerprint": model.fingerprint().digest}
+    model.config.started_from = source
+    return Imported(model, source, (*_about_old(name, model, old), *_about_new(name, model, new)))
+
+
+def _adapter(path: Path, pairs: Paired, old: Described, activation: Activation | None) -> Imported:
+    if path.suffix not in SUFFIXES or not path.is_file():
+        raise XcompatError(f"{path} is no file of {' or '.join(SUFFIXES)}; name one, or a checkpoint by folder or name")
+    readings = read_adapters(path, old, pairs.dims[0], activation)
+    chosen, note = _best_reading(path, readings, pairs)
+    source = {"name": str(path), "revision": None, "fingerprint": hashlib.sha256(path.read_bytes()).hexdigest()}
+    chosen.model.config.started_from = source
+    return Imported(chosen.model, source, (note,))
+
+
+def _best_reading(path: Path, readings: list[Adapter], pairs: Paired) -> tuple[Adapter, str]:
+    """Return the reading that brings new embeddings nearest to old ones, and say how the file is read."""
+    if len(readings) == 1:
+        return readings[0], f"{path.name} is read as {readings[0].how}, as its shapes say."
+    new_BD, old_Bd = (each[:_COMPARED] for each in next(iter(pairs.batches())))
+    cosines = [float((each.model.view(new_BD) * old_Bd).sum(1).mean()) for each in readings]
+    best = int(np.argmax(cosines))
+    told = ", ".join(f"{each.how} {cosine:.3f}" for each, cosine in zip(readings, cosines, strict=True))
+    how = readings[best].how
+    return readings[best], f"{path.name} is read as {how}, which by mean cosine fits the sample best ({told})."
+
+
+def _require_map_of_queries(name: str, model: CompatModel) -> None:
+    if model.maps_galleries:
+        raise XcompatError(f"{name} maps galleries, not queries: xcompat gallery upgrade takes it")
+    if not model.embeds_in_memory:
+        raise XcompatError(f"{name} embeds pictures or texts itself and is no map of embeddings; use it as it is")
+    if model.maps_features(model.config.to_dict()):
+        raise XcompatError(f"{name} maps penultimate features, not embeddings; start from another map")
+
+
+def _require_dims(name: str, model: CompatModel, pairs: Paired) -> None:
+    dims = model.config.embedding_dim, model.config.old["dim"]
+    if dims != pairs.dims:
+        raise XcompatError(
+            f"{name} maps {dims[0]} to {dims[1]} dimensions, the embeddings given have {pairs.dims[0]} and {pairs.dims[1]}"
+        )
+
+
+def _about_old(name: str, model: CompatModel, old: Described) -> list[str]:
+    """Refuse a map for galleries of another model; return a note where the gallery's model is known by its name alone."""
+    gallery, known = Fingerprint(str(old["fingerprint"]), str(old["name"])), model.compatible_with
+    if gallery in known:
+        return []
+    versions = ", ".join(map(str, known))
+    if gallery != Fingerprint.from_string(gallery.name):
+        raise XcompatError(f"{name} searches galleries of {versions}, not of {gallery}; start from another map")
+    return [
+        f"{name} was made for galleries of {versions}; the old model is known by the name {gallery.name!r} alone, so only the "
+        "sample says whether it is the same."
+    ]
+
+
+def _about_new(name: str, model: CompatModel, new: Mapping[str, Any] | None) -> list[str]:
+    """Refuse a map of another model's embeddings; return a note where either model is not known."""
+    described = model.config.encoder
+    if described is None or new is None:
+        made_for = "a model that it does not name" if described is None else described["name"]
+        unknown = "" if new is not None else ", and --new-model does not say whose these are"
+        return [f"{name} maps embeddings of {made_for}{unknown}: only the sample says whether it fits."]
+    mapped, given = (Fingerprint(each["fingerprint"], each["name"]) for each in (described, new))
+    if mapped != given:
+        raise XcompatError(f"{name} maps embeddings of {mapped}, not of {given}; start from another map")
+    return []
+
+
+# --------------------------------------------------------------------------------------------- without held-out items
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How near mapped new embeddings come to old ones: less than what is found, and all that can be measured without classes.
+
+    Args:
+        cosines: line -> mean cosine over the items; a line that is solved here learned from the other half of them.
+        leads: line -> the imported map's cosine minus the line's, paired over the items.
+    """
+
+    cosines: dict[str, float]
+    leads: dict[str, PairedDifference]
+
+    @property
+    def theirs_is_nearest(self) -> bool:
+        """Whether the imported map comes nearer than every other line."""
+        return all(lead.mean > 0 for lead in self.leads.values())
+
+    def __str__(self) -> str:
+        """Return the result in a sentence."""
+        told = ", ".join(
+            f"{line} at {self.cosines[line]:.3f} ({lead.mean:+.3f} for theirs, {lead.low:.3f} to {lead.high:.3f})"
+            for line, lead in self.leads.items()
+        )
+        return (
+            f"By the mean cosine of mapped new to old embeddings, theirs is at {self.cosines[THEIRS]:.3f}, {told}, solved on the "
+            f"other half of the sample: theirs is {'' if self.theirs_is_nearest else 'not '}taken. A cosine says how near "
+            "queries come, not what they find."
+        )
+
+
+def nearness(pairs: Paired, lines: Mapping[str, Solver], old: Described, seed: int = 0) -> Nearness | None:
+    """Measure how near each line brings new embeddings to old ones, on items that it has not learned from.
+
+    Args:
+        pairs: the sample.
+        lines: the solver of each line, by name; :data:`THEIRS` is among them.
+        old: the gallery's model.
+        seed: of the halves and of the intervals.
+
+    Returns:
+        The measurement, on :data:`MOST` items at most; None of fewer than :data:`FEWEST` items.
+
+    Raises:
+        XcompatError: the embeddings are all equal.
+    """
+    whole = pairs.together()
+    if len(whole) < FEWEST:
+        return None
+    order_N = np.random.default_rng(seed).permutation(len(whole))[:MOST]
+    halves = [np.sort(order_N[::2]), np.sort(order_N[1::2])]
+    cosines_N = {
+        name: np.concatenate(
+            [_cosines(solver(whole.take(learned), old), whole.take(held)) for learned, held in (halves, halves[::-1])]
+        )
+        for name, solver in lines.items()
+    }
+    leads = {
+        name: paired_bootstrap(cosines_N[THEIRS], found_N, seed=seed) for name, found_N in cosines_N.items() if name != THEIRS
+    }
+    return Nearness({name: float(found_N.mean()) for name, found_N in cosines_N.items()}, leads)
+
+
+@torch.inference_mode()
+def _cosines(model: CompatModel, pairs: PairedEmbeddings) -> NDArray[np.float64]:
+    found = [(model.view(new_BD) * torch.nn.functional.normalize(old_Bd, dim=1)).sum(1) for new_BD, old_Bd in pairs.batches()]
+    return torch.cat(found).double().numpy()
