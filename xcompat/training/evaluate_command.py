@@ -24,7 +24,8 @@ from xcompat.models.frozen import load_frozen
 from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
-from xcompat.training.evaluation_sets import EvaluationSet, PairTestSet, load_test_set
+from xcompat.training.contestants import EvaluationSet
+from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.judging import embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from xcompat.data import (
@@ -25,37 +22,16 @@ from xcompat.data import (
 )
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.errors import XcompatError, nearest
-from xcompat.evaluation import Contestant, EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
-from xcompat.evaluation.contestants import C
-from xcompat.fingerprint import Fingerprint
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
+from xcompat.training.contestants import EvaluationSet, best_rows, display_name
 from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
     import datasets
-
-HITS_SHOWN = 5
-
-
-class EvaluationSet(Protocol):
-    """The items that every model of an evaluation embeds."""
-
-    def embed(self, embedder: FrozenModel, cache_dir: Path) -> Contestant:
-        """Embed the items with a frozen model, or read its cached embeddings; unreadable images are rows of NaN."""
-
-    def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own
-        """Search for a few randomly drawn items, with old queries and with new ones.
-
-        Args:
-            old: the old model, whose queries search its own gallery.
-            new_view: the new model's queries.
-            searched: the gallery of the new queries: the old one, or the mapped one.
-            count: number of items.
-            seed: of the draw.
-        """
 
 
 def load_test_set(data: DataSettings) -> EvaluationSet | None:
@@ -129,7 +105,7 @@ class PairTestSet(EvaluationSet):
             rows = []
             for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
                 hits = []
-                for image in _best(np.asarray(gallery.image_embeds_ND), np.asarray(queries.text_embeds_MD)[text]):
+                for image in best_rows(gallery.image_embeds_ND, np.asarray(queries.text_embeds_MD)[text]):
                     record = self.pairs[image]
                     caption = next(iter(captions_of(record[CAPTION])), "")
                     hits.append(Hit(open_image(record[IMAGE]), caption, image_ids[image] == self.text_ids[text]))
@@ -179,19 +155,12 @@ class LabelledTestSet(EvaluationSet):
             for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
                 hits = [
                     Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
-                    for image in _best(np.asarray(gallery.gallery_embeds_GD), np.asarray(queries.query_embeds_QD)[query])
+                    for image in best_rows(gallery.gallery_embeds_GD, np.asarray(queries.query_embeds_QD)[query])
                     if gallery_ids[image] != query_ids[query]
                 ]
                 rows.append(ExampleRow(label, hits))
             examples.append(Example(asked[query], rows))
         return examples
-
-
-def _best(gallery_ND: np.ndarray, query_D: np.ndarray) -> list[int]:
-    scores_N = gallery_ND @ query_D
-    scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # an unreadable picture is never found
-    found: list[int] = np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist()
-    return found
 
 
 def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:
@@ -217,47 +186,3 @@ def label_index(label: int | str, classes: list[str]) -> int:
     if str(label).isdigit() and int(label) < len(classes):
         return int(label)
     raise XcompatError(f"the label {label!r} is none of the {len(classes)} classes; {nearest(str(label), classes)}")
-
-
-def display_name(name: str) -> str:
-    """Return the name of a model in a report: the stage's name for the folder of a run's model, else the name itself.
-
-    Example:
-        >>> display_name("runs/quickstart/old/model"), display_name("openai/clip-vit-base-patch32")
-        ('old', 'openai/clip-vit-base-patch32')
-    """
-    return Path(name).parent.name if Path(name).name == "model" else name
-
-
-def map_contestant(
-    model: C,
-    name: str,
-    fingerprint: Fingerprint,
-    through: Callable[..., Tensor],
-    device: torch.device,
-    beside: C | None = None,
-) -> C:
-    """Map embeddings with a model's ``view``, ``self_view`` or ``upgrade``, or mix them with others.
-
-    Args:
-        model: embeddings of the test set.
-        name: name of the result.
-        fingerprint: the identity of the result.
-        through: maps (B, D), and (B, S) of ``beside`` if that is given, to (B, d).
-        device: where it computes.
-        beside: other embeddings of the same items, such as side-information.
-
-    Returns:
-        The same items with mapped embeddings.
-    """
-    others = beside.matrices() if beside is not None else {}
-
-    @torch.inference_mode()
-    def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
-        chunks = zip(*(torch.from_numpy(np.asarray(side, dtype=np.float32)).split(8192) for side in sides), strict=True)
-        return torch.cat([through(*(side.to(device) for side in chunk)).cpu() for chunk in chunks]).numpy()
-
-    result = model.with_matrices(
-        {kind: mapped(embeds, *([others[kind]] if others else [])) for kind, embeds in model.matrices().items()}
-    )
-    return replace(result, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses

@@ -24,7 +24,7 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
-from xcompat.training.evaluation_sets import EvaluationSet, display_name, map_contestant
+from xcompat.training.contestants import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.sections import EvaluationSettings
 

@@ -23,7 +23,8 @@ from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.training.chosen import choose_map
-from xcompat.training.evaluation_sets import EvaluationSet, display_name, load_test_set
+from xcompat.training.contestants import EvaluationSet, display_name
+from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judging import embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
