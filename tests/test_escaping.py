@@ -26,6 +26,7 @@ from torch._utils import ExceptionWrapper
 from xcompat import Fingerprint, XcompatError, failures
 from xcompat.errors import visible
 from xcompat.evaluation import Criterion, EmbeddedImages
+from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.lineage import Ancestor, draw
 from xcompat.markdown import as_block, as_code, as_text
@@ -63,7 +64,7 @@ def report() -> Report:
 def called(report: Report, name: str) -> Report:
     """Return a report in which everything that somebody else can name has this name."""
     case = replace(report.cases[0], gallery=name, direction=name)
-    hits = [Hit(Image.new("RGB", (2, 2)), name, True), Hit(None, name, False)]
+    hits = [Hit(Image.new("RGB", (2, 2)), name, True), Hit(None, name, False), Hit(None, name, True, 2.0)]
     return replace(
         report,
         old=ModelInfo(name, name, 8),
@@ -75,6 +76,11 @@ def called(report: Report, name: str) -> Report:
         run={"notes": [name], name: name},
         examples=[Example(name, [ExampleRow(name, hits)])],
     )
+
+
+def judged(report: Report) -> Report:
+    """Return a report on texts, whose example searches are laid out as lines."""
+    return replace(report, cases=[replace(case, direction=TEXT_TO_TEXT) for case in report.cases])
 
 
 def elements(page: str) -> list[Any]:
@@ -113,6 +119,8 @@ def structure(text: str) -> list[Any]:
 def test_a_page_holds_the_elements_of_its_template_alone(name: str, report: Report) -> None:
     plots = {"cases-0.png": b"", "recall-0.png": b""}
     assert elements(render_html(called(report, name), plots)) == elements(render_html(called(report, PLAIN), plots))
+    texts = [judged(called(report, each)) for each in (name, PLAIN)]
+    assert elements(render_html(texts[0], plots)) == elements(render_html(texts[1], plots))
 
 
 @given(name=hostile)

@@ -20,11 +20,18 @@ class Hit(NamedTuple):
         image: its picture, if it has one.
         caption: its text.
         is_hit: whether it matches the query.
+        gain: how relevant it is judged to be, if hits are graded.
     """
 
     image: Image.Image | None
     caption: str
     is_hit: bool
+    gain: float | None = None
+
+    @property
+    def mark(self) -> str:
+        """What is written before a hit that matches: a tick, and the gain if it has one."""
+        return "" if not self.is_hit else "✓" if self.gain is None else f"✓ gain {self.gain:g}"
 
 
 class ExampleRow(NamedTuple):

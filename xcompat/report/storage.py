@@ -62,6 +62,7 @@ class _HitLayout(BaseModel):
     image: str | None
     caption: str
     is_hit: bool
+    gain: float | None = None
 
 
 class _RowLayout(BaseModel):
@@ -175,12 +176,12 @@ def _save_data(path: Path, report: Report) -> None:
         rows = []
         for label, hits in example.rows:
             described = []
-            for image, caption, is_hit in hits:
+            for image, caption, is_hit, gain in hits:
                 name = None
                 if image is not None:
                     name = f"image.{len(tensors)}"
                     tensors[name] = np.frombuffer(encode_png(image), dtype=np.uint8)
-                described.append({"image": name, "caption": caption, "is_hit": bool(is_hit)})
+                described.append({"image": name, "caption": caption, "is_hit": bool(is_hit), "gain": gain})
             rows.append({"label": label, "hits": described})
         examples.append({"query_text": example.query_text, "rows": rows})
     layout = {
@@ -235,7 +236,10 @@ def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Examp
 
     return Example(
         described.query_text,
-        [ExampleRow(row.label, [Hit(picture(hit.image), hit.caption, hit.is_hit) for hit in row.hits]) for row in described.rows],
+        [
+            ExampleRow(row.label, [Hit(picture(hit.image), hit.caption, hit.is_hit, hit.gain) for hit in row.hits])
+            for row in described.rows
+        ],
     )
 
 

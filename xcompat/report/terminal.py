@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xcompat.progress import literal
-from xcompat.report.content import Report
+from xcompat.report.content import Hit, Report
 from xcompat.report.wording import gain, interval, metric_name, verdicts
 
 _STYLES = {"yes": "bold green", "no": "bold red", "not measured": "yellow"}
@@ -46,12 +46,12 @@ def _print_examples(report: Report, console: Console) -> None:
     for example in report.examples:
         table = Table(title=f"“{literal(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
         for label, _ in example.rows:
-            table.add_column(literal(label))
+            table.add_column(literal(label), no_wrap=report.is_judged)
         depth = max((len(hits) for _, hits in example.rows), default=0)
         for place in range(depth):
             cells = []
             for _, hits in example.rows:
-                _, caption, is_hit = hits[place] if place < len(hits) else (None, "", False)
-                cells.append(f"[bold green]✓ {literal(caption)}[/]" if is_hit else f"  {literal(caption)}")
+                hit = hits[place] if place < len(hits) else Hit(None, "", False)
+                cells.append(f"[bold green]{hit.mark} {literal(hit.caption)}[/]" if hit.is_hit else f"  {literal(hit.caption)}")
             table.add_row(*cells)
         console.print(table)
