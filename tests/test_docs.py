@@ -165,7 +165,7 @@ def test_the_papers_can_be_cited() -> None:
 
 
 def test_the_recipes_in_the_pages_are_some(tmp_path: Path) -> None:
-    told = {"photos.yaml": (["map"], None), "upgrade.yaml": (["projection", "xbt"], 1e-4)}
+    told = {"photos.yaml": (["map"], None), "upgrade.yaml": (["projection", "xbt"], 1e-4), "texts.yaml": (["ridge"], None)}
     assert {name for _, name, _ in RECIPES} == set(told)
     for page, name, text in RECIPES:
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -22,9 +22,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
     Raises:
         XcompatError: the file is missing, or a line is no judgement or contradicts another one.
     """
-    file = Path(file)
-    if not file.is_file():
-        raise XcompatError(f"the judgements {file} do not exist; name a file of query, item and gain")
+    file = require_qrels(file)
     qrels: dict[str, dict[str, float]] = {}
     for place, (number, line) in enumerate(text_lines(file)):
         columns = line.split("\t") if "\t" in line else line.split()
@@ -41,6 +39,13 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
     if not qrels:
         raise XcompatError(f"{file} holds no judgement; write query, item and gain in each line")
     return qrels
+
+
+def require_qrels(file: str | Path) -> Path:
+    """Return the path of a file of judgements, or refuse one that is not there."""
+    if not Path(file).is_file():
+        raise XcompatError(f"the judgements {file} do not exist; name a file of query, item and gain")
+    return Path(file)
 
 
 def _gain(columns: list[str]) -> float | None:

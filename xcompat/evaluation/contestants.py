@@ -94,6 +94,9 @@ class Contestant(Protocol):
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> Self:
         """Return the same items with other embeddings."""
 
+    def queries_alone(self) -> Self:
+        """Return the same items without the embeddings of those that are only searched, where that saves something."""
+
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return one mask per kind of item: False for rows of NaN, whose item could not be read."""
 

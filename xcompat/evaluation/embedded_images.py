@@ -61,6 +61,10 @@ class EmbeddedImages:
         """Return the same items with other embeddings."""
         return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"])
 
+    def queries_alone(self) -> EmbeddedImages:
+        """Return all of them: its gallery is often its queries."""
+        return self
+
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return masks of the queries and of the gallery items that could be read."""
         return tuple(np.isfinite(np.asarray(embeds)[:, 0]) for embeds in (self.query_embeds_QD, self.gallery_embeds_GD))

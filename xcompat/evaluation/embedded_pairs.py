@@ -92,6 +92,10 @@ class EmbeddedPairs:
         )
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
+    def queries_alone(self) -> EmbeddedPairs:
+        """Return all of them: both kinds search each other."""
+        return self
+
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return a mask of the images that could be read; texts always can."""
         return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)

@@ -59,6 +59,10 @@ class EmbeddedTexts:
         """Return the same items with other embeddings."""
         return replace(self, query_embeds_QD=matrices["queries"], text_embeds_GD=matrices.get("texts"))
 
+    def queries_alone(self) -> EmbeddedTexts:
+        """Return the same items without the embeddings of the passages."""
+        return replace(self, text_embeds_GD=None)
+
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return no masks: texts can always be read."""
         return ()
@@ -83,7 +87,7 @@ class EmbeddedTexts:
         """Rank the relevant passages of each judged query."""
         found = graded_per_query(
             self.query_embeds_QD,
-            gallery._texts(),
+            gallery.passages(),
             self.query_ids,
             gallery.text_ids,
             self.qrels,
@@ -97,7 +101,8 @@ class EmbeddedTexts:
             ranks_Q, {metric: _spread(values_J, found.rows_J, len(ranks_Q)) for metric, values_J in found.values.items()}
         )
 
-    def _texts(self) -> Embeddings:
+    def passages(self) -> Embeddings:
+        """Return the embeddings of the passages, or refuse where there are none."""
         if self.text_embeds_GD is None:
             raise XcompatError(f"{self.name} has no embeddings of the passages, which are searched here; give them")
         return self.text_embeds_GD

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NO_CAPTIONS = "holds embeddings of images by their ids, and none of captions"
 """Error for a stored model that would have to embed captions."""
+NO_TEXTS = "holds embeddings of images by their ids, and none of texts"
+"""Error for a stored model that would have to embed queries and passages."""
 
 
 def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:

@@ -77,12 +77,12 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
     elif stage.settings.remembered_pairs is not None:
         yield captioned_pairs(stage, plain), LINES
     else:
-        yield PairedEmbeddings(stage.data.cache(plain), stage.data.cache(stage.models.frozen("old"))), LINES
+        yield PairedEmbeddings(stage.data.cache_of_new(plain), stage.data.cache(stage.models.frozen("old"))), LINES
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
-    """Return the new model's penultimate features; None if no linear layer follows them, or the test set has captions."""
-    if settings.data.test is not None:
+    """Return the new model's penultimate features; None if no linear layer follows them, or the test set has texts."""
+    if settings.data.queries is None and settings.data.tests():
         return None
     try:
         return penultimate(plain)

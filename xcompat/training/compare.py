@@ -45,9 +45,7 @@ def compare_recipe(recipe: Recipe) -> Path:
     """
     evaluated = [settings for settings in recipe.stages if settings.is_judged]  # checked before hours of training
     if not evaluated:
-        raise XcompatError(
-            f"{recipe.name} has no stage to compare: give one an old model, data.queries or data.test, and evaluation"
-        )
+        raise XcompatError(f"{recipe.name} has no stage to compare: give one an old model, a test set in data, and evaluation")
     require_comparison_place(recipe.output_dir)
     runs = {seed: _run_of(recipe, seed) for seed in recipe.seeds or [recipe.seed]}
     for run in runs.values():

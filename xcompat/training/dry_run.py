@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -100,17 +101,7 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
             named.add(role)
     if settings.method == "bt2" and named >= {"old", "independent"}:  # bt2's dimensions depend on both models
         replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
-    data = replaced.get("data", {})
-    for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
-        if data.get(key):
-            data[key] = {"path": _tiny_images(folder, key)}
-    for key in ("subset", "test_subset"):
-        data.pop(key, None)
-    if data.get("texts"):
-        data["texts"] = [{"path": _tiny_texts(folder)}]
-    data.pop("zero_shot", None)
-    data.pop("texts_limit", None)
-    data["samples_per_class"] = BATCH // 2  # of two classes
+    replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in settings.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
@@ -119,6 +110,22 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
     if settings.evaluation is not None:
         replaced["evaluation"] = settings.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
     return StageRecipe(**replaced)
+
+
+def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a data section on tiny files."""
+    for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
+        if data.get(key):
+            data[key] = {"path": _tiny_images(folder, key)}
+    for key in ("subset", "test_subset"):
+        data.pop(key, None)
+    if data.get("judged_texts"):
+        data["judged_texts"] = _tiny_judgements(folder)
+    if data.get("texts"):
+        data["texts"] = [{"path": _tiny_texts(folder)}]
+    data.pop("zero_shot", None)
+    data.pop("texts_limit", None)
+    return data | {"samples_per_class": BATCH // 2}  # of two classes
 
 
 def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]) -> str:
@@ -141,6 +148,17 @@ def _tiny_images(folder: Path, name: str) -> str:
         lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % 4}" for row in range(PAIRS))]
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
+
+
+def _tiny_judgements(folder: Path) -> dict[str, Any]:
+    """Write queries, passages, and one judgement for each query."""
+    named = {"queries": "cat", "passages": "bird"}
+    for name, word in named.items():
+        rows = (json.dumps({"id": str(row), "text": f"{word} {row}"}) + "\n" for row in range(PAIRS))
+        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    qrels = folder / "qrels.txt"
+    qrels.write_text("".join(f"{row} 0 {row} 1\n" for row in range(PAIRS)), encoding="utf-8")
+    return {name: {"path": str(folder / f"{name}.jsonl")} for name in named} | {"qrels": str(qrels)}
 
 
 def _tiny_texts(folder: Path) -> str:

@@ -61,7 +61,7 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
         return report
     reports = run_recipe(load_recipe(target, overrides))
     if not reports:
-        raise XcompatError(f"{target} evaluates nothing: give a stage an old model, data.test and evaluation")
+        raise XcompatError(f"{target} evaluates nothing: give a stage an old model, a test set in data, and evaluation")
     return load_report(list(reports.values())[-1])
 
 

@@ -1,4 +1,4 @@
-"""Test sets: images with captions, or images with classes."""
+"""Test sets: images with captions, images with classes, or texts with judgements."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
+from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
     """Load the test set of a stage; None if its data section names none."""
     if images := judged_images(data):
         return LabelledTestSet(images["queries"], images.get("gallery", images["queries"]))
+    if data.judged_texts is not None:
+        return load_judged_texts(data.judged_texts)
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from xcompat.evaluation import Contestant, Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.contestants import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
 
 FALLBACK = "fallback"
 """Query side of a case: new queries, replaced by old ones where their confidence is low."""
-_ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
+_ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_TEXT: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
 
 
 def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: float) -> C:

@@ -42,7 +42,7 @@ def fill_map_caches(stage: Stage, role: str) -> None:
     """Embed a map's training data with the model in a role, if the map reads its embeddings."""
     models = stage.models
     if role == "new":
-        stage.data.cache(models.as_input(models.embedder(role)))
+        stage.data.cache_of_new(models.as_input(models.embedder(role)))
     elif role == "old" or (role in SIDES and _reads(stage.settings, role, models.method)):
         stage.data.cache(models.frozen(role))
 
@@ -55,7 +55,7 @@ def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, Embeddin
     sides: dict[str, Any] = {role: models.frozen(role).describe_old() for role in SIDES if _reads(settings, role, method)}
     config = method.config_class(encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **settings.options)
     set_seed(stage.seed)
-    return method(config), stage.data.cache(new), stage.data.cache(old)
+    return method(config), stage.data.cache_of_new(new), stage.data.cache(old)
 
 
 def _reads(settings: StageRecipe, role: str, method: type[CompatModel]) -> bool:

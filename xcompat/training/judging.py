@@ -14,7 +14,7 @@ from xcompat.data.schema import SIDE_INFO
 from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestant, Contestants, Evaluation, EvaluationOptions, evaluate, linear_cka
+from xcompat.evaluation import Contestant, Contestants, EmbeddedTexts, Evaluation, EvaluationOptions, evaluate, linear_cka
 from xcompat.evaluation.cases import WITHOUT_MEMORY
 from xcompat.evaluation.contestants import C
 from xcompat.fingerprint import Fingerprint
@@ -30,7 +30,12 @@ from xcompat.training.sections import EvaluationSettings
 
 
 def embed_new(
-    model: CompatModel, old: Contestant, independent: Contestant | None, test: EvaluationSet, cache_dir: Path
+    model: CompatModel,
+    old: Contestant,
+    independent: Contestant | None,
+    test: EvaluationSet,
+    cache_dir: Path,
+    old_on_new: bool = False,
 ) -> Contestants:
     """Embed a test set with a compatible model.
 
@@ -40,6 +45,7 @@ def embed_new(
         independent: the new model's embeddings without any training for compatibility.
         test: the test set.
         cache_dir: folder of embedding caches.
+        old_on_new: whether old queries search the new model's view of the gallery too.
 
     Returns:
         The old model, the model's view of the old space and its own embeddings; for a model that maps galleries also the mapped
@@ -70,14 +76,15 @@ def embed_new(
             forgetful = map_contestant(old, *named, model.own_upgrade, model.device, side_info)
         return Contestants(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
     version = old.fingerprint
-    view = map_contestant(raw, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
+    asking = raw if old_on_new else raw.queries_alone()
+    view = map_contestant(asking, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
     extra = {}
     if model.memory is not None:
         plain = model.embeds_fingerprint().derived("view")
-        extra[WITHOUT_MEMORY] = map_contestant(raw, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
+        extra[WITHOUT_MEMORY] = map_contestant(asking, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
     sure = None
     if model.is_confident and version == model.compatible_with[0]:
-        sure = map_contestant(raw, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
+        sure = map_contestant(asking, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
     return Contestants(old, view, own, independent, extra, confidence=sure)
 
 
@@ -178,8 +185,9 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
 def _complementarity(old: Contestant, side_info: Contestant) -> str:
     """Return a note on the similarity of the gallery's old embeddings and its side-information (fct.txt §5.3)."""
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
+    kind = "texts" if isinstance(old, EmbeddedTexts) else "images"
     try:
-        alike = linear_cka(old.matrices()["images"], side_info.matrices()["images"])
+        alike = linear_cka(old.matrices()[kind], side_info.matrices()[kind])
     except XcompatError as error:  # a collapsed model embeds all images alike, and the report shows that anyway
         return f"{which} is not known: {error}."
     return f"{which}: {alike:.2f} (1 says that side-information adds nothing linear)."

@@ -172,8 +172,9 @@ class _Learner:
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         """Learn a map from texts."""
         knows = self._old(old).require_model("holds embeddings of images by their ids; give a model as old")
-        new, known = (cached_texts(one, dataset, self.cache_dir) for one in (self._new(), knows))
-        return map_data(self.model, new, known, np.empty(0, np.int64), 0, {})
+        new = self._new() if self.model.maps_galleries else self._new().for_queries()
+        new_ND, old_Nd = (cached_texts(one, dataset, self.cache_dir) for one in (new, knows))
+        return map_data(self.model, new_ND, old_Nd, np.empty(0, np.int64), 0, {})
 
     def _old(self, old: FrozenModel | str | None) -> FrozenModel:
         """Load the old model, which must be the one that the model was made for."""

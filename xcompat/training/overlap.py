@@ -26,14 +26,15 @@ def warn_of_shared_images(data: StageData) -> None:
 
 
 def warn_of_shared_captions(data: StageData, pairs: datasets.Dataset, key: str) -> None:
-    """Warn if captions of the test set are also training captions; text corpora leave them out.
+    """Warn if texts of the test set are also training captions; text corpora leave them out.
 
     Args:
         data: the stage's data.
         pairs: its training pairs.
         key: their key in the recipe.
     """
-    test = {normalise(text) for text in data.test_captions()}
+    test = {normalise(text) for text in data.test_texts()}
     shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
     if shared:
-        notice(f"{len(shared)} of {len(test)} captions of data.test are in {key} too: the result will flatter the model")
+        of = "texts of data.judged_texts" if data.settings.data.judged_texts is not None else "captions of data.test"
+        notice(f"{len(shared)} of {len(test)} {of} are in {key} too: the result will flatter the model")

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from xcompat.data import CorpusSource
+from xcompat.checksums import file_record
+from xcompat.data import CorpusSource, TextSource
+from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import ImageSource, files_digest, local_files
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
@@ -15,7 +17,7 @@ from xcompat.paths import nearest_path
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 
-Source = CorpusSource | ImageSource
+Source = CorpusSource | ImageSource | TextSource
 
 
 def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
@@ -45,6 +47,9 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
         with _said_of(f"{settings.name}: data.{key}.path"):
             files = local_files(source.path)
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
+    if data.judged_texts is not None:
+        with _said_of(f"{settings.name}: data.judged_texts.qrels"):
+            require_qrels(data.judged_texts.qrels)
     for key, file in _class_files(data):
         if not Path(file).is_file():
             raise XcompatError(
@@ -69,7 +74,10 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
     for key, path in named.items():
         with suppress(XcompatError):
             found[key] = files_digest(path)
-    return {key: digest for key, digest in found.items() if digest is not None}
+    known = {key: digest for key, digest in found.items() if digest is not None}
+    if data.judged_texts is not None and (qrels := Path(data.judged_texts.qrels)).is_file():
+        known["judged_texts.qrels"] = file_record(qrels).xxh3  # a gain that changes need not change the size
+    return known
 
 
 def _judged(data: DataSettings) -> DataSettings:
@@ -93,6 +101,9 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
     for key in ("pairs", "remembered", "images", "test", "queries", "gallery"):
         if (source := getattr(data, key)) is not None:
             yield key, source
+    if data.judged_texts is not None:
+        yield "judged_texts.queries", data.judged_texts.queries
+        yield "judged_texts.passages", data.judged_texts.passages
 
 
 def _class_files(data: DataSettings) -> Iterator[tuple[str, str]]:

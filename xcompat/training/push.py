@@ -31,7 +31,7 @@ from xcompat.training.yaml_files import read_yaml
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
 HELD_OUT = "what was held out of its training set"
-_PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "zero_shot")
+_PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
 
 class _Pushed(NamedTuple):
@@ -243,7 +243,8 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
         for each in source:
             yield from _names(each)
     elif isinstance(source, dict):
-        yield from _names(source.get("path") or source.get("images"))
+        for key in ("path", "images", "queries", "passages"):
+            yield from _names(source.get(key))
 
 
 def shown(name: str) -> str:

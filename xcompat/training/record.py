@@ -17,7 +17,7 @@ from xcompat.training.yaml_files import parse_yaml
 
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
 CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
-JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset")
+JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset", "data.judged_texts")
 """Settings of the test data, on which only the report depends."""
 
 R = TypeVar("R", bound=BaseModel)
@@ -57,9 +57,13 @@ class Evaluated(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
 
     def holds(self, wanted: Evaluated) -> bool:
-        """Return whether the report is still valid for the wanted inputs; files without a recorded digest count as unchanged."""
-        known = {key: self.files.get(key, digest) for key, digest in wanted.files.items()}
-        return self.model_copy(update={"files": known}) == wanted
+        """Return whether the report is still valid for the wanted inputs.
+
+        Files without a recorded digest count as unchanged, and settings that are new since the record as not given.
+        """
+        files = {key: self.files.get(key, digest) for key, digest in wanted.files.items()}
+        data = {key: self.data.get(key) for key in wanted.data}
+        return self.model_copy(update={"files": files, "data": data}) == wanted
 
 
 def read_record(file: Path, kind: type[R]) -> R:
@@ -122,10 +126,10 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
     Args:
         settings: of the recipe now.
         begun: of the recipe that the folder was begun with.
-        learns_from_texts: whether the stage learns from texts, from which the test captions are excluded.
+        learns_from_texts: whether the stage learns from texts, from which the test set's are excluded.
     """
     now, then = _flat(settings), _flat(begun)
-    judged = set(JUDGED_ON) - ({"data.test"} if learns_from_texts else set())
+    judged = set(JUDGED_ON) - ({"data.test", "data.judged_texts"} if learns_from_texts else set())
     return sorted(key for key in {*now, *then} - {"evaluation", *judged} if now.get(key) != then.get(key))
 
 

@@ -45,6 +45,7 @@ from xcompat.training.record import (
     write_recipe,
 )
 from xcompat.training.remembering import caption_caches, memory_of_one, remember
+from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
@@ -221,7 +222,8 @@ class StageRun:
             contestants = self._contestants(model, test)
             self._write_report(contestants, test, self.paths.report, self._seconds())
             for version, earlier in self._earlier_galleries(model, test):
-                against = embed_new(model, earlier, contestants.independent, test, self.recipe.cache_dir)
+                cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
+                against = embed_new(model, earlier, contestants.independent, test, cache_dir, old_on_new)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
                 self._write_report(against, test, self.paths.report / f"against-{name}", {})
             if is_main_process():
@@ -233,13 +235,17 @@ class StageRun:
             print_report(load_report(self.paths.report), console)
         return self.paths.report
 
+    @property
+    def _evaluation(self) -> EvaluationSettings:
+        """Return how the stage is judged; it is."""
+        assert self.settings.evaluation is not None
+        return self.settings.evaluation
+
     def _wanted(self) -> Evaluated:
         """Return the inputs that an up-to-date report has."""
-        evaluation = self.settings.evaluation
-        assert evaluation is not None
-        named = (self.settings.name, *evaluation.compare_with)
+        named = (self.settings.name, *self._evaluation.compare_with)
         return Evaluated(
-            settings=evaluation.model_dump(mode="json"),
+            settings=self._evaluation.model_dump(mode="json"),
             models={name: self.models.digest_of(name) for name in named} | self.models.inputs(),
             data=judged_on(settings_of(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
@@ -255,11 +261,10 @@ class StageRun:
         return False
 
     def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
-        assert self.settings.evaluation is not None
         content = make_report(
             contestants,
             test,
-            self.settings.evaluation,
+            self._evaluation,
             self.settings.method,
             self.recipe.seed,
             shared=True,
@@ -270,11 +275,10 @@ class StageRun:
             write_report(folder, content)
 
     def _contestants(self, model: CompatModel, test: EvaluationSet) -> Contestants:
-        evaluation, cache_dir = self.settings.evaluation, self.recipe.cache_dir
-        assert evaluation is not None
+        evaluation, cache_dir = self._evaluation, self.recipe.cache_dir
         old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
-        contestants = embed_new(model, old, independent, test, cache_dir)
+        contestants = embed_new(model, old, independent, test, cache_dir, evaluation.old_on_new)
         if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(
                 f"{self.settings.name}: its queries do not say how sure they are ({CHOICE} says why); "

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset
+from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextSource
 
 
 class Section(BaseModel):
@@ -29,15 +29,30 @@ class ZeroShotSettings(Section):
     templates: list[str] = ["a photo of a {}"]
 
 
+class JudgedTexts(Section):
+    """Texts that search texts, and judgements of what they should find.
+
+    Args:
+        queries: the texts to search with; they and passages are embedded as each model embeds its queries and its passages.
+        passages: the texts to search.
+        qrels: the file of judgements, of BEIR or TREC (:func:`xcompat.data.read_qrels`).
+    """
+
+    queries: TextSource
+    passages: TextSource
+    qrels: str
+
+
 class DataSettings(Section):
     """The training and test data of a stage.
 
     Args:
         pairs: images with captions.
-        texts: text-only corpora for pretraining φ; captions of ``test`` are always left out.
+        texts: text-only corpora for pretraining φ and for maps; texts of ``test`` and ``judged_texts`` are always left out.
         texts_limit: use the first so many texts.
         remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
         test: images with captions that no stage trains on.
+        judged_texts: texts with judgements that no stage trains on, in place of ``test`` and ``queries``.
         zero_shot: labelled images for classification from prompts.
         images: labelled images, for methods that learn from classes.
         subset: which classes and samples of ``images`` the stage learns from.
@@ -59,6 +74,7 @@ class DataSettings(Section):
     texts_limit: int | None = Field(None, ge=1)
     remembered: PairSource | None = None
     test: PairSource | None = None
+    judged_texts: JudgedTexts | None = None
     zero_shot: ZeroShotSettings | None = None
     images: LabelledSource | None = None
     subset: Subset | None = None
@@ -75,7 +91,14 @@ class DataSettings(Section):
 
     def tests(self) -> bool:
         """Return whether there is a test set."""
-        return self.test is not None or self.queries is not None
+        return self.test is not None or self.queries is not None or self.judged_texts is not None
+
+    @model_validator(mode="after")
+    def _one_test_set(self) -> DataSettings:
+        images = [name for name in ("test", "queries", "gallery", "zero_shot") if getattr(self, name) is not None]
+        if self.judged_texts is not None and images:
+            raise ValueError(f"judged_texts and {images[0]} are two test sets, and a stage is judged on one; leave one out")
+        return self
 
 
 class EvaluationSettings(Section):

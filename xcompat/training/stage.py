@@ -26,6 +26,7 @@ from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.models.stored import StoredModel, is_stored
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
+from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
@@ -104,6 +105,8 @@ class StageModels:
             return new
         if self.settings.data.test is not None:
             raise XcompatError(f"{self.settings.name}: data.test has captions, and {IMAGES_ALONE}")
+        if self.settings.data.judged_texts is not None:
+            raise XcompatError(f"{self.settings.name}: data.judged_texts are no images, and {IMAGES_ALONE}")
         return penultimate(new)
 
     def independent(self) -> Embedder | None:
@@ -195,10 +198,12 @@ class StageData:
         labelled = load_labelled(data.images, captions=data.old_reads == "captions")
         return select(labelled, data.subset).reindexed() if data.subset is not None else labelled
 
-    def test_captions(self) -> list[str]:
-        """Return the captions of the test set, which no corpus may hold."""
-        test = self.settings.data.test
-        return load_pair_test_set(test).texts if test is not None else []
+    def test_texts(self) -> list[str]:
+        """Return the captions of the test set, or its queries and passages, which no corpus may hold."""
+        data = self.settings.data
+        if data.judged_texts is not None:
+            return load_judged_texts(data.judged_texts).texts()
+        return load_pair_test_set(data.test).texts if data.test is not None else []
 
     def texts_of_pairs(self) -> list[str]:
         """Return the texts from which a new encoder's tokenizer is learned.
@@ -211,7 +216,7 @@ class StageData:
             raise XcompatError(
                 f"{self.settings.name}: the tokenizer of a new image-text encoder is learned from data.pairs; name them"
             )
-        return load_texts([data.pairs, *data.texts], exclude=self.test_captions())["text"]
+        return load_texts([data.pairs, *data.texts], exclude=self.test_texts())["text"]
 
     def cache(self, frozen: FrozenModel) -> EmbeddingCache:
         """Embed the training data of a map with one model, or open what was embedded before."""
@@ -223,11 +228,17 @@ class StageData:
         if data.embeddings_of == "texts":
             if not data.texts:
                 raise XcompatError(f"{name}: empty corpus, data.texts names none; name some, or set data.embeddings_of to images")
-            texts = load_texts(data.texts, exclude=self.test_captions(), limit=data.texts_limit)
+            texts = load_texts(data.texts, exclude=self.test_texts(), limit=data.texts_limit)
             return cached_texts(embedder, texts, self.cache_dir)
         if data.pairs is None:
             raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs names none")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share)
+
+    def cache_of_new(self, new: Embedder) -> EmbeddingCache:
+        """Embed the training data of a map with the new model: texts as queries, if the map is one of queries."""
+        settings = self.settings
+        asks = settings.learns_from_texts and not method_class(settings.method).maps_galleries_with(settings.options)
+        return self.cache(new.for_queries() if asks else new)
 
     def pair_caches(self, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
         """Embed the images of the pairs, and their captions one by one."""

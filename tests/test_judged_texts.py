@@ -1,0 +1,294 @@
+"""Recipes that are judged on texts: queries search passages, by judgements, from data to page."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xcompat.data import load_texts, read_qrels
+from xcompat.distributed import device
+from xcompat.encoders.processor import Processor
+from xcompat.errors import XcompatError
+from xcompat.evaluation import graded_metrics
+from xcompat.models.closed_form import readable_pairs
+from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.report import Report, load_report
+from xcompat.training.compare import compare_recipe
+from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.evaluation_sets import load_test_set
+from xcompat.training.judged_texts import SNIPPET, JudgedTestSet, load_judged_texts
+from xcompat.training.push import run_facts
+from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.run import embed_recipe, run_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+ANIMALS = ("dog", "cat", "bird", "fish")
+PASSAGES = [f"{row} {animal} <b>sleeps</b>\n all day" for row, animal in enumerate(ANIMALS * 5)]
+QUERIES = [f"{row} who is a {animal}" for row, animal in enumerate(ANIMALS * 3)]
+LEARNED = [f"{row} old {animal}" for row, animal in enumerate(ANIMALS * 10)]
+PROMPT = "?"  # short, as a stand-in reads 16 tokens
+GAINS = (2, 1, 0)
+
+
+def write_rows(file: Path, rows: Sequence[tuple[str, str]]) -> dict[str, str]:
+    file.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in rows), encoding="utf-8")
+    return {"path": str(file)}
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> dict[str, Any]:
+    """Write passages and queries; q0 has no judgement, q1 nothing relevant, q2 no text; what q3 asks for is gone."""
+    queries = [(f"q{row}", " " if row == 2 else text) for row, text in enumerate(QUERIES)]
+    lines = [f"q{row}\tp{(row + 4 * each) % 20}\t{gain}" for row in range(2, 12) for each, gain in enumerate(GAINS)]
+    (tmp_path / "qrels.tsv").write_text("\n".join(["query\tpassage\tgain", "q1\tp1\t0", "q3\tgone\t1", *lines]) + "\n")
+    return {
+        "queries": write_rows(tmp_path / "queries.jsonl", queries),
+        "passages": write_rows(tmp_path / "passages.jsonl", [(f"p{row}", text) for row, text in enumerate(PASSAGES)]),
+        "qrels": str(tmp_path / "qrels.tsv"),
+    }
+
+
+@pytest.fixture
+def raw(folder_of: dict[str, str], old_folder: str, judged: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "learned.txt").write_text("\n".join(LEARNED) + "\n")
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"texts": [{"path": str(tmp_path / "learned.txt")}], "judged_texts": judged},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3},
+        "evaluation": {"resamples": 100, "examples": 2, "tsne_pairs": 0},
+        "method": "ridge",
+    }
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+def judged_on(recipe: Recipe) -> JudgedTestSet:
+    test = load_test_set(recipe.stages[-1].data)
+    assert isinstance(test, JudgedTestSet)
+    return test
+
+
+def cases_of(report: Report) -> dict[str, dict[str, float]]:
+    return {case.label: case.metrics for case in report.cases}
+
+
+def ask_for_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every model a prompt that it puts before queries."""
+
+    def for_queries(self: Processor) -> Processor:
+        asking = copy.copy(self)
+        asking.tokenize = lambda texts: self.tokenize([PROMPT + text for text in texts])  # type: ignore[method-assign]
+        return asking
+
+    monkeypatch.setattr(Processor, "for_queries", for_queries)
+
+
+def np_tensor(embeds: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(embeds, dtype=np.float32))
+
+
+def embedded(folder: str, texts: list[str]) -> np.ndarray:
+    embedder = load_embedder(folder)
+    return embedder.embed(embedder.processor.texts(texts)).numpy()
+
+
+def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["stages"] = [{"name": "lines"}, {"name": "trained", "method": "residual_mlp", "evaluation": {"compare_with": ["lines"]}}]
+    recipe = recipe_of(raw)
+    run_recipe(recipe)
+    report = load_report(tmp_path / "run")
+    assert list(cases_of(report)) == [
+        "old/old", "independent/old", "lines/old", "new/old", "new/new", "independent/independent",
+    ]  # fmt: skip
+    test, model = judged_on(recipe), load_checkpoint(str(tmp_path / "run" / "trained" / "model"))
+    old, new = (test.embed(load_embedder(raw[role], device()), recipe.cache_dir) for role in ("old", "new"))
+    mapped_Qd = model.view(np_tensor(new.query_embeds_QD)).numpy()
+    for label, queries, gallery in (
+        ("old/old", old.query_embeds_QD, old.passages()),
+        ("new/old", mapped_Qd, old.passages()),
+        ("new/new", new.query_embeds_QD, new.passages()),
+    ):
+        wanted = graded_metrics(queries, gallery, old.query_ids, old.text_ids, test.qrels)
+        assert {name: cases_of(report)[label][name] for name in wanted} == pytest.approx(wanted), label
+    assert {case.n_queries for case in report.cases} == {10} and {case.n_gallery for case in report.cases} == {20}
+    assert report.notes == [
+        "Queries with judgements and nothing relevant, which count 0: 1, such as 'q1'.",
+        "Judged queries that are not among the queries, left out: 1, such as 'q2'.",
+        "Relevant passages that are not in the gallery, which count and no query can find: 1, such as 'gone'.",
+        "1 queries have no judgement and are left out.",
+    ]
+    facts = run_facts(tmp_path / "run" / "trained" / "model", None)
+    assert facts.data == {"texts": ["learned.txt"], "judged_texts": ["queries.jsonl", "passages.jsonl"]}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run_recipe(recipe)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def test_the_recipe_of_texts_trains_on_real_ones(
+    folder_of: dict[str, str], old_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """As it stands, but for its models, and on a part of its data."""
+    if not (ROOT.parent / "shared" / "data" / "text").exists():
+        pytest.skip("../shared/data/text is not here")
+    monkeypatch.chdir(ROOT)
+    places = [f"output_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}"]
+    models = [f"old={old_folder}", f"new={folder_of['clip']}"]
+    less = ["data.texts_limit=200", "data.judged_texts.passages.limit=300", "stages.2.training.per_device_train_batch_size=64"]
+    run_recipe(load_recipe(ROOT / "recipes" / "text" / "minilm_to_e5.yaml", [*places, *models, *less]))
+    report = load_report(tmp_path / "run")
+    assert report.directions == ["text-to-text"] and report.cases[0].n_queries == 1109
+    assert {"old/old", "ridge/old", "procrustes/old", "new/old"} <= set(cases_of(report))
+
+
+def test_prompts_for_queries_stand_before_queries_alone(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    ask_for_queries(monkeypatch)
+    recipe = recipe_of(raw)
+    run_recipe(recipe)
+    test = judged_on(recipe)
+    new = test.embed(load_embedder(raw["new"], device()), recipe.cache_dir)
+    prompted, plain = ([f"{prompt}{text}" for text in test.queries["text"]] for prompt in (PROMPT, ""))
+    np.testing.assert_allclose(new.query_embeds_QD, embedded(raw["new"], prompted), atol=1e-3)
+    assert not np.allclose(new.query_embeds_QD, embedded(raw["new"], plain), atol=1e-2)
+    np.testing.assert_allclose(new.passages(), embedded(raw["new"], list(test.passages["text"])), atol=1e-3)
+
+    model = load_checkpoint(str(tmp_path / "run" / "model"))
+    wanted = type(model)(model.config).fit(
+        readable_pairs(embedded(raw["new"], [PROMPT + text for text in LEARNED]), embedded(raw["old"], LEARNED))
+    )
+    probes = np_tensor(new.query_embeds_QD)
+    np.testing.assert_allclose(model.view(probes), wanted.view(probes), atol=2e-2)
+
+
+def test_maps_of_galleries_learn_where_new_passages_lie(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    """A mapped gallery holds passages, so no text that it learns from gets the prompt of queries."""
+    ask_for_queries(monkeypatch)
+    asked = []
+    recipe = recipe_of(raw, options={"direction": "old_to_new"})
+    monkeypatch.setattr(Processor, "for_queries", lambda self: asked.append(self) or self)
+    embed_recipe(recipe_of(raw, options={"direction": "old_to_new"}, evaluation=None))
+    assert not asked
+    run_recipe(recipe)
+    report = load_report(tmp_path / "run")
+    assert "new/old" in cases_of(report) and "mapped towards the new model" in " ".join(report.notes)
+
+
+def test_texts_that_are_judged_on_are_not_learned_from(
+    raw: dict[str, Any], judged: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, undrawn: None
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    learned = [f"sentence {row}" for row in range(30)]
+    corpus.write_text("\n".join([QUERIES[5].upper(), " ".join(PASSAGES[3].split()), *learned]) + "\n")
+    raw["data"]["texts"] = [{"path": str(corpus)}]
+    run_recipe(recipe_of(raw))
+    assert "30 distinct texts of 32 (0 duplicates and 2 held-out captions left out)" in " ".join(capsys.readouterr().out.split())
+    kept = load_texts(str(corpus), exclude=load_judged_texts(recipe_of(raw).stages[0].data.judged_texts).texts())
+    assert kept["text"][:] == learned
+
+
+@pytest.mark.parametrize("method", ["map", "procrustes"])
+def test_old_queries_search_new_passages_where_that_is_asked_for(
+    raw: dict[str, Any], method: str, tmp_path: Path, undrawn: None
+) -> None:
+    recipe = recipe_of(raw, method=method, evaluation={**raw["evaluation"], "old_on_new": True, "slerp": 0.5})
+    run_recipe(recipe)
+    cases = cases_of(load_report(tmp_path / "run"))
+    test, model = judged_on(recipe), load_checkpoint(str(tmp_path / "run" / "model"))
+    old, new = (test.embed(load_embedder(raw[role], device()), recipe.cache_dir) for role in ("old", "new"))
+    backfilled_Gd = model.view(np_tensor(new.passages())).numpy()
+    wanted = graded_metrics(old.query_embeds_QD, backfilled_Gd, old.query_ids, old.text_ids, test.qrels)
+    assert {name: cases["old/new"][name] for name in wanted} == pytest.approx(wanted)
+    assert "slerp/old" in cases
+
+
+def test_a_changed_gain_is_judged_anew_and_nothing_is_trained(raw: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    run_recipe(recipe_of(raw))
+    model, qrels = tmp_path / "run" / "done.json", Path(raw["data"]["judged_texts"]["qrels"])
+    before = cases_of(load_report(tmp_path / "run")), model.stat().st_mtime_ns
+    qrels.write_text(qrels.read_text().replace("q4\tp4\t2", "q4\tp4\t0"))
+    run_recipe(recipe_of(raw))
+    after = cases_of(load_report(tmp_path / "run")), model.stat().st_mtime_ns
+    assert after[0] != before[0] and after[1] == before[1]
+
+
+def test_caches_are_filled_before(raw: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    embed_recipe(recipe_of(raw))
+    filled = sorted(folder.name for folder in (tmp_path / "cache").iterdir())
+    run_recipe(recipe_of(raw))
+    assert sorted(folder.name for folder in (tmp_path / "cache").iterdir()) == filled
+
+
+def test_stages_are_compared(raw: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    raw["stages"] = [{"method": "ridge"}, {"method": "procrustes"}]
+    compare_recipe(recipe_of(raw, seeds=[0, 1]))
+    table = (tmp_path / "run" / "comparison" / "compare.md").read_text()
+    assert "ridge" in table and "procrustes" in table and "nDCG@10" in table
+
+
+def test_a_dry_run_needs_no_text_of_the_real_ones(raw: dict[str, Any], judged: dict[str, Any], undrawn: None) -> None:
+    dry_run_recipe(recipe_of(raw, old="some/old", new="some/new"))
+    Path(judged["qrels"]).unlink()
+    with pytest.raises(XcompatError, match="ridge: data.judged_texts.qrels: the judgements .* do not exist; name a file"):
+        dry_run_recipe(recipe_of(raw, old="some/old", new="some/new"))
+
+
+def test_example_searches_show_texts_and_gains(raw: dict[str, Any], tmp_path: Path) -> None:
+    run_recipe(recipe_of(raw, evaluation={**raw["evaluation"], "examples": 12}))
+    report = load_report(tmp_path / "run")
+    qrels, snippets = read_qrels(raw["data"]["judged_texts"]["qrels"]), [" ".join(text.split()) for text in PASSAGES]
+    assert {example.query_text for example in report.examples} == set(QUERIES[3:]), "those that something answers"
+    for example in report.examples:
+        assert [label for label, _ in example.rows] == ["old query", "new query"]
+        gains = qrels[f"q{QUERIES.index(example.query_text)}"]
+        for hit in (hit for _, hits in example.rows for hit in hits):
+            gain = gains.get(f"p{snippets.index(hit.caption)}", 0)
+            assert hit.image is None and hit.is_hit == (gain > 0) and hit.gain == (gain or None)
+    marks = {hit.mark for example in report.examples for _, hits in example.rows for hit in hits}
+    assert marks == {"", "✓ gain 1", "✓ gain 2"}
+    page = (tmp_path / "run" / "report" / "report.html").read_text()
+    assert '<ol class="hits texts">' in page and "<b>✓ gain 2</b>" in page
+    assert "&lt;b&gt;sleeps&lt;/b&gt; all day" in page and "<b>sleeps</b>" not in page
+
+
+def test_a_long_text_is_cut_to_one_line(raw: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    rows = [(f"p{row}", f"{text}\n" + "and so on " * 99) for row, text in enumerate(PASSAGES)]
+    write_rows(tmp_path / "passages.jsonl", rows)
+    run_recipe(recipe_of(raw))
+    hit = load_report(tmp_path / "run").examples[0].rows[0].hits[0]
+    assert len(hit.caption) <= SNIPPET + 1 and hit.caption.endswith("…") and "\n" not in hit.caption
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"test": {"path": "some/pairs"}}}, "judged_texts and test are two test sets"),
+        ({"data": {"queries": {"path": "some/images"}}}, "judged_texts and queries are two test sets"),
+        ({"data": {"judged_texts": {"passagen": {"path": "x"}}}}, "passagen.*passages"),
+        ({"options": {"input": "penultimate"}, "method": "query_map"}, "data.judged_texts are no images"),
+    ],
+)
+def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    raw["data"] |= changes.pop("data", {})
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(raw, **changes))
+
+
+def test_ids_that_do_not_meet_are_refused(raw: dict[str, Any], judged: dict[str, Any]) -> None:
+    Path(judged["qrels"]).write_text("someone\tp1\t1\n")
+    with pytest.raises(XcompatError, match="no query has a judgement; check that queries and judgements use the same ids"):
+        run_recipe(recipe_of(raw))

@@ -1,0 +1,96 @@
+"""The test set of texts: queries, passages, and judgements of which passages answer which query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from typing_extensions import override
+
+from xcompat.data import load_items_of_text, read_qrels
+from xcompat.data.schema import ID, TEXT
+from xcompat.evaluation import EmbeddedTexts
+from xcompat.evaluation.graded import Qrels
+from xcompat.models.frozen import FrozenModel
+from xcompat.report import Example, ExampleRow, Hit
+from xcompat.training.caches import NO_TEXTS, cached_texts
+from xcompat.training.contestants import EvaluationSet, best_rows, display_name
+from xcompat.training.sections import JudgedTexts
+
+if TYPE_CHECKING:
+    import datasets
+
+SNIPPET = 160
+"""Most characters of a text in an example search."""
+
+
+@dataclass
+class JudgedTestSet(EvaluationSet):
+    """Queries that search passages. A model with a prompt for queries puts it before queries alone.
+
+    Args:
+        queries: the texts to search with, as :func:`xcompat.data.load_items_of_text` returns them.
+        passages: the texts to search, likewise.
+        qrels: query id -> passage id -> gain.
+    """
+
+    queries: datasets.Dataset
+    passages: datasets.Dataset
+    qrels: Qrels
+
+    def texts(self) -> list[str]:
+        """Return all texts, from which nothing may be learned."""
+        return [*self.queries[TEXT], *self.passages[TEXT]]
+
+    @override
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTexts:
+        model = embedder.require_model(NO_TEXTS)
+        queries = cached_texts(model.for_queries(), self.queries, cache_dir)
+        passages = cached_texts(model, self.passages, cache_dir)
+        ids = list(self.queries[ID]), list(self.passages[ID])
+        return EmbeddedTexts(display_name(model.name), model.fingerprint, queries[:], passages[:], *ids, self.qrels)
+
+    @override
+    def examples(
+        self, old: EmbeddedTexts, new_view: EmbeddedTexts, searched: EmbeddedTexts, count: int, seed: int
+    ) -> list[Example]:
+        """Search with queries of which something is judged relevant."""
+        query_ids, passage_ids = list(self.queries[ID]), list(self.passages[ID])
+        askable = [row for row, name in enumerate(query_ids) if any(gain > 0 for gain in self.qrels.get(name, {}).values())]
+        chosen = np.random.default_rng(seed).choice(askable, size=min(count, len(askable)), replace=False)
+        examples = []
+        for query in chosen.tolist():
+            gains, rows = self.qrels[query_ids[query]], []
+            for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
+                hits = []
+                for passage in best_rows(gallery.passages(), np.asarray(queries.query_embeds_QD)[query]):
+                    gain = gains.get(passage_ids[passage], 0)
+                    hits.append(Hit(None, snippet(self.passages[passage][TEXT]), gain > 0, gain if gain > 0 else None))
+                rows.append(ExampleRow(label, hits))
+            examples.append(Example(snippet(self.queries[query][TEXT]), rows))
+        return examples
+
+
+def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:
+    """Load texts with their judgements.
+
+    Args:
+        settings: where they are.
+
+    Raises:
+        XcompatError: a file is missing, empty or damaged.
+    """
+    return JudgedTestSet(load_items_of_text(settings.queries), load_items_of_text(settings.passages), read_qrels(settings.qrels))
+
+
+def snippet(text: str) -> str:
+    r"""Return the start of a text as one line.
+
+    Example:
+        >>> snippet("two\n lines"), snippet("long " * 100)[-6:]
+        ('two lines', 'long …')
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= SNIPPET else f"{line[: SNIPPET - 1].rstrip()} …"
