@@ -215,6 +215,39 @@ def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
     assert choose(pairs, "known").mixed is None
 
 
+def seen_by_both(draw: np.random.Generator, classes: int, each: int, turns: tuple[np.ndarray, np.ndarray]) -> PairedEmbeddings:
+    """Embeddings of classes in 128 new and 48 old dimensions, turns of the same 48, each model with noise of its own."""
+    labels = np.repeat(np.arange(classes), each)
+    meant = draw.standard_normal((classes, 48))[labels] + 0.6 * draw.standard_normal((len(labels), 48))
+
+    def noisy(turn: np.ndarray, noise: float) -> np.ndarray:
+        return normalised(meant @ turn + noise * draw.standard_normal((len(labels), turn.shape[1])))
+
+    return PairedEmbeddings(noisy(turns[0], 0.3), noisy(turns[1], 0.6), labels)
+
+
+def test_ridge_is_left_out_where_folds_learn_from_fewer_items_than_dimensions() -> None:
+    """Its error has a peak where both are equal: of 130 items folds learn from 39, and did not show what 130 do."""
+    draw = np.random.default_rng(2)
+    turns = np.linalg.qr(draw.standard_normal((128, 128)))[0][:48], np.linalg.qr(draw.standard_normal((48, 48)))[0]
+    pairs, others = seen_by_both(draw, 26, 5, turns), seen_by_both(draw, 60, 10, turns)
+    rows, labels = np.arange(len(others)), others.labels_N
+    assert labels is not None
+
+    def first_hits(candidate: Candidate | None) -> float:
+        new = Known(pairs).queries(candidate, others.new_ND, "others").numpy() if candidate is not None else others.old_Nd
+        return cmc(new, others.old_Nd, labels, labels, rows, rows)[1]
+
+    choice = choose(pairs)
+    assert choice.too_few_for_ridge == 39 and {trial.candidate.line for trial in choice.trials} == {"procrustes"}
+    assert "learned from 39 items" in said_of(choice)[0] and as_json(choice)["too_few_for_ridge"] == 39
+    assert first_hits(Candidate("ridge")) < first_hits(None) - 0.05, "on classes that were not held out"
+    assert first_hits(choice.chosen.candidate) > first_hits(None) - 0.01
+    assert choose(pairs, lines={"ridge": LINES["ridge"]}).too_few_for_ridge is None, "there is no other"
+    many = choose(made())
+    assert many.too_few_for_ridge is None and {trial.candidate.line for trial in many.trials} == set(LINES)
+
+
 def test_one_line_alone_is_judged_beside_old_queries_unless_it_was_trained() -> None:
     lines = {"procrustes": LINES["procrustes"]}
     assert choose(made(), "known", lines=lines).than is None

@@ -41,6 +41,24 @@ LINES: dict[str, Solver] = {"procrustes": solve_procrustes, "ridge": solve_ridge
 """Solvers of linear maps from the new space to the old one, by name."""
 
 
+def steady(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
+    """Leave out ridge regression where a fold learns from fewer items than an embedding has dimensions.
+
+    With a weak penalty its error is largest where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
+    High-Dimensional Ridgeless Least Squares Interpolation). What it finds after fewer items does not say what it finds after all
+    of them. The rotation has no such peak.
+
+    Args:
+        lines: the solver of each line, by name.
+        learned: the number of items that a fold learns from.
+        dim: of what the lines map.
+
+    Returns:
+        The other lines; all, if there are no others.
+    """
+    return {name: solve for name, solve in lines.items() if solve is not solve_ridge or learned >= dim} or lines
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A map of queries and its settings.

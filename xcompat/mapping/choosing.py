@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xcompat.errors import NothingHeldOutError
-from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver
+from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver, steady
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
 from xcompat.mapping.held_out import HeldOut, HeldOutCaptions, HeldOutClasses, HeldOutGalleries, Trial
@@ -29,6 +29,7 @@ class Choice:
         floor: protocol -> metric -> value of old queries.
         n_queries: protocol -> number of queries.
         learned_at_most: the number of items, or captioned images, that each fold learned from, if there were more; else None.
+        too_few_for_ridge: the number of items that a fold learned from, if these were too few to try ridge regression; else None.
         than: the line whose gains were subtracted from those of metric and memory; None to compare with old queries. Both models
             may have trained on the held-out items, the old one on more of them, and gains over old queries then say less.
         mixed: the best, mixed half and half with old queries; only where the best map of queries finds no more than these.
@@ -43,6 +44,7 @@ class Choice:
     floor: dict[str, dict[str, float]]
     n_queries: dict[str, int]
     learned_at_most: int | None = None
+    too_few_for_ridge: int | None = None
     than: Trial | None = None
     mixed: Trial | None = None
     confidence: Calibration | None = None
@@ -164,7 +166,9 @@ def choose(
     else:
         held = (HeldOutGalleries if isinstance(pairs, TurnedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)
     than = held.try_(Candidate(next(iter(lines)))) if beside_line else None
-    trials = _tried(held, lines, than)
+    fewest = min(len(each.pairs) for each in held.known)
+    tried = steady(lines, fewest, pairs.dims[0])
+    trials = _tried(held, tried, than)
     chosen = better(trials, than) if than is not None else careful(trials)
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
@@ -185,6 +189,7 @@ def choose(
         floor=floor,
         n_queries=counts,
         learned_at_most=most if most == LEARNED else None,
+        too_few_for_ridge=fewest if len(tried) < len(lines) else None,
         than=than,
         mixed=mixed,
         confidence=confidence,

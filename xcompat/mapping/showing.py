@@ -48,6 +48,11 @@ def said_of(choice: Choice) -> list[str]:
     held = []
     if choice.learned_at_most is not None:
         held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
+    if choice.too_few_for_ridge is not None:
+        held.append(
+            f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
+            "ridge regression is left out, and the rest is weak evidence. Give more items."
+        )
     if best.worst <= 0:
         mix = " Where the old model is at hand, mix its queries in (xcompat.slerp); "
         mix = f"{mix}half-way they are at {_least(choice.mixed)}." if choice.mixed is not None else ""
@@ -98,6 +103,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "floor": choice.floor,
         "queries": choice.n_queries,
         "learned_at_most": choice.learned_at_most,
+        "too_few_for_ridge": choice.too_few_for_ridge,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
