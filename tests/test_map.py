@@ -80,7 +80,9 @@ def test_both_sides_come_into_the_order_of_the_old_one(tmp_path: Path) -> None:
     assert found.labels_N is not None and found.n_classes == CLASSES
     same = found.labels_N[:, None] == found.labels_N
     np.testing.assert_array_equal(same, pairs.labels_N[kept][:, None] == pairs.labels_N[kept])
-    assert found.notes == ("Both sides have 717 items; 720 old and 717 new ones were given.",)
+    first = ids[np.setdiff1d(np.arange(len(ids)), order)[0]]
+    given = "720 old and 717 new ones were given"
+    assert found.notes == (f"Both sides have 717 items; {given}, and {first!r} is the first that they do not share.",)
 
 
 def test_bare_arrays_are_row_by_row(tmp_path: Path) -> None:

@@ -14,16 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import map_array, read_lines
 from xcompat.errors import XcompatError
+from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.old_knowledge import Rows
-
-KINDS = ("image", "text")
-LABELS = "labels.txt"
-UNIT = 1e-2
-"""Largest deviation of an embedding's length from 1; float16 rounds by less."""
-_CHECKED = 65536  # rows read at a time
 
 
 @dataclass(frozen=True)
@@ -197,33 +191,14 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
     return number[group[images_N]], number[group[texts_M]]
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order."""
-
-    path: Path
-    embeds_ND: NDArray[Any]
-    ids: list[str] | None = None
-    labels: list[str] | None = None
-
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        """Return the key of each item: its id, and its number among captions with the same id."""
-        seen = Counter[str]()
-        keys = []
-        for name in self.ids or []:
-            keys.append((name, seen[name]))
-            seen[name] += 1
-        return keys
-
-
 def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
     """Read both models' embeddings and bring them into one order.
 
     Args:
         old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and perhaps
-            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or a bare
-            ``.npy`` file with the same rows as the other side's.
+            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or anything
+            else that :func:`~xcompat.vectors.read_vectors` reads: tables have ids, and a bare ``.npy`` file has the same rows as
+            the other side's.
         new: likewise; either side may have the classes.
 
     Returns:
@@ -232,11 +207,12 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
     """
-    old_sides, new_sides = _read_sides(old), _read_sides(new)
-    kinds = [kind for kind in old_sides if kind in new_sides]
-    if old.is_file() != new.is_file():
-        bare = old if old.is_file() else new
+    old_sides, new_sides = read_sides(old), read_sides(new)
+    if (BARE in old_sides) != (BARE in new_sides):
+        bare = old if BARE in old_sides else new
         raise XcompatError(f"{bare} has rows without ids, the other side has ids; give two .npy files, or two folders")
+    old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
+    kinds = [kind for kind in old_sides if kind in new_sides]
     if not kinds:
         found = f"{old} holds {' and '.join(old_sides)} embeddings, {new} {' and '.join(new_sides)} embeddings"
         raise XcompatError(f"{found}: give what both models made of the same items")
@@ -258,7 +234,7 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
     )
 
 
-def _paired(old: _Side, new: _Side) -> tuple[PairedEmbeddings, list[str]]:
+def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     """Return one kind of items in one order, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
@@ -268,51 +244,12 @@ def _paired(old: _Side, new: _Side) -> tuple[PairedEmbeddings, list[str]]:
     return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
 
 
-def _read_sides(path: Path) -> dict[str, _Side]:
-    """Return one model's embeddings by kind of items."""
-    if path.is_file():
-        return {"row": _Side(path, _embeddings(path))}
-    if not path.is_dir():
-        raise XcompatError(f"{path} does not exist; name a folder with image_embeds.npy and image_ids.txt, or a .npy file")
-    kinds = [kind for kind in KINDS if (path / f"{kind}_embeds.npy").exists() or (path / f"{kind}_ids.txt").exists()]
-    return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds or KINDS[:1]}
+def _of_one_kind(sides: dict[str, Side], others: dict[str, Side]) -> dict[str, Side]:
+    """Take the items of a table for what the other side holds, if that is of one kind."""
+    return dict(zip(others, sides.values(), strict=True)) if ITEM in sides and len(others) == 1 else sides
 
 
-def _read_side(path: Path, kind: str, captioned: bool) -> _Side:
-    names = embeddings, listed = f"{kind}_embeds.npy", f"{kind}_ids.txt"
-    for name in names:
-        if not (path / name).is_file():
-            raise XcompatError(f"{path} lacks {name}; it holds {embeddings}, {listed} and perhaps {LABELS}")
-    embeds_ND, ids = _embeddings(path / embeddings), read_lines(path / listed)
-    of_items = kind == "image" or not captioned
-    labels = read_lines(path / LABELS) if of_items and (path / LABELS).is_file() else None
-    for name, lines in ((listed, ids), (LABELS, labels)):
-        if lines is not None and len(lines) != len(embeds_ND):
-            raise XcompatError(f"{path / name} has {len(lines):,} lines, but {embeddings} has {len(embeds_ND):,} rows")
-    if of_items and len(set(ids)) < len(ids):
-        twice = next(name for name, count in Counter(ids).items() if count > 1)
-        raise XcompatError(f"{path / listed} names {twice!r} more than once; an id is that of one item")
-    return _Side(path, embeds_ND, ids, labels)
-
-
-def _embeddings(path: Path) -> NDArray[Any]:
-    """Memory-map embeddings and check the length of each."""
-    embeds_ND = map_array(path)
-    if embeds_ND.ndim != 2 or not embeds_ND.size or embeds_ND.dtype.kind != "f":
-        raise XcompatError(f"{path} holds {embeds_ND.dtype} of shape {embeds_ND.shape}; embeddings are floats, N x D")
-    for start in range(0, len(embeds_ND), _CHECKED):
-        with np.errstate(over="ignore", invalid="ignore"):
-            lengths_B = np.linalg.norm(np.asarray(embeds_ND[start : start + _CHECKED], np.float64), axis=1)
-        wrong = np.flatnonzero(~(np.abs(lengths_B - 1) < UNIT))  # NaN too
-        if len(wrong):
-            row, length = start + int(wrong[0]), lengths_B[wrong[0]]
-            what = f"is of length {length:.4g}, not 1" if np.isfinite(length) else "holds values that are not finite"
-            mend = "divide embeddings by their norm, here and in your service" if np.isfinite(length) else "leave such items out"
-            raise XcompatError(f"row {row} of {path} {what}; {mend}")
-    return embeds_ND
-
-
-def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
+def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
     """Return the rows of common items in each side, in the order of the old side, and notes."""
     if old.ids is None or new.ids is None:
         if len(old.embeds_ND) != len(new.embeds_ND):
@@ -322,6 +259,8 @@ def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.i
             )
         rows_N = np.arange(len(old.embeds_ND))
         return rows_N, rows_N, ()
+    if old.ids == new.ids:
+        return (rows_N := np.arange(len(old.ids))), rows_N, ()
     each, other = Counter(old.ids), Counter(new.ids)  # captions of an id can be matched only if both sides have equally many
     places, keys = {key: row for row, key in enumerate(new.keys) if each[key[0]] == other[key[0]]}, old.keys
     old_rows_N = np.array([row for row, key in enumerate(keys) if key in places], np.int64)
@@ -332,13 +271,13 @@ def _same_items(old: _Side, new: _Side) -> tuple[NDArray[np.int64], NDArray[np.i
     new_rows_N = np.array([places[keys[row]] for row in old_rows_N.tolist()], np.int64)
     if len(old_rows_N) == len(old.ids) == len(new.ids):
         return old_rows_N, new_rows_N, ()
-    note = f"Both sides have {len(old_rows_N):,} items; {len(old.ids):,} old and {len(new.ids):,} new ones were given."
+    alone = next(name for name in (*old.ids, *new.ids) if each[name] != other[name])
+    given = f"{len(old.ids):,} old and {len(new.ids):,} new ones were given"
+    note = f"Both sides have {len(old_rows_N):,} items; {given}, and {alone!r} is the first that they do not share."
     return old_rows_N, new_rows_N, (note,)
 
 
-def _same_classes(
-    old: _Side, new: _Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]
-) -> NDArray[np.str_] | None:
+def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]) -> NDArray[np.str_] | None:
     """Return the class of each item, from the side that has classes; if both have, they must agree."""
     found = [np.array(side.labels)[rows_N] for side, rows_N in ((old, old_rows_N), (new, new_rows_N)) if side.labels is not None]
     if len(found) == 2 and (found[0] != found[1]).any():

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcompat.arrays import map_array, read_lines
+from xcompat.arrays import read_lines
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, rows_by_class
+from xcompat.vectors import is_table, read_vectors, stored_at
 
-EMBEDS, IDS = "image_embeds.npy", "image_ids.txt"
-PROTOTYPES, CLASSES = "prototypes.npy", "classes.txt"
+EMBEDS, IDS = "image_embeds", "image_ids.txt"
+PROTOTYPES, CLASSES = "prototypes", "classes.txt"
 
 
 class StoredModel:
@@ -27,7 +28,8 @@ class StoredModel:
 
     Args:
         folder: holds ``image_embeds.npy`` (N, d) and ``image_ids.txt``, or ``prototypes.npy`` (C, d) and ``classes.txt``, one
-            id or class name a line.
+            id or class name a line; or a table with both, such as ``image_embeds.parquet`` (see
+            :func:`~xcompat.vectors.read_vectors`).
 
     Raises:
         XcompatError: a file is missing or no matrix of numbers, or ids or names do not match its rows.
@@ -38,12 +40,12 @@ class StoredModel:
         self.embeds_Nd = self.prototypes_Cd = None
         self.ids: list[str] = []
         self.classes: list[str] = []
-        if (folder / EMBEDS).exists():
-            self.embeds_Nd, self.ids = _read(folder / EMBEDS, folder / IDS)
-        elif (folder / PROTOTYPES).exists():
-            self.prototypes_Cd, self.classes = _read(folder / PROTOTYPES, folder / CLASSES)
+        if (embeds := stored_at(folder / EMBEDS)) is not None:
+            self.embeds_Nd, self.ids = _read(embeds, folder / IDS)
+        elif (prototypes := stored_at(folder / PROTOTYPES)) is not None:
+            self.prototypes_Cd, self.classes = _read(prototypes, folder / CLASSES)
         else:
-            raise XcompatError(f"{folder} holds neither {EMBEDS} nor {PROTOTYPES}: nothing is known of the old model")
+            raise XcompatError(f"{folder} holds neither {EMBEDS}.npy nor {PROTOTYPES}.npy: nothing is known of the old model")
         known = self.embeds_Nd if self.embeds_Nd is not None else self.prototypes_Cd
         assert known is not None
         self.dim = int(known.shape[1])
@@ -111,7 +113,7 @@ class StoredModel:
 
 def is_stored(name: str) -> bool:
     """Return whether a folder holds stored embeddings or prototypes in place of a model."""
-    return any((Path(name) / file).exists() for file in (EMBEDS, PROTOTYPES))
+    return any(stored_at(Path(name) / stem) is not None for stem in (EMBEDS, PROTOTYPES))
 
 
 def check_stored(folder: Path) -> bool:
@@ -123,21 +125,22 @@ def check_stored(folder: Path) -> bool:
     Raises:
         XcompatError: it does, without a file that names the rows.
     """
-    for rows, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
-        if (folder / rows).exists():
-            _require_names(folder / rows, folder / names)
+    for stem, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
+        if (file := stored_at(folder / stem)) is not None:
+            _require_names(file, folder / names)
             return True
     return False
 
 
 def _require_names(file: Path, lines: Path) -> None:
-    if not lines.is_file():
+    if not is_table(file) and not lines.is_file():
         raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
 
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     _require_names(file, lines)
-    array, names = map_array(file), read_lines(lines)
+    vectors = read_vectors(file)
+    array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(lines)
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
     starts = range(0, len(array), ROWS)

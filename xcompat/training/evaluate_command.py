@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from xcompat.arrays import map_array, read_lines
+from xcompat.arrays import read_lines
 from xcompat.data import LabelledSource, PairSource, read_qrels
 from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
@@ -31,9 +31,8 @@ from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
+from xcompat.vectors import is_table, read_vectors, stored_at
 
-EMBEDDING_FILES = ("image_embeds.npy", "text_embeds.npy", "image_ids.txt", "text_ids.txt")
-JUDGED_FILES = ("query_embeds.npy", "query_ids.txt", "text_embeds.npy", "text_ids.txt")
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
 """Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
 
@@ -149,7 +148,8 @@ def evaluate_embeddings(
 
     Each folder holds ``image_embeds.npy`` and ``text_embeds.npy`` and, one id a line, ``image_ids.txt`` and ``text_ids.txt``;
     a text's id is that of the image it describes. With judgements it holds ``query_embeds.npy`` and ``query_ids.txt`` in the
-    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them.
+    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them. In place of a
+    ``.npy`` file and its ids there may be a table with both (see :func:`~xcompat.vectors.read_vectors`).
 
     Args:
         old: embeddings of the old model.
@@ -183,7 +183,7 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
     Raises:
         XcompatError: a file is missing, is no array of numbers, or the counts differ.
     """
-    _require_files(folder, EMBEDDING_FILES)
+    _require_files(folder, ("image", "text"))
     (images_ND, image_ids), (texts_MD, text_ids) = (_embeddings(folder, kind) for kind in ("image", "text"))
     return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
 
@@ -194,8 +194,8 @@ def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, Emb
     for role, folder in folders.items():
         if folder is None:
             continue
-        has_texts = role != "new_view" or (folder / "text_embeds.npy").exists()
-        _require_files(folder, JUDGED_FILES if has_texts else JUDGED_FILES[:2])
+        has_texts = role != "new_view" or stored_at(folder / "text_embeds") is not None
+        _require_files(folder, ("query", "text") if has_texts else ("query",))
         queries_QD, query_ids = _embeddings(folder, "query")
         texts_GD, text_ids = _embeddings(folder, "text") if has_texts else (None, loaded["old"].text_ids)
         fingerprint = Fingerprint.from_string(str(folder.resolve()))
@@ -203,16 +203,20 @@ def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, Emb
     return loaded
 
 
-def _require_files(folder: Path, names: Sequence[str]) -> None:
+def _require_files(folder: Path, kinds: Sequence[str]) -> None:
+    names = [f"{kind}_embeds.npy" for kind in kinds] + [f"{kind}_ids.txt" for kind in kinds]
     for name in names:
-        if not (folder / name).is_file():
+        place = stored_at(folder / f"{name.split('_')[0]}_embeds")
+        if not (folder / name).is_file() and (place is None or not is_table(place)):
             raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(names)}")
 
 
 def _embeddings(folder: Path, kind: str) -> tuple[np.ndarray, list[str]]:
     """Read embeddings of one kind and their ids."""
-    file = folder / f"{kind}_embeds.npy"
-    array, names = map_array(file), read_lines(folder / f"{kind}_ids.txt")
+    file = stored_at(folder / f"{kind}_embeds")
+    assert file is not None
+    vectors = read_vectors(file)
+    array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(folder / f"{kind}_ids.txt")
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
     if not array.size:

@@ -1,0 +1,242 @@
+"""Stored vectors of any format, read as one side of a map, of an evaluation, or of a lost old model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from xcompat import XcompatError
+from xcompat.mapping import load_paired
+from xcompat.models.stored import StoredModel, is_stored
+from xcompat.training.evaluate_command import load_embedding_folder
+from xcompat.vectors import is_table, read_vectors, stored_at
+
+ITEMS, DIM = 40, 6
+IDS = [f"item {row}" for row in range(ITEMS)]
+
+
+def normalised(rows: np.ndarray) -> np.ndarray:
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def made(seed: int = 0, dim: int = DIM) -> np.ndarray:
+    return normalised(np.random.default_rng(seed).standard_normal((ITEMS, dim)))
+
+
+def parquet(file: Path, rows: Any, ids: Any = IDS, kind: pa.DataType | None = None, **columns: Any) -> Path:
+    embedding = pa.array(rows if isinstance(rows, list) else list(rows), kind)
+    pq.write_table(pa.table({"id": pa.array(ids), "embedding": embedding, **columns}), file, row_group_size=7)
+    return file
+
+
+def json_lines(file: Path, rows: Any, ids: Any = IDS, column: str = "embedding") -> Path:
+    lines = [json.dumps({"n": 1, "id": name, column: np.asarray(row).tolist()}) for name, row in zip(ids, rows, strict=True)]
+    (gzip.open if file.suffix == ".gz" else open)(file, "wt").write("\n".join(lines) + "\n\n")
+    return file
+
+
+def shards(folder: Path, rows: np.ndarray) -> Path:
+    folder.mkdir()
+    parquet(folder / "b.parquet", rows[15:], IDS[15:])
+    json_lines(folder / "a.jsonl", rows[:15], IDS[:15], "vector")
+    return folder
+
+
+FORMATS: dict[str, Callable[[Path, np.ndarray], Path]] = {
+    "list": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.list_(pa.float32())),
+    "double": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.large_list(pa.float64())),
+    "fixed": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.list_(pa.float32(), DIM)),
+    "json": lambda here, rows: json_lines(here / "a.jsonl", rows),
+    "values": lambda here, rows: json_lines(here / "a.ndjson", rows, column="values"),
+    "packed": lambda here, rows: json_lines(here / "a.jsonl.gz", rows, column="vector"),
+    "shards": lambda here, rows: shards(here / "shards", rows),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tables_hold_ids_and_rows(name: str, tmp_path: Path) -> None:
+    rows = made()
+    path = FORMATS[name](tmp_path, rows)
+    found = read_vectors(path)
+    assert is_table(path) and found.ids == IDS and found.rows_ND.dtype == np.float32
+    assert isinstance(found.rows_ND, np.memmap), "read into memory that is mapped"
+    np.testing.assert_array_equal(found.rows_ND, rows)
+
+
+def test_half_precision_stays_half(tmp_path: Path) -> None:
+    rows = made().astype(np.float16)
+    found = read_vectors(parquet(tmp_path / "a.parquet", rows, kind=pa.list_(pa.float16())))
+    assert found.rows_ND.dtype == np.float16
+    np.testing.assert_array_equal(found.rows_ND, rows)
+
+
+def test_ids_may_be_numbers_and_are_compared_as_text(tmp_path: Path) -> None:
+    old = parquet(tmp_path / "old.parquet", made(), list(range(ITEMS)))
+    new = json_lines(tmp_path / "new.jsonl", made(1)[::-1], list(range(ITEMS))[::-1])
+    found = load_paired(old, new)
+    np.testing.assert_array_equal(found.new_ND, made(1))
+    np.testing.assert_array_equal(found.old_Nd, made())
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("of", ["dimension", "row", "all"])
+def test_int8_is_multiplied_by_its_scale(of: str, tmp_path: Path) -> None:
+    rows = made() * np.linspace(0.5, 2, DIM)  # dimensions that one scale for all would weigh wrongly
+    rows = normalised(rows)
+    scale = {"dimension": np.abs(rows).max(0), "row": np.abs(rows).max(1, keepdims=True), "all": np.abs(rows).max()}[of] / 127
+    np.save(tmp_path / "a.npy", np.round(rows / scale).astype(np.int8))
+    np.save(tmp_path / "a_scale.npy", scale)
+    found = read_vectors(tmp_path / "a.npy").rows_ND
+    np.testing.assert_allclose(found, rows, atol=0.01)
+    np.testing.assert_allclose(np.linalg.norm(found.astype(np.float32), axis=1), 1, atol=1e-3)
+
+
+def test_int8_whose_zero_is_no_zero_has_an_offset(tmp_path: Path) -> None:
+    rows = made()
+    low, step = rows.min(0), (rows.max(0) - rows.min(0)) / 255  # as sentence-transformers quantises
+    np.save(tmp_path / "a.npy", ((rows - low) / step - 128).astype(np.int8))
+    np.save(tmp_path / "a_scale.npy", step)
+    np.save(tmp_path / "a_offset.npy", low + 128 * step)
+    np.testing.assert_allclose(read_vectors(tmp_path / "a.npy").rows_ND, rows, atol=0.02)
+
+
+def test_int8_in_parquet_has_a_column_of_scales(tmp_path: Path) -> None:
+    rows = made()
+    scale = np.abs(rows).max(1) / 127
+    whole = np.round(rows / scale[:, None]).astype(np.int8)
+    kind = pa.list_(pa.int8())
+    found = read_vectors(parquet(tmp_path / "a.parquet", whole, kind=kind, scale=pa.array(scale)))
+    np.testing.assert_allclose(found.rows_ND, rows, atol=0.01)
+    with pytest.raises(XcompatError, match="int8 without a scale: add a column 'scale'"):
+        read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind))
+    with pytest.raises(XcompatError, match="'scale' is string"):
+        read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, scale=pa.array(IDS)))
+    with pytest.raises(XcompatError, match="a scale that is not above 0"):
+        read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, scale=pa.array(-scale)))
+
+
+SCALES: dict[str, tuple[Any, str]] = {
+    "none": (None, r"int8 without a scale: write .* a_scale.npy, of shape \(1, D\)"),
+    "shape": (np.ones(DIM + 1), r"has shape \(7,\); for \(40, 6\) embeddings it has \(1, 6\), or \(40, 1\)"),
+    "zero": (np.zeros(DIM), "a scale that is not above 0"),
+}
+
+
+@pytest.mark.parametrize("what", SCALES)
+def test_scales_that_say_nothing_are_one_line(what: str, tmp_path: Path) -> None:
+    scale, said = SCALES[what]
+    np.save(tmp_path / "a.npy", np.ones((ITEMS, DIM), np.int8))
+    if scale is not None:
+        np.save(tmp_path / "a_scale.npy", scale)
+    with pytest.raises(XcompatError, match=said):
+        read_vectors(tmp_path / "a.npy")
+
+
+def _edited(row: int, edit: Callable[[np.ndarray], object]) -> np.ndarray:
+    rows = made()
+    edit(rows[row])
+    return rows
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "text": (lambda here: parquet(here / "a.parquet", ["[0.1, 0.2]"] * ITEMS), "'embedding' is string, not a list of numbers"),
+    "text in JSON": (lambda here: json_lines(here / "a.jsonl", ["AAAA"] * ITEMS), "'embedding' is str, not a list of numbers"),
+    "dims": (lambda here: parquet(here / "a.parquet", [*made()[:30], *made(0, 5)[30:]]), "row 31 has 5 dimensions, .* it 6"),
+    "dims in JSON": (lambda here: json_lines(here / "a.jsonl", [*made()[:9], *made(0, 5)[9:]]), "row 10 has 5 dimensions"),
+    "empty place": (
+        lambda here: parquet(here / "a.parquet", [[1.0, None]] * ITEMS, kind=pa.list_(pa.float32())),
+        "row 1 has an empty place",
+    ),
+    "no row": (lambda here: parquet(here / "a.parquet", [*made()[:3].tolist(), None], IDS[:4]), "row 4 has no embedding"),
+    "no column": (lambda here: json_lines(here / "a.jsonl", made(), column="vec"), "no column 'embedding' .it has n, id, vec"),
+    "no id": (lambda here: parquet(here / "a.parquet", made(), [*IDS[1:], None]), "row 40 has no id"),
+    "ids of floats": (lambda here: parquet(here / "a.parquet", made(), [float(row) for row in range(ITEMS)]), "'id' is double"),
+    "cut": (lambda here: _cut(parquet(here / "a.parquet", made())), "cannot be read after row 0"),
+    "cut JSON": (lambda here: _cut(json_lines(here / "a.jsonl.gz", made())), "cannot be read after row"),
+    "no JSON": (lambda here: _written(here / "a.jsonl", "a b c\n"), "first line is no JSON object"),
+    "later": (lambda here: _written(here / "a.jsonl", '{"id": "a", "embedding": [1]}\n{"id": 3'), "cannot be read after row"),
+    "nothing": (lambda here: _written(here / "a.jsonl", "\n"), "holds no embeddings"),
+}
+
+
+def _cut(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-40])
+    return file
+
+
+def _written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_read_is_one_line(what: str, tmp_path: Path) -> None:
+    write, said = BAD[what]
+    with pytest.raises(XcompatError, match=said):
+        read_vectors(write(tmp_path))
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "NaN": (lambda here: parquet(here / "new.parquet", _edited(3, lambda row: row.fill(np.nan))), "row 3 of .* not finite"),
+    "zeros": (lambda here: parquet(here / "new.parquet", _edited(3, lambda row: row.fill(0))), "row 3 of .* zeros alone"),
+    "length": (lambda here: json_lines(here / "new.jsonl", 3 * made()), "row 0 of .* is of length 3, not 1"),
+    "ids twice": (lambda here: parquet(here / "new.parquet", made(), ["a"] * ITEMS), "names 'a' more than once"),
+    "other ids": (lambda here: parquet(here / "new.parquet", made(), [f"no {name}" for name in IDS]), "share no id"),
+    "no ids": (lambda here: (np.save(here / "new.npy", made()), here / "new.npy")[1], "new.npy has rows without ids"),
+    "other file": (lambda here: _written(here / "new.txt", "a"), "new.txt is no file of embeddings"),
+    "no file": (lambda here: here / "new.parquet", "new.parquet does not exist"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_sides_that_do_not_fit_are_one_line(what: str, tmp_path: Path) -> None:
+    write, said = UNUSABLE[what]
+    with pytest.raises(XcompatError, match=said):
+        load_paired(parquet(tmp_path / "old.parquet", made()), write(tmp_path))
+
+
+def test_common_ids_are_counted_and_the_first_other_one_is_named(tmp_path: Path) -> None:
+    old, new = parquet(tmp_path / "old.parquet", made()), parquet(tmp_path / "new.parquet", made(1)[5:], IDS[5:])
+    found = load_paired(old, new)
+    np.testing.assert_array_equal(found.old_Nd, made()[5:])
+    given = "Both sides have 35 items; 40 old and 35 new ones were given, and 'item 0' is the first that they do not share."
+    assert found.notes == (given,)
+
+
+def test_a_table_stands_for_the_one_kind_that_the_other_side_has(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    parquet(tmp_path / "old" / "text_embeds.parquet", made())
+    found = load_paired(tmp_path / "old", json_lines(tmp_path / "new.jsonl", made(1)))
+    np.testing.assert_array_equal(found.new_ND, made(1))
+    parquet(tmp_path / "old" / "image_embeds.parquet", made())
+    with pytest.raises(XcompatError, match="holds image and text embeddings, .* item embeddings"):
+        load_paired(tmp_path / "old", tmp_path / "new.jsonl")
+
+
+def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
+    (tmp_path / "image_embeds").mkdir()
+    parquet(tmp_path / "image_embeds" / "part-0.parquet", made()[:9], IDS[:9])
+    json_lines(tmp_path / "image_embeds" / "part-1.jsonl.gz", made()[9:], IDS[9:])
+    np.save(tmp_path / "text_embeds.npy", made(1))
+    with pytest.raises(XcompatError, match=r"lacks text_ids.txt"):
+        load_embedding_folder(tmp_path)
+    (tmp_path / "text_ids.txt").write_text("\n".join(IDS))
+    found = load_embedding_folder(tmp_path)
+    assert found.image_ids == found.text_ids == IDS
+    np.testing.assert_array_equal(found.image_embeds_ND, made())
+
+
+def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:
+    assert not is_stored(str(tmp_path)) and stored_at(tmp_path / "image_embeds") is None
+    parquet(tmp_path / "image_embeds.parquet", 3 * made())
+    model = StoredModel(tmp_path)
+    assert is_stored(str(tmp_path)) and model.dim == DIM
+    np.testing.assert_allclose(model.lookup(IDS[::-1]), made()[::-1], rtol=1e-6)

@@ -1,0 +1,131 @@
+"""One model's stored embeddings by kind of items, with ids and classes, each checked to be of length 1."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xcompat.arrays import forget_pages, read_lines
+from xcompat.errors import XcompatError
+from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, stored_at
+
+KINDS = ("image", "text")
+BARE = "row"
+"""What an array without ids holds."""
+ITEM = "item"
+"""What a table holds, which does not say of what kind its items are."""
+LABELS = "labels.txt"
+UNIT = 1e-2
+"""Largest deviation of an embedding's length from 1; float16 rounds by less."""
+_CHECKED = 8192  # rows read at a time
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order."""
+
+    path: Path
+    embeds_ND: NDArray[Any]
+    ids: list[str] | None = None
+    labels: list[str] | None = None
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Return the key of each item: its id, and its number among captions with the same id."""
+        seen = Counter[str]()
+        keys = []
+        for name in self.ids or []:
+            keys.append((name, seen[name]))
+            seen[name] += 1
+        return keys
+
+
+def read_sides(path: Path) -> dict[str, Side]:
+    """Read one model's embeddings.
+
+    Args:
+        path: as :func:`~xcompat.mapping.paired.load_paired` takes each side.
+
+    Returns:
+        The embeddings by kind of items: images, texts, or both; :data:`BARE` rows; or the :data:`ITEM` of tables.
+
+    Raises:
+        XcompatError: a file is missing or unusable, or an embedding is not of length 1.
+    """
+    kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
+    if kinds or (path.is_dir() and not is_table(path)):
+        return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds or KINDS[:1]}
+    if not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
+        what = "is no file of embeddings" if path.exists() else "does not exist"
+        raise XcompatError(
+            f"{path} {what}; name a folder with image_embeds.npy and image_ids.txt, or a .npy file, or Parquet or JSON lines "
+            f"with the columns {ID} and {EMBEDDING_COLUMNS[0]}"
+        )
+    vectors = read_vectors(path)
+    side = Side(path, _checked(path, vectors.rows_ND), vectors.ids)
+    if side.ids is not None:
+        _require_distinct(path, side.ids)
+    return {BARE if side.ids is None else ITEM: side}
+
+
+def _read_side(path: Path, kind: str, captioned: bool) -> Side:
+    place, listed = stored_at(path / f"{kind}_embeds") or path / f"{kind}_embeds.npy", f"{kind}_ids.txt"
+    for name in (place.name, *([] if is_table(place) else [listed])):
+        if not (path / name).exists():
+            raise XcompatError(f"{path} lacks {name}; it holds {place.name}, {listed} and perhaps {LABELS}")
+    vectors = read_vectors(place)
+    embeds_ND, ids = _checked(place, vectors.rows_ND), vectors.ids or read_lines(path / listed)
+    of_items = kind == "image" or not captioned
+    labels = read_lines(path / LABELS) if of_items and (path / LABELS).is_file() else None
+    for name, lines in ((listed, ids), (LABELS, labels)):
+        if lines is not None and len(lines) != len(embeds_ND):
+            raise XcompatError(f"{path / name} has {len(lines):,} lines, but {place.name} has {len(embeds_ND):,} rows")
+    if of_items:
+        _require_distinct(place if vectors.ids else path / listed, ids)
+    return Side(path, embeds_ND, ids, labels)
+
+
+def _require_distinct(file: Path, ids: list[str]) -> None:
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, count in Counter(ids).items() if count > 1)
+        raise XcompatError(f"{file} names {twice!r} more than once; an id is that of one item")
+
+
+def _checked(path: Path, embeds_ND: NDArray[Any]) -> NDArray[Any]:
+    """Check the length of each embedding."""
+    if embeds_ND.ndim != 2 or not embeds_ND.size or embeds_ND.dtype.kind != "f":
+        raise XcompatError(f"{path} holds {embeds_ND.dtype} of shape {embeds_ND.shape}; embeddings are floats, N x D")
+    for start in range(0, len(embeds_ND), _CHECKED):
+        require_unit(torch.from_numpy(np.array(embeds_ND[start : start + _CHECKED], np.float32)), str(path), start)
+        forget_pages(embeds_ND)
+    return embeds_ND
+
+
+def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
+    """Refuse embeddings that are not finite or not of length 1.
+
+    Args:
+        embeds_BD: float32 embeddings.
+        where: what holds them, for the message.
+        before: number of the first row.
+
+    Raises:
+        XcompatError: naming the first one.
+    """
+    lengths_B = torch.linalg.vector_norm(embeds_BD, dim=1)
+    wrong = torch.nonzero(~((lengths_B - 1).abs() < UNIT))  # NaN too
+    if len(wrong):
+        row, length = int(wrong[0]), float(lengths_B[wrong[0]])
+        what, mend = f"is of length {length:.4g}, not 1", "divide embeddings by their norm, here and in your service"
+        if not embeds_BD[row].isfinite().all():
+            what, mend = "holds values that are not finite", "leave such items out"
+        elif not length:
+            what, mend = "holds zeros alone", "leave such items out"
+        raise XcompatError(f"row {before + row} of {where} {what}; {mend}")

@@ -1,0 +1,280 @@
+"""Read embeddings that any software has stored: arrays, Parquet, JSON lines, and folders of shards of the last two."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import forget_pages, map_array
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ID, SCALE = "id", "scale"
+EMBEDDING_COLUMNS = ("embedding", "values", "vector")
+ARRAY, PARQUET = ".npy", ".parquet"
+JSON = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+TABLES = (PARQUET, *JSON)
+SUFFIXES = (ARRAY, *TABLES)
+"""What :func:`read_vectors` reads, and folders of :data:`TABLES`."""
+BLOCK = 8192
+LONGEST_LINE = 2**24
+"""Most bytes of a line of JSON, and bytes that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Stored embeddings.
+
+    Args:
+        rows_ND: numbers as they are stored, mapped into memory; of int8, float16 rows of length 1.
+        ids: the id of each row; None of a ``.npy`` file, which has none.
+    """
+
+    rows_ND: NDArray[Any]
+    ids: list[str] | None = None
+
+
+def read_vectors(path: Path) -> Vectors:
+    """Map stored embeddings into memory; those of tables are first copied, block by block, into an unnamed temporary file.
+
+    A row of int8 is multiplied by its scale and divided by its length, which quantising has changed.
+
+    Args:
+        path: a ``.npy`` file; Parquet or JSON lines (``.jsonl``, ``.jsonl.gz``) with the columns ``id`` and ``embedding``
+            (``values`` and ``vector`` are read too); or a folder of these, in the order of their names. int8 needs a scale: of
+            ``vectors.npy`` ``vectors_scale.npy`` (and, if zero is no zero, ``vectors_offset.npy``), one number, one for each
+            dimension (1, D), or one for each row (N, 1); in Parquet a column ``scale``, one number a row.
+
+    Returns:
+        The embeddings and their ids.
+
+    Raises:
+        XcompatError: the file is damaged, or rows lack an id, an embedding or a scale, or differ in dimensions.
+    """
+    if path.is_dir() or not path.name.endswith(ARRAY):
+        return _read_tables(_shards(path) if path.is_dir() else [path])
+    rows_ND = map_array(path)
+    return Vectors(_unquantised(path, rows_ND) if rows_ND.dtype == np.int8 else rows_ND)
+
+
+def is_table(path: Path) -> bool:
+    """Return whether embeddings with ids lie at a path: a table, or a folder of tables."""
+    return path.name.endswith(TABLES) if path.is_file() else bool(_shards(path))
+
+
+def stored_at(place: Path) -> Path | None:
+    """Find embeddings by their name without suffix.
+
+    Args:
+        place: such as ``folder/image_embeds`` for ``folder/image_embeds.npy``, ``.parquet``, ``.jsonl``, or a folder of tables.
+
+    Returns:
+        The file or folder; None if there is none.
+    """
+    files = (place.with_name(place.name + suffix) for suffix in SUFFIXES)
+    return next((file for file in files if file.is_file()), place if _shards(place) else None)
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name.endswith(TABLES)) if folder.is_dir() else []
+
+
+def _unquantised(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
+    if rows_ND.ndim != 2:
+        raise XcompatError(f"{path} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are N x D")
+    scale = _steps(path, "scale", rows_ND.shape)
+    if scale is None:
+        raise XcompatError(
+            f"{path} holds int8 without a scale: write what a step is worth beside it, as {path.stem}_scale.npy, of shape (1, D) "
+            "for each dimension or (N, 1) for each row; 1.0 alone, if all steps are alike"
+        )
+    offset = _steps(path, "offset", rows_ND.shape)
+    spool = _Spool(np.float16)
+    for start in range(0, len(rows_ND), BLOCK):
+        part = slice(start, start + BLOCK)
+        values_BD = rows_ND[part] * (scale[part] if len(scale) > 1 else scale)
+        spool.add(_of_length_one(values_BD + (offset[part] if len(offset) > 1 else offset) if offset is not None else values_BD))
+        forget_pages(rows_ND)
+    return spool.mapped()
+
+
+def _steps(path: Path, what: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+    """Read the scales or the offsets beside an array as a matrix of one or N rows and one or D columns."""
+    file = path.with_name(f"{path.stem}_{what}.npy")
+    if not file.is_file():
+        return None
+    steps = np.array(map_array(file), np.float32)
+    if steps.ndim < 2 and steps.size in (1, shape[1]) and (steps.size == 1 or shape[0] != shape[1]):
+        steps = steps.reshape(1, -1)
+    if steps.ndim != 2 or any(have not in (1, want) for have, want in zip(steps.shape, shape, strict=True)):
+        raise XcompatError(f"{file} has shape {steps.shape}; for {shape} embeddings it has (1, {shape[1]}), or ({shape[0]}, 1)")
+    if not np.isfinite(steps).all() or (what == "scale" and not (steps > 0).all()):
+        raise XcompatError(f"{file} holds {'values that are not finite' if what == 'offset' else 'a scale that is not above 0'}")
+    return steps
+
+
+def _of_length_one(rows_BD: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths_B = np.linalg.norm(rows_BD, axis=1)
+    lengths_B[lengths_B == 0] = 1  # whoever reads the rows refuses zeros
+    return rows_BD / lengths_B.astype(np.float32)[:, None]
+
+
+class _Spool:
+    """Rows that are appended to an unnamed file, which the system removes with the last array that is mapped from it."""
+
+    def __init__(self, dtype: type[np.floating[Any]]) -> None:
+        self.dtype, self.shape = dtype, (0, 0)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - the array outlives this block
+
+    def add(self, rows_BD: NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(rows_BD, self.dtype).data)
+        self.shape = (self.shape[0] + len(rows_BD), rows_BD.shape[1])
+
+    def mapped(self) -> NDArray[Any]:
+        self._file.flush()
+        rows_ND: NDArray[Any] = np.memmap(self._file, self.dtype, "r", shape=self.shape)
+        self._file.close()
+        return rows_ND
+
+
+def _read_tables(files: list[Path]) -> Vectors:
+    import pyarrow as pa
+
+    spool: _Spool | None = None
+    ids: list[str] = []
+    for file in files:
+        number = 0
+        try:
+            for batch in _batches(file):
+                rows_BD = _rows(file, number, batch, spool.shape[1] if spool is not None else None)
+                spool = spool or _Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
+                spool.add(rows_BD)
+                ids += _ids(file, number, batch.column(ID))
+                number += len(rows_BD)
+        except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the machine, such as a full disk
+            said = str(error).splitlines()[0][:200]
+            raise XcompatError(f"{file} cannot be read after row {number:,} ({said}); mend it, or write it again") from error
+    if spool is None:
+        raise XcompatError(f"{files[0]} holds no embeddings; it needs a row with {ID} and {EMBEDDING_COLUMNS[0]} for each item")
+    return Vectors(spool.mapped(), ids)
+
+
+def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Yield blocks of the columns that are read, the embeddings as ``embedding``; blocks without rows are left out."""
+    columns, batches = _parquet(file) if file.name.endswith(PARQUET) else _json_lines(file)
+    for batch in batches:
+        if batch.num_rows:
+            yield batch.rename_columns([EMBEDDING_COLUMNS[0] if name == columns[1] else name for name in batch.schema.names])
+
+
+def _parquet(file: Path) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file)
+    columns = _columns(file, table.schema_arrow.names)
+    return columns, table.iter_batches(BLOCK, columns=columns)
+
+
+def _json_lines(file: Path) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    """Read blocks of lines; the first one says how the columns are called, and whether ids are numbers."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
+        line = next((line for line in iter(lambda: lines.readline(LONGEST_LINE), b"") if line.strip()), b"")
+    if not line:
+        return _columns(file, [ID, EMBEDDING_COLUMNS[0]]), iter(())
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        first = None
+    if not isinstance(first, dict):
+        raise XcompatError(f'{file}: its first line is no JSON object; write lines like {{"id": "a", "embedding": [0.1, ...]}}')
+    columns = _columns(file, [name for name in first if name != SCALE])
+    if not isinstance(first[columns[1]], list):
+        raise XcompatError(_no_list(file, columns[1], type(first[columns[1]]).__name__))
+    of_id = pa.int64() if isinstance(first[ID], int) else pa.string()
+    schema = pa.schema([(columns[0], of_id), (columns[1], pa.list_(pa.float32()))])
+    parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    return columns, iter(arrow_json.open_json(str(file), arrow_json.ReadOptions(block_size=LONGEST_LINE), parsing))
+
+
+def _columns(file: Path, names: list[str]) -> list[str]:
+    """Choose the columns with the id, the embedding and, if there is one, the scale."""
+    embedding = next((name for name in EMBEDDING_COLUMNS if name in names), None)
+    if ID not in names or embedding is None:
+        missing = ID if ID not in names else EMBEDDING_COLUMNS[0]
+        raise XcompatError(f"{file} has no column {missing!r} (it has {', '.join(names)}); call it so")
+    return [ID, embedding, *([SCALE] if SCALE in names else [])]
+
+
+def _rows(file: Path, before: int, batch: pa.RecordBatch, dim: int | None) -> NDArray[Any]:
+    """Return the embeddings of a block: (B, D), float16 of float16 and of int8, else float32."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = batch.column(EMBEDDING_COLUMNS[0])
+    kind = lists.type
+    of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not of_lists or not (pa.types.is_floating(kind.value_type) or kind.value_type == pa.int8()):
+        raise XcompatError(_no_list(file, EMBEDDING_COLUMNS[0], str(kind)))
+    lengths_B = pc.list_value_length(lists).fill_null(0).to_numpy()
+    dim = dim or int(lengths_B[0])
+    other = np.flatnonzero((lengths_B != dim) | (lengths_B == 0))
+    if len(other):
+        row = int(other[0])
+        what = f"has {lengths_B[row]} dimensions, those before it {dim}" if lengths_B[row] else "has no embedding"
+        raise XcompatError(f"{file} row {before + row + 1:,} {what}; leave such rows out")
+    values = lists.flatten()
+    if values.null_count:
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // dim
+        raise XcompatError(f"{file} row {before + row + 1:,} has an empty place in its embedding; leave such rows out")
+    rows_BD: NDArray[Any] = values.to_numpy(zero_copy_only=False).reshape(-1, dim)
+    if rows_BD.dtype == np.int8:
+        return _of_length_one(rows_BD * _scales(file, batch)[:, None]).astype(np.float16)
+    return rows_BD if rows_BD.dtype == np.float16 else rows_BD.astype(np.float32, copy=False)
+
+
+def _scales(file: Path, batch: pa.RecordBatch) -> NDArray[np.float32]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if SCALE not in batch.schema.names:
+        raise XcompatError(f"{file} holds int8 without a scale: add a column {SCALE!r}; 1.0 in each row, if all steps are alike")
+    scales = batch.column(SCALE)
+    if not (pa.types.is_floating(scales.type) or pa.types.is_integer(scales.type)):
+        raise XcompatError(f"{file}: column {SCALE!r} is {scales.type}, not a number a row; scales of dimensions go with .npy")
+    scales_B: NDArray[np.float32] = pc.cast(scales, pa.float32()).to_numpy(zero_copy_only=False)
+    if not (np.isfinite(scales_B) & (scales_B > 0)).all():
+        raise XcompatError(f"{file} holds a scale that is not above 0")
+    return scales_B
+
+
+def _ids(file: Path, before: int, column: pa.Array) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise XcompatError(f"{file} row {before + row + 1:,} has no {ID}; every item needs its own")
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
+        raise XcompatError(f"{file}: column {ID!r} is {kind}; an id is a string or a whole number")
+    ids: list[str] = pc.cast(column, pa.string()).to_pylist()
+    return ids
+
+
+def _no_list(file: Path, column: str, kind: str) -> str:
+    return f"{file}: column {column!r} is {kind}, not a list of numbers; write lists of floats, no text that holds them"
