@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xcompat.arrays import forget_pages, map_array
 from xcompat.errors import XcompatError
@@ -26,6 +28,8 @@ JSON = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 TABLES = (PARQUET, *JSON)
 SUFFIXES = (ARRAY, *TABLES)
 """What :func:`read_vectors` reads, and folders of :data:`TABLES`."""
+UNIT = 1e-2
+"""Largest deviation of an embedding's length from 1; float16 rounds by less."""
 BLOCK = 8192
 LONGEST_LINE = 2**24
 """Most bytes of a line of JSON, and bytes that are read at a time."""
@@ -65,6 +69,29 @@ def read_vectors(path: Path) -> Vectors:
         return _read_tables(_shards(path) if path.is_dir() else [path])
     rows_ND = map_array(path)
     return Vectors(_unquantised(path, rows_ND) if rows_ND.dtype == np.int8 else rows_ND)
+
+
+def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
+    """Refuse embeddings that are not finite or not of length 1.
+
+    Args:
+        embeds_BD: float32 embeddings.
+        where: what holds them, for the message.
+        before: number of the first row.
+
+    Raises:
+        XcompatError: naming the first one.
+    """
+    lengths_B = torch.linalg.vector_norm(embeds_BD, dim=1)
+    wrong = torch.nonzero(~((lengths_B - 1).abs() < UNIT))  # NaN too
+    if len(wrong):
+        row, length = int(wrong[0]), float(lengths_B[wrong[0]])
+        what, mend = f"is of length {length:.4g}, not 1", "divide embeddings by their norm, here and in your service"
+        if not embeds_BD[row].isfinite().all():
+            what, mend = "holds values that are not finite", "leave such items out"
+        elif not length:
+            what, mend = "holds zeros alone", "leave such items out"
+        raise XcompatError(f"row {before + row} of {where} {what}; {mend}")
 
 
 def is_table(path: Path) -> bool:

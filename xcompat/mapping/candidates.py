@@ -29,12 +29,12 @@ Solver = Callable[[Paired, Described], CompatModel]
 def solve_procrustes(pairs: Paired, old: Described) -> CompatModel:
     """Solve for the centred rotation with a scale."""
     config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=True, scale=True)
-    return ProcrustesModel(config).fit(pairs.batches()).eval()
+    return ProcrustesModel(config).fit_moments(pairs.moments).eval()
 
 
 def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
     """Solve for the ridge regression."""
-    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit(pairs.batches()).eval()
+    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
 
 
 LINES: dict[str, Solver] = {"procrustes": solve_procrustes, "ridge": solve_ridge}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.arrays import forget_pages
 from xcompat.errors import XcompatError
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
-from xcompat.models.closed_form import readable_pairs
+from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
 
 
@@ -53,6 +55,11 @@ class PairedEmbeddings:
         """Yield blocks of new and old embeddings."""
         return readable_pairs(self.new_ND, self.old_Nd)
 
+    @cached_property
+    def moments(self) -> Moments:
+        """The moments that every line is solved from, summed once."""
+        return Moments.of(self.batches())
+
     @property
     def n_classes(self) -> int:
         """Return C; 0 without labels."""
@@ -63,7 +70,10 @@ class PairedEmbeddings:
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
-        return replace(self, new_ND=self.new_ND[rows_R], old_Nd=self.old_Nd[rows_R], labels_N=labels_R, notes=())
+        taken = replace(self, new_ND=self.new_ND[rows_R], old_Nd=self.old_Nd[rows_R], labels_N=labels_R, notes=())
+        forget_pages(self.new_ND)
+        forget_pages(self.old_Nd)
+        return taken
 
     def of_old(self) -> Self:
         """Return the same items with the old model in place of the new one."""
@@ -149,6 +159,11 @@ class CaptionedEmbeddings:
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of new and old embeddings of images, then of captions."""
         return chain(self.images.batches(), self.texts.batches())
+
+    @cached_property
+    def moments(self) -> Moments:
+        """As in :class:`PairedEmbeddings`."""
+        return Moments.of(self.batches())
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -239,7 +254,7 @@ def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = np.unique(labels, return_inverse=True)[1].astype(np.int64) if labels is not None else None
-    new_ND, old_Nd = _picked(new.embeds_ND, new_rows_N), _picked(old.embeds_ND, old_rows_N)
+    new_ND, old_Nd = picked(new.embeds_ND, new_rows_N), picked(old.embeds_ND, old_rows_N)
     ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
     return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
 
@@ -288,6 +303,6 @@ def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_
     return found[0] if found else None
 
 
-def _picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
+def picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
     """Return some rows; all of them in order stay on disk."""
     return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else embeds_ND[rows_N]

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from xcompat.arrays import forget_pages, read_lines
 from xcompat.errors import XcompatError
-from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, stored_at
+from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, require_unit, stored_at
 
 KINDS = ("image", "text")
 BARE = "row"
@@ -22,8 +21,6 @@ BARE = "row"
 ITEM = "item"
 """What a table holds, which does not say of what kind its items are."""
 LABELS = "labels.txt"
-UNIT = 1e-2
-"""Largest deviation of an embedding's length from 1; float16 rounds by less."""
 _CHECKED = 8192  # rows read at a time
 
 
@@ -45,6 +42,11 @@ class Side:
             keys.append((name, seen[name]))
             seen[name] += 1
         return keys
+
+
+def holds_embeddings(path: Path) -> bool:
+    """Return whether :func:`read_sides` is what a path is for: a file, or a folder of embeddings, and no model."""
+    return path.is_file() or is_table(path) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
 
 
 def read_sides(path: Path) -> dict[str, Side]:
@@ -106,26 +108,3 @@ def _checked(path: Path, embeds_ND: NDArray[Any]) -> NDArray[Any]:
         require_unit(torch.from_numpy(np.array(embeds_ND[start : start + _CHECKED], np.float32)), str(path), start)
         forget_pages(embeds_ND)
     return embeds_ND
-
-
-def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
-    """Refuse embeddings that are not finite or not of length 1.
-
-    Args:
-        embeds_BD: float32 embeddings.
-        where: what holds them, for the message.
-        before: number of the first row.
-
-    Raises:
-        XcompatError: naming the first one.
-    """
-    lengths_B = torch.linalg.vector_norm(embeds_BD, dim=1)
-    wrong = torch.nonzero(~((lengths_B - 1).abs() < UNIT))  # NaN too
-    if len(wrong):
-        row, length = int(wrong[0]), float(lengths_B[wrong[0]])
-        what, mend = f"is of length {length:.4g}, not 1", "divide embeddings by their norm, here and in your service"
-        if not embeds_BD[row].isfinite().all():
-            what, mend = "holds values that are not finite", "leave such items out"
-        elif not length:
-            what, mend = "holds zeros alone", "leave such items out"
-        raise XcompatError(f"row {before + row} of {where} {what}; {mend}")

@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.arrays import forget_pages
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.models.mapped import MappedConfig, MappedModel
-from xcompat.models.old_knowledge import ROWS, Rows
+from xcompat.models.old_knowledge import Rows
+
+BLOCK = 8192  # rows whose copies in float64 are in memory at a time
+STRIPS = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Moments:
         count, sums = 0, list[Tensor]()
         for new_BD, old_Bd in batches:
             new, old = new_BD.double(), old_Bd.double()
-            parts = [new.sum(0), old.sum(0), new.T @ new, new.T @ old]
+            parts = [new.sum(0), old.sum(0), _gram(new), new.T @ old]
             count, sums = count + len(new), list(map(torch.add, sums, parts)) if sums else parts
         if not count:
             raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
@@ -68,6 +72,18 @@ class Moments:
         new_mean_D, old_mean_d = self.means()
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
+
+
+def _gram(rows_BD: Tensor) -> Tensor:
+    """Return XᵀX by strips of its upper triangle: with 4 of them 5/8 of the products of all of it."""
+    dim = rows_BD.shape[1]
+    gram_DD = rows_BD.new_empty(dim, dim)
+    for strip in torch.arange(dim).tensor_split(STRIPS):
+        if len(strip):
+            first, last = int(strip[0]), int(strip[-1]) + 1
+            gram_DD[first:last, first:] = rows_BD[:, first:last].T @ rows_BD[:, first:]
+            gram_DD[last:, first:last] = gram_DD[first:last, last:].T
+    return gram_DD
 
 
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
@@ -136,10 +152,12 @@ def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]
     Yields:
         (B, D) and (B, d) float32.
     """
-    for start in range(0, len(new_ND), ROWS):
-        new_BD, old_Bd = (torch.from_numpy(np.array(side[start : start + ROWS], np.float32)) for side in (new_ND, old_Nd))
+    for start in range(0, len(new_ND), BLOCK):
+        new_BD, old_Bd = (torch.from_numpy(np.array(side[start : start + BLOCK], np.float32)) for side in (new_ND, old_Nd))
         kept_B = new_BD[:, 0].isfinite() & old_Bd[:, 0].isfinite()
-        yield new_BD[kept_B], old_Bd[kept_B]
+        yield (new_BD, old_Bd) if kept_B.all() else (new_BD[kept_B], old_Bd[kept_B])
+        forget_pages(new_ND)
+        forget_pages(old_Nd)
 
 
 class ClosedFormModel(MappedModel):
@@ -171,7 +189,11 @@ class ClosedFormModel(MappedModel):
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         """Solve for the map in one pass over the pairs."""
-        weight_ST, bias_T = self.solve(Moments.of(self.ordered(new, old) for new, old in batches))
+        return self.fit_moments(Moments.of(self.ordered(new, old) for new, old in batches))
+
+    def fit_moments(self, moments: Moments) -> Self:
+        """Solve for the map from the moments of the pairs; their "new" side is the source, "old" the target."""
+        weight_ST, bias_T = self.solve(moments)
         with torch.no_grad():
             self.weight.copy_(weight_ST)
             self.bias.copy_(bias_T)
@@ -179,4 +201,4 @@ class ClosedFormModel(MappedModel):
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """Return weight (S, T) and bias (T,) from the moments of the pairs; their "new" side is the source, "old" the target."""
+        """Return weight (S, T) and bias (T,) from moments as :meth:`fit_moments` takes them."""
