@@ -388,8 +388,8 @@ def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
     assert [[int(hit.id) for hit in found] for found in hits] == scores.topk(3).indices.tolist()
 
 
-def test_without_classes_it_says_that_it_guesses(tmp_path: Path) -> None:
-    pairs = made()
+def test_without_classes_a_few_items_are_a_guess(tmp_path: Path) -> None:
+    pairs = made().take(np.arange(39))
     for name, embeds in (("old", pairs.old_Nd), ("new", pairs.new_ND)):
         np.save(tmp_path / f"{name}.npy", embeds)
     done = CliRunner().invoke(

@@ -36,6 +36,7 @@ class Choice:
         confidence: the calibration of the best's memory; None without one.
         no_confidence: why there is none.
         of_galleries: whether the maps are of stored embeddings, not of queries.
+        of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
     """
 
     trials: list[Trial]
@@ -50,10 +51,13 @@ class Choice:
     confidence: Calibration | None = None
     no_confidence: str = ""
     of_galleries: bool = False
+    of_agreement: bool = False
 
     @property
     def objective(self) -> str:
         """The criterion of the choice, in words."""
+        if self.of_agreement:
+            return "the largest agreement with old queries on held-out items, to a standard error, then the largest mean"
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
         careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"

@@ -11,6 +11,7 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.adapter_files import Activation
+from xcompat.mapping.agreement import agree
 from xcompat.mapping.candidates import GUESS, LINES, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice, choose
 from xcompat.mapping.confidence import Calibration
@@ -84,7 +85,7 @@ def map_embeddings(
         activation: of a network in an adapter's file.
 
     Returns:
-        Whether new queries find more than old ones by every protocol and metric.
+        Whether new queries find more than old ones by every protocol and metric; never without classes or captions.
 
     Raises:
         XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
@@ -145,7 +146,8 @@ def _decide(
     """Choose on what can be held out; where nothing can, take a guess, or an imported map that comes nearer."""
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        choice = choose(pairs, searched, seed, lines)
+        nothing_known = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
+        choice = agree(pairs, seed, lines) if nothing_known else choose(pairs, searched, seed, lines)
     except NothingHeldOutError as error:
         near = nearness(pairs, lines, old, seed) if theirs is not None else None
         candidate = Candidate(THEIRS) if near is not None and near.theirs_is_nearest else GUESS

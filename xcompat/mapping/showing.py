@@ -12,6 +12,7 @@ from rich.table import Table
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
+from xcompat.mapping.agreement import NEIGHBOURS, SAME, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
 from xcompat.report.wording import gain, gain_with_interval, interval, metric_name
@@ -20,6 +21,8 @@ from xcompat.report.wording import gain, gain_with_interval, interval, metric_na
 def choice_table(choice: Choice) -> Table:
     """Return a table of the best candidate of each kind and its gains over old queries."""
     title = "points over old queries on what was held out, with 95 % intervals"
+    if choice.of_agreement:
+        title = f"points beside old queries: how often items find their own old embedding (R@1), and the {NEIGHBOURS} next to it"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
@@ -53,6 +56,8 @@ def said_of(choice: Choice) -> list[str]:
             f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
             "ridge regression is left out, and the rest is weak evidence. Give more items."
         )
+    if choice.of_agreement:
+        return [*held, _said_of_agreement(choice)]
     if best.worst <= 0:
         mix = " Where the old model is at hand, mix its queries in (xcompat.slerp); "
         mix = f"{mix}half-way they are at {_least(choice.mixed)}." if choice.mixed is not None else ""
@@ -72,6 +77,17 @@ def said_of(choice: Choice) -> list[str]:
             "which needs no new one."
         )
     return [*said, _said_of_confidence(choice)]
+
+
+def _said_of_agreement(choice: Choice) -> str:
+    """Return a sentence on how far mapped queries find what old ones find, and on what that leaves open."""
+    (protocol, floor), gains = next(iter(choice.floor.items())), next(iter(choice.chosen.gains.values()))
+    same, shared = (100 * (floor[metric] + gains[metric].mean) for metric in (SAME, SHARED))
+    return (
+        f"Of {choice.n_queries[protocol]:,} {protocol}, mapped new embeddings find the item's own old embedding first in "
+        f"{same:.1f} %, and {shared:.0f} % of the {NEIGHBOURS} old ones next to it; old queries find {100 * floor[SAME]:.1f} % "
+        "and all. Nothing says what a query should find: this is agreement with the old model, and says not which is better."
+    )
 
 
 def _least(trial: Trial) -> str:
@@ -104,6 +120,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "queries": choice.n_queries,
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,
+        "of_agreement": choice.of_agreement,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,

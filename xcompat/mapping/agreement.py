@@ -1,0 +1,118 @@
+"""The choice of a line where nothing says what a query should find: by what old queries find among held-out items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from xcompat.arrays import forget_pages
+from xcompat.errors import NothingHeldOutError
+from xcompat.evaluation import first_hit_ranks
+from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver
+from xcompat.mapping.choosing import Choice, careful
+from xcompat.mapping.folds import HELD_OUT, QUERIES
+from xcompat.mapping.held_out import HeldOut, Measured, Queries
+from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.models.old_knowledge import Rows
+
+LEARNED = 50_000
+"""Most items that a fold learns from: of 2,048 dimensions they take 400 MB of each side."""
+SEARCHED = 10_000
+"""Most held-out items that are searched."""
+FEWEST = 40
+"""Least items from which some are held out."""
+NEIGHBOURS = 10
+PROTOCOL = "held-out items"
+SAME, SHARED = "recall@1", f"neighbours@{NEIGHBOURS}"
+
+
+class HeldOutItems(HeldOut):
+    """Items whose mapped new embeddings search the old embeddings of the same items and of others.
+
+    A query finds its item if the item's own old embedding comes first (``recall@1``). ``neighbours@10`` is the share of the
+    item's 10 nearest other old embeddings that are among the 10 that the query finds, the item itself left out. Old queries find
+    all of them: what is lost to them is what the map does not carry over, and what the models see differently.
+    """
+
+    sharpnesses, shares, powers = (), (), ()
+
+    def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
+        if len(pairs) < FEWEST:
+            raise NothingHeldOutError(f"too few items to hold any out: it takes {FEWEST}, and there are {len(pairs)}")
+        self.pairs = pairs
+        order_N = np.random.default_rng(seed).permutation(len(pairs))
+        held = min(SEARCHED, round(HELD_OUT * len(pairs)))
+        folds = [np.roll(order_N, -number * held) for number in range(2)]
+        self.learned_rows = [np.sort(rows_N[held:][:LEARNED]) for rows_N in folds]
+        self.searched_rows = [rows_N[:held] for rows_N in folds]  # in random order: the first of them ask
+        self.searched = [_unit(pairs.old_Nd, rows_G) for rows_G in self.searched_rows]
+        self.near = [_nearest(old_Gd[:QUERIES], old_Gd) for old_Gd in self.searched]
+        super().__init__(lines, seed)
+
+    @override
+    def learned(self) -> Iterable[Paired]:
+        return [self.pairs.take(rows_F) for rows_F in self.learned_rows]
+
+    @override
+    def measured(self, queries: Queries) -> list[Measured]:
+        parts = []
+        for number, (rows_G, old_Gd, near_QK) in enumerate(zip(self.searched_rows, self.searched, self.near, strict=True)):
+            rows_Q = rows_G[:QUERIES]
+            asked_Qd = queries(number, PROTOCOL, rows_Q, self.pairs)
+            first_Q = first_hit_ranks(asked_Qd, old_Gd, rows_Q, rows_G)
+            shared_Q = (_nearest(asked_Qd, old_Gd)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
+            parts.append(Measured(number, PROTOCOL, {SAME: first_Q < 1, SHARED: shared_Q}, shared_Q, rows_Q))
+        return parts
+
+    @override
+    def with_old_queries(self) -> HeldOut:
+        return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
+
+
+def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = LINES) -> Choice:
+    """Choose the line that agrees most with old queries.
+
+    Args:
+        pairs: the training set; its classes are not read.
+        seed: of the folds and of the intervals.
+        lines: the solver of each line, by name.
+
+    Returns:
+        Every trial, and the best. No gain is above zero, because old queries are what all are compared with.
+
+    Raises:
+        NothingHeldOutError: there are too few items to hold any out.
+    """
+    held = HeldOutItems(pairs, lines, seed)
+    trials = [held.try_(Candidate(name)) for name in lines]
+    floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
+    most = max(map(len, held.learned_rows))
+    return Choice(
+        trials=trials,
+        chosen=careful(trials),
+        without_new_model=None,
+        floor=floor,
+        n_queries={PROTOCOL: sum(min(QUERIES, len(rows_G)) for rows_G in held.searched_rows)},
+        learned_at_most=most if most == LEARNED else None,
+        no_confidence="they remember nothing",
+        of_agreement=True,
+    )
+
+
+def _unit(old_Nd: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return some rows, each divided by its length, so that none is nearer to all queries for being longer."""
+    order = np.argsort(rows_G)  # a file is read from its beginning to its end
+    rows_Gd = np.empty((len(rows_G), old_Nd.shape[1]), np.float32)
+    rows_Gd[order] = old_Nd[rows_G[order]]
+    forget_pages(old_Nd)
+    return rows_Gd / np.linalg.norm(rows_Gd, axis=1, keepdims=True)
+
+
+def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the places of the nearest entries (Q, K); the first entry is the first query's own item, and so on."""
+    scores_QG = asked_Qd @ old_Gd.T
+    np.fill_diagonal(scores_QG, -np.inf)
+    return np.argpartition(-scores_QG, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]
