@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError, what_failed
 
+_TOGETHER = 2048  # rows
+
 
 def map_array(path: Path) -> NDArray[Any]:
     """Map a ``.npy`` file of integers or floats into memory.
@@ -40,6 +42,27 @@ def read_lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise XcompatError(f"{path} is not UTF-8 text; convert it ({error.reason} at byte {error.start})") from None
+
+
+def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one
+    """Copy some rows of an array, in ascending order of a mapped one, so that few of its pages are in memory at a time.
+
+    Args:
+        array: embeddings, read by row numbers.
+        rows_R: the rows, in any order.
+
+    Returns:
+        (R, D), in the order asked for.
+    """
+    order = np.argsort(rows_R, kind="stable")
+    copied: NDArray[Any] | None = None
+    for start in range(0, len(order), _TOGETHER):
+        places = order[start : start + _TOGETHER]
+        part = np.asarray(array[rows_R[places]])
+        copied = np.empty((len(order), *part.shape[1:]), part.dtype) if copied is None else copied
+        copied[places] = part
+        forget_pages(array)
+    return copied if copied is not None else np.asarray(array[rows_R])
 
 
 def forget_pages(array: object) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import forget_pages
+from xcompat.arrays import rows_of
 from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver
@@ -104,10 +104,7 @@ def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = 
 
 def _unit(old_Nd: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return some rows, each divided by its length, so that none is nearer to all queries for being longer."""
-    order = np.argsort(rows_G)  # a file is read from its beginning to its end
-    rows_Gd = np.empty((len(rows_G), old_Nd.shape[1]), np.float32)
-    rows_Gd[order] = old_Nd[rows_G[order]]
-    forget_pages(old_Nd)
+    rows_Gd = rows_of(old_Nd, rows_G).astype(np.float32)
     return rows_Gd / np.linalg.norm(rows_Gd, axis=1, keepdims=True)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import forget_pages
+from xcompat.arrays import rows_of
 from xcompat.errors import XcompatError
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
@@ -70,10 +70,8 @@ class PairedEmbeddings:
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
-        taken = replace(self, new_ND=self.new_ND[rows_R], old_Nd=self.old_Nd[rows_R], labels_N=labels_R, notes=())
-        forget_pages(self.new_ND)
-        forget_pages(self.old_Nd)
-        return taken
+        new_RD, old_Rd = (rows_of(side, rows_R) for side in (self.new_ND, self.old_Nd))
+        return replace(self, new_ND=new_RD, old_Nd=old_Rd, labels_N=labels_R, notes=())
 
     def of_old(self) -> Self:
         """Return the same items with the old model in place of the new one."""
@@ -305,4 +303,4 @@ def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_
 
 def picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
     """Return some rows; all of them in order stay on disk."""
-    return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else embeds_ND[rows_N]
+    return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else rows_of(embeds_ND, rows_N)
