@@ -20,6 +20,7 @@ from transformers import AutoModel
 
 import xcompat
 from xcompat import Fingerprint, XbtModel, cli
+from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.training.recipe import load_recipe
@@ -207,6 +208,8 @@ def workplace(
     shutil.copytree(old_folder, tmp_path / "openai/clip-vit-base-patch32")
     shutil.copytree(folder_of["clip"], tmp_path / "openai/clip-vit-large-patch14")
     shutil.copytree(image_folder_of["resnet"], tmp_path / "microsoft/resnet-50")
+    for name in ("sentence-transformers/all-MiniLM-L6-v2", "intfloat/e5-base-v2"):
+        save_stand_in(tmp_path / name, "sentence-transformers", 8)
     shutil.copy(texts_file, tmp_path / "texts.txt")
     take_photos(tmp_path / "photos")
     generator = np.random.default_rng(0)

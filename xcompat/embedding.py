@@ -214,6 +214,7 @@ def images_per_batch(processor: Processor, device: torch.device) -> int:
         processor: knows the image size of the model.
         device: of the model.
     """
+    processor.require_images()
     height, width = processor.image_size
     return min(max(PIXELS_PER_BATCH // (height * width), 1), IMAGES_PER_BATCH) if device.type == "cpu" else IMAGES_PER_BATCH
 

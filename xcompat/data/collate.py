@@ -55,6 +55,7 @@ class PairCollator:
         self.two_views = two_views
         self.transform: Callable[[Image], Tensor] | None = None
         if augmentation is not None and not augmentation.is_none:
+            processor.require_images()
             self.transform = build_transform(augmentation, processor.image_size, processor.interpolation)
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

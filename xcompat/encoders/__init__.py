@@ -1,4 +1,4 @@
-"""The only code that knows transformers, timm and open_clip: load an encoder, build one, preprocess for one."""
+"""The only code that knows transformers, timm, open_clip and sentence-transformers: load an encoder, build one, preprocess."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from xcompat.encoders.adapters import AdapterConfig, LoraSettings
 from xcompat.encoders.model_files import require_whole
+from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.paths import is_local, nearest_path
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor", "reading_model"]
 
-MODEL_FILES = ("config.json", "open_clip_config.json", "model/config.json")
+MODEL_FILES = ("config.json", "open_clip_config.json", "modules.json", "model/config.json")
 """Every folder of a model, or of a run that ended with one, has one of these files."""
 
 
@@ -30,13 +31,17 @@ class EncoderSource(BaseModel):
     """Where an encoder comes from.
 
     Args:
-        name: folder, Hub name (``timm/...`` among them), or ``hf-hub:`` and a Hub name for open_clip's format.
+        name: folder, Hub name (``timm/...`` among them), ``hf-hub:`` and a Hub name for open_clip's format, or
+            ``sentence-transformers:`` and a folder or Hub name for a model of texts; a folder with ``modules.json`` is one.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code from the repository may run; off by default.
-        model_type: the expected architecture (transformers' name, which is ``timm_wrapper`` for timm, or ``open_clip``); loading
-            checks it, and a dry run builds a stand-in of it.
+        model_type: the expected architecture (transformers' name, which is ``timm_wrapper`` for timm, or ``open_clip``, or
+            ``sentence-transformers``); loading checks it, and a dry run builds a stand-in of it.
         image_size: side of its square input images, in pixels; None for the model's own. Convolutional image encoders of
             transformers take any.
+        query_prompt: what a model of texts puts before queries; None for its own, empty for nothing.
+        passage_prompt: what a model of texts puts before passages; None for its own, empty for nothing.
+        truncate_dim: number of first dimensions that are kept of a model of texts; None for the model's own.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,15 +50,19 @@ class EncoderSource(BaseModel):
     trust_remote_code: bool = False
     model_type: str | None = None
     image_size: int | None = Field(None, ge=1)
+    query_prompt: str | None = None
+    passage_prompt: str | None = None
+    truncate_dim: int | None = Field(None, ge=1)
 
     @field_validator("name")
     @classmethod
     def _at_home(cls, value: str) -> str:
-        return str(Path(value).expanduser()) if value.startswith("~") else value
+        prefix, place = (PREFIX, value.removeprefix(PREFIX)) if value.startswith(PREFIX) else ("", value)
+        return prefix + str(Path(place).expanduser()) if place.startswith("~") else value
 
     @classmethod
     def described(cls, description: dict[str, Any]) -> EncoderSource:
-        """Return the source of a described encoder, with its image size.
+        """Return the source of a described encoder, with its image size, prompts and dimension.
 
         Args:
             description: ``Encoder.description``, as stored in a checkpoint's configuration.
@@ -63,14 +72,26 @@ class EncoderSource(BaseModel):
         """
         height, width = description.get("image_size") or (None, None)
         size = height if height == width else None
-        return cls(name=description["name"], revision=description.get("revision"), image_size=size)
+        name, of_texts = description["name"], {}
+        if description.get("library") == TEXTS:
+            name = name if is_of_texts(name) else PREFIX + name
+            of_texts = {key: description[key] for key in ("query_prompt", "passage_prompt")}
+            of_texts["truncate_dim"] = description["config"]["truncate_dim"]
+        return cls(name=name, revision=description.get("revision"), image_size=size, **of_texts)
 
     @property
     def library(self) -> str:
-        """Return the library that reads the model: open_clip for its own prefix or folder layout, else transformers."""
+        """Return the library that reads the model, by its own prefix or folder layout: transformers if it has none."""
+        if is_of_texts(self.name):
+            return TEXTS
         folder = Path(self.name)
         own = (folder / "open_clip_config.json").exists() and not (folder / "config.json").exists()
         return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
+
+    @property
+    def place(self) -> str:
+        """Return the folder or the Hub name, without the prefix of sentence-transformers."""
+        return self.name.removeprefix(PREFIX)
 
     def check_folder(self) -> None:
         """Refuse a folder that does not exist or holds no model; a name in the form of a Hub name passes.
@@ -78,12 +99,18 @@ class EncoderSource(BaseModel):
         Raises:
             XcompatError: the folder is missing, with the nearest name, or holds no model.
         """
-        if is_local(self.name) and not Path(self.name).exists():
-            raise XcompatError(f"the model folder {self.name} does not exist; {nearest_path(self.name)}")
-        if Path(self.name).exists() and not any((Path(self.name) / file).is_file() for file in MODEL_FILES):
+        if is_local(self.place) and not Path(self.place).exists():
+            raise XcompatError(f"the model folder {self.place} does not exist; {nearest_path(self.place)}")
+        if Path(self.place).exists() and not any((Path(self.place) / file).is_file() for file in MODEL_FILES):
             raise XcompatError(
-                f"{self.name} holds no model: there is no config.json in it; name the folder of a model, or of a run"
+                f"{self.place} holds no model: there is no config.json in it; name the folder of a model, or of a run"
             )
+
+    def require_reads_texts(self) -> None:
+        """Refuse prompts and ``truncate_dim`` of a model that has none of either."""
+        given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
+        if given and self.library != TEXTS:
+            raise XcompatError(f"{self.name} is no model of sentence-transformers, and {given[0]} is for these; leave it out")
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:
@@ -111,13 +138,17 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
         from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 
         return build_open_clip_encoder(description)
-    raise XcompatError(
-        f"unknown encoder library {library!r}; {nearest(library, ['transformers', 'transformers-image', 'open_clip'])}"
-    )
+    if library == TEXTS:
+        with _text_library():
+            from xcompat.encoders.text_encoder import build_text_encoder
+
+        return build_text_encoder(description)
+    known = ["transformers", "transformers-image", "open_clip", TEXTS]
+    raise XcompatError(f"unknown encoder library {library!r}; {nearest(library, known)}")
 
 
 def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
-    """Load an image-text or image encoder and its preprocessing.
+    """Load an encoder of images and texts, or of either alone, and its preprocessing.
 
     Args:
         source: a name or folder, or an :class:`EncoderSource` with revision.
@@ -126,7 +157,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         The encoder (float32, evaluation mode) and its processor.
 
     Raises:
-        XcompatError: the model does not exist, is not safetensors, or embeds no images.
+        XcompatError: the model does not exist, is not safetensors, or embeds nothing.
 
     Example:
         >>> import tempfile
@@ -138,17 +169,20 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
+    source.require_reads_texts()
     from xcompat.encoders.alignment import own_memory
 
     with reading_model(source.name):
-        if Path(source.name).is_dir():
-            require_whole(source.name)
+        if Path(source.place).is_dir():
+            require_whole(source.place)
         encoder = _load(source)
-        found = encoder.description["config"].get("model_type", "open_clip")
+        found = encoder.description["config"].get("model_type", encoder.library)
         if source.model_type not in (None, found):
             raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
         own_memory(encoder)
         processor = load_processor(encoder.description, source)
+        if source.image_size is not None and not encoder.has_images:
+            raise XcompatError(f"{source.name} reads no images; leave out its image_size")
         if source.image_size is not None and set(processor.image_size) != {source.image_size}:
             raise XcompatError(
                 f"{source.name} reads images of {'x'.join(map(str, processor.image_size))} pixels, and only image encoders of "
@@ -214,7 +248,22 @@ def _fetching(name: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _text_library() -> Iterator[None]:
+    """Say how to install sentence-transformers where an import in the block does not find it."""
+    try:
+        yield
+    except ImportError:
+        raise XcompatError("models of texts need sentence-transformers; install it with `pip install xcompat[text]`") from None
+
+
 def _load(source: EncoderSource) -> Encoder:
+    if source.library == TEXTS:
+        with _text_library():
+            from xcompat.encoders.text_encoder import load_text_encoder
+
+        of_texts = (source.query_prompt, source.passage_prompt, source.truncate_dim)
+        return load_text_encoder(source.name, source.place, source.revision, source.trust_remote_code, *of_texts)
     if source.library == "open_clip":
         from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
 
@@ -271,6 +320,10 @@ def _load_processor(description: dict[str, Any], source: EncoderSource) -> Proce
         from xcompat.encoders.image_encoder import load_image_processor
 
         return load_image_processor(source.name, source.revision, source.trust_remote_code, description, source.image_size)
+    if description["library"] == TEXTS:
+        from xcompat.encoders.text_processor import load_text_processor
+
+        return load_text_processor(source.place, source.revision, source.trust_remote_code, description)
     from xcompat.encoders.transformers_encoder import load_transformers_processor
 
     return load_transformers_processor(source.name, source.revision, source.trust_remote_code, description)

@@ -65,7 +65,7 @@ class EmbedsBatches(ABC):
 
 
 class Encoder(nn.Module, EmbedsBatches):
-    """An image tower and, unless ``has_text`` is False, a text tower in the same space.
+    """An image tower and a text tower in the same space; ``has_images`` or ``has_text`` is False where there is but one.
 
     Args:
         model: the library's own module.
@@ -74,6 +74,7 @@ class Encoder(nn.Module, EmbedsBatches):
     """
 
     library: ClassVar[str]
+    has_images: ClassVar[bool] = True
     has_text: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
     """Parts of the names of parameters that do not affect embeddings, and would get no gradients in training."""
@@ -118,7 +119,12 @@ class Encoder(nn.Module, EmbedsBatches):
     @property
     @abstractmethod
     def towers(self) -> dict[str, nn.Module]:
-        """Return the ``image`` tower and the ``text`` tower if there is one, for adapters."""
+        """Return the towers there are, ``image`` and ``text``, for adapters."""
+
+    @property
+    def peft_base(self) -> nn.Module:
+        """Return the module that PEFT puts LoRA on when it loads the base by its name."""
+        return self.model
 
     @property
     def layer_classes(self) -> set[str]:
@@ -203,7 +209,7 @@ class Encoder(nn.Module, EmbedsBatches):
         """
         parts = {
             "library": self.library,
-            "architecture": _architecture(self.description["config"]),
+            "architecture": architecture_of(self.description["config"]),
             "processor": processor.describe(),
         }
         return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
@@ -262,8 +268,8 @@ class Encoder(nn.Module, EmbedsBatches):
 _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path"}
 
 
-def _architecture(config: Any) -> Any:  # noqa: ANN401 - nested JSON
+def architecture_of(config: Any) -> Any:  # noqa: ANN401 - nested JSON
     """Return a configuration without the keys that do not affect embeddings, at every level."""
     if isinstance(config, dict):
-        return {key: _architecture(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
+        return {key: architecture_of(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
     return config

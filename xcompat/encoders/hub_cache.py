@@ -25,9 +25,10 @@ def drop_damaged(name: str) -> list[str]:
     Returns:
         Names of the deleted files, sorted.
     """
+    name = name.removeprefix("hf-hub:").removeprefix("sentence-transformers:")
     if Path(name).exists():
         return []
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.removeprefix("hf-hub:"), repo_type="model")
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
     damaged = {}
     for link in sorted(folder.glob("snapshots/*/**/*")):
         blob = link.resolve()

@@ -20,10 +20,10 @@ from xcompat.errors import XcompatError
 
 @dataclass
 class Processor(ABC):
-    """Preprocessing of one encoder; two libraries implement it, the rest of the project sees only this.
+    """Preprocessing of one encoder; each library implements it, the rest of the project sees only this.
 
     Args:
-        image_size: height and width the image tower takes, in pixels.
+        image_size: height and width the image tower takes, in pixels; 0 and 0 when there is no image tower.
         mean: per-channel mean subtracted from pixels in [0, 1].
         std: per-channel standard deviation the pixels are divided by.
         interpolation: name of the resampling filter, such as ``"bicubic"``.
@@ -81,7 +81,19 @@ class Processor(ABC):
         Returns:
             (B, C, H, W) float32: ``pixel_values``, as ``embed_images`` takes them.
         """
+        self.require_images()
         return self.pixels([images] if isinstance(images, Image) else list(images))
+
+    def require_images(self) -> None:
+        """Refuse images where there is no image tower.
+
+        Raises:
+            XcompatError: there is none.
+        """
+        if self.image_size == (0, 0):
+            raise XcompatError(
+                "a text encoder has no image tower; to embed images, use an image-text model such as CLIP or SigLIP"
+            )
 
     @abstractmethod
     def pixels(self, images: list[Image]) -> Tensor:
@@ -127,7 +139,7 @@ class Processor(ABC):
             longest list, or ``max_length`` when the model wants a fixed length.
         """
         lengths_B = np.array([len(ids) for ids in token_ids])
-        length = self.max_length if self.pad_to_max_length else lengths_B.max()
+        length = self.max_length if self.pad_to_max_length else max(lengths_B.max(), 1)  # a text may be without any token
         holds_BL = np.arange(length) < lengths_B[:, None]
         ids_BL = np.full(holds_BL.shape, self.pad_token_id, dtype=np.int64)
         ids_BL[holds_BL] = np.fromiter(chain.from_iterable(token_ids), np.int64, lengths_B.sum())

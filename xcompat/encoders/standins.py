@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xcompat.encoders.base import Encoder
+from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+from xcompat.encoders.scratch import FROM_SCRATCH, ScratchSource, encoder_from_scratch, train_tokenizer
+from xcompat.encoders.text_files import TEXTS
 from xcompat.errors import XcompatError, nearest
 
 _TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
@@ -57,7 +58,8 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     """Build a tiny encoder of an architecture.
 
     Args:
-        model_type: transformers' name of the architecture (``timm_wrapper`` for a model of timm), or ``open_clip``.
+        model_type: transformers' name of the architecture (``timm_wrapper`` for a model of timm), ``open_clip``, or
+            ``sentence-transformers`` for a model of texts alone.
         dim: D, a multiple of 2.
         seed: of the weights.
 
@@ -74,10 +76,12 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     """
     if model_type == "open_clip":
         return _open_clip(dim, seed)
+    if model_type == TEXTS:
+        return _of_texts(dim, seed)
     image_models = _image_configurations(dim)
     configurations = _configurations(dim) | image_models
     if model_type not in configurations:
-        raise XcompatError(f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip'])}")
+        raise XcompatError(f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip', TEXTS])}")
     image_size = 32 if model_type in image_models else None
     model = {"model_type": model_type, **configurations[model_type]}
     source = ScratchSource(model=model, vocab_size=300, image_size=image_size)
@@ -105,6 +109,34 @@ def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
         torch.manual_seed(seed)
         encoder = build_open_clip_encoder(description)
     return encoder.eval(), load_open_clip_processor(Path(), description)
+
+
+def _of_texts(dim: int, seed: int) -> tuple[Encoder, Processor]:
+    import torch
+    from transformers import BertConfig
+
+    from xcompat.encoders.text_encoder import build_text_encoder
+    from xcompat.encoders.text_processor import make_text_processor
+
+    tokenizer = train_tokenizer(_TEXTS, 300, 16)
+    sizes: dict[str, Any] = _TEXT | {"hidden_size": dim, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    pooling = {"embedding_dimension": dim, "pooling_mode": "mean", "include_prompt": True}
+    config = {
+        "modules": [
+            {"module": "Transformer", "architecture": "BertModel", "config": architecture_of(BertConfig(**sizes).to_dict())},
+            {"module": "Pooling", "settings": pooling},
+        ],
+        "max_length": 16,
+        "special_tokens": True,
+        "lower_case": False,
+        "truncate_dim": None,
+    }
+    prompts = {"query_prompt": "query: ", "passage_prompt": ""}
+    description = {"library": TEXTS, "name": FROM_SCRATCH, "revision": None, "config": config, "embedding_dim": dim, **prompts}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = build_text_encoder(description)
+    return encoder.eval(), make_text_processor(tokenizer, description)
 
 
 def save_stand_in(folder: str | Path, model_type: str = "clip", dim: int = 16, seed: int = 0) -> str:

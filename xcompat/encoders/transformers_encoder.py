@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.hub_cache import require_fetched
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.tokens import describe_tokens, token_ids
 from xcompat.errors import XcompatError
 
 IMAGE_BACKEND = "pil"
@@ -52,11 +52,7 @@ class TransformersProcessor(Processor):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """See :meth:`Processor.tokenize`."""
-        batch = self.tokenizer(
-            list(texts), truncation=True, max_length=self.max_length, padding=False, return_attention_mask=False
-        )
-        self.count_truncated += sum(bool(encoding.overflowing) for encoding in batch.encodings or [])
-        return batch["input_ids"]
+        return token_ids(self, self.tokenizer, texts, self.max_length)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See :meth:`Processor.save_pretrained`."""
@@ -65,14 +61,10 @@ class TransformersProcessor(Processor):
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Processor.describe`."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        state = json.loads(backend.to_str()) if backend is not None else {"vocab": self.tokenizer.get_vocab()}
-        # Truncation and padding are this call's settings, left over in the tokenizer by whoever used it last.
-        state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}
         return {
             "backend": IMAGE_BACKEND,
             "pixels": describe_pixels(self.image_processor),
-            "tokens": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest(),
+            "tokens": describe_tokens(self.tokenizer),
             "max_length": self.max_length,
             "pad_to_max_length": self.pad_to_max_length,
         }

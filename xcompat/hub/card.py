@@ -29,7 +29,8 @@ class ModelFacts:
         compatible_with: the versions whose galleries it serves: ``name``, ``fingerprint``, ``dim``, and ``revision`` if known.
         base: the encoder it was made from: ``name``, ``revision``, ``fingerprint``; None for none.
         holds: ``all`` weights, only the ``adapters``, or only the ``map``.
-        embeds_texts: whether it embeds texts beside images.
+        embeds_texts: whether it embeds texts.
+        embeds_images: whether it embeds images.
         maps_galleries: whether it maps stored embeddings rather than queries.
         remembers: number of entries of its memory, which are embeddings of training data or their means; 0 for only a metric,
             None for no memory.
@@ -47,6 +48,7 @@ class ModelFacts:
     base: dict[str, Any] | None = None
     holds: str = "all"
     embeds_texts: bool = False
+    embeds_images: bool = True
     maps_galleries: bool = False
     remembers: int | None = None
     library: str = ""

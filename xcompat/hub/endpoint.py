@@ -26,7 +26,7 @@ from xcompat.files import read_json
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Root of the errors of huggingface_hub's HTTP library, which differs between versions of huggingface_hub."""
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
-CONFIGS = ("config.json", "open_clip_config.json")
+CONFIGS = ("config.json", "open_clip_config.json", "config_sentence_transformers.json")
 """Files by which a folder or repository with a model is recognised."""
 PUSHED = "pushed.json"
 """File in a model's folder with its name and commit on the Hub, for newer models that refer to the folder."""
@@ -117,12 +117,12 @@ def is_hub_name(name: str) -> bool:
         >>> is_hub_name("openai/clip-vit-base-patch32"), is_hub_name("/data/models/clip")
         (True, False)
     """
-    return _HUB_NAME.fullmatch(plain_name(name)) is not None and not Path(name).exists()
+    return _HUB_NAME.fullmatch(plain_name(name)) is not None and not Path(plain_name(name)).exists()
 
 
 def plain_name(name: str) -> str:
-    """Return a model's name on the Hub without open_clip's prefix."""
-    return name.removeprefix("hf-hub:")
+    """Return a model's name on the Hub, or its folder, without its library's prefix."""
+    return name.removeprefix("hf-hub:").removeprefix("sentence-transformers:")
 
 
 def public_name(name: str) -> str:
@@ -132,8 +132,9 @@ def public_name(name: str) -> str:
         >>> public_name("/home/me/runs/upgrade/xbt/model"), public_name("openai/clip-vit-base-patch32")
         ('xbt', 'openai/clip-vit-base-patch32')
     """
-    folder = Path(name)
-    if not folder.is_absolute() and not folder.is_dir() and not name.startswith(("~", ".")):
+    plain = plain_name(name)
+    folder = Path(plain)
+    if not folder.is_absolute() and not folder.is_dir() and not plain.startswith(("~", ".")):
         return name
     return folder.parent.name if folder.name == "model" else folder.name
 
@@ -144,7 +145,7 @@ def published(described: dict[str, Any]) -> dict[str, Any]:
     Args:
         described: ``name``, ``fingerprint`` and others, as a configuration describes another model.
     """
-    record = Path(described["name"]) / PUSHED
+    record = Path(plain_name(described["name"])) / PUSHED
     return described | read_json(record) if record.exists() else described
 
 

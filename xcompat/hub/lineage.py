@@ -142,8 +142,8 @@ def _kind(config: dict[str, Any]) -> str:
 
 def _find(name: str, revision: str | None) -> _Found | str:
     """Read a model's configuration, or return in words why it cannot be read."""
-    if Path(name).is_dir():
-        return _find_folder(Path(name))
+    if (folder := Path(plain_name(name))).is_dir():
+        return _find_folder(folder)
     return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is no folder here, and no name on the Hub"
 
 

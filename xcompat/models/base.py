@@ -17,6 +17,7 @@ from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.text_files import TEXTS
 from xcompat.errors import XcompatError
 from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
@@ -224,14 +225,23 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model, or what it is a map of, embeds texts beside images."""
+        """Return whether the model, or what it is a map of, embeds texts."""
         if self.encoder is not None:
             return self.encoder.has_text
         library = (self.config.encoder or {}).get("library")
         if library == "xcompat":
             inner = self._get_encoder()
             return isinstance(inner, CompatModel) and inner.embeds_texts
-        return library in ("transformers", "open_clip")
+        return library in ("transformers", "open_clip", TEXTS)
+
+    @property
+    def embeds_images(self) -> bool:
+        """Return whether the model, or what it is a map of, embeds images."""
+        library = (self.config.encoder or {}).get("library")
+        if library == "xcompat":
+            inner = self._get_encoder()
+            return not isinstance(inner, CompatModel) or inner.embeds_images
+        return library != TEXTS
 
     # ------------------------------------------------------------------------------------------------ inference
 

@@ -23,9 +23,11 @@ from xcompat.encoders.processor import Processor
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.folder_checksums import CHECKSUMS
-from xcompat.hub.endpoint import is_hub_name, look_up
+from xcompat.hub.endpoint import is_hub_name, look_up, plain_name
+from xcompat.models.config import QUERIES
 from xcompat.models.query_memory import QueryMemory
 from xcompat.paths import model_folder
+from xcompat.progress import notice
 
 
 class CheckpointModel(PreTrainedModel):
@@ -97,7 +99,20 @@ class CheckpointModel(PreTrainedModel):
         if model.memory is not None:
             model.memory.check()
         model.set_trainable()
+        model._notice_role()
         return loaded if with_info else model
+
+    def _notice_role(self) -> None:
+        """Warn of a map that was learned on passages and maps queries, or the reverse, where the prompts of both differ."""
+        described = self.config.encoder or {}
+        prompts = {role: described.get(f"{role}_prompt") for role in ("query", "passage")}
+        learned = "query" if described.get("role") == QUERIES else "passage"
+        mapped = "passage" if self.maps_galleries else "query"
+        if self.embeds_in_memory and prompts["query"] != prompts["passage"] and mapped != learned:
+            notice(
+                f"{self.name_or_path} maps embeddings of texts after the prompt {prompts[mapped]!r}, and learned from those "
+                f"after {prompts[learned]!r}: learn it anew on the role it is for (Embedder.for_queries gives that of queries)"
+            )
 
     @property
     @abstractmethod
@@ -166,7 +181,7 @@ class CheckpointModel(PreTrainedModel):
         adapters = AdapterConfig(**(self.config.adapters or {}))
         if self.config.weights == "adapters" and self.encoder is not None and adapters.lora is not None:
             base = self.config.encoder
-            save_lora(self.encoder.model, adapters.lora, base["name"], base.get("revision"), folder)
+            save_lora(self.encoder.peft_base, adapters.lora, plain_name(base["name"]), base.get("revision"), folder)
             open_weights(folder, "adapter_config.json")
 
     @abstractmethod

@@ -16,6 +16,8 @@ from xcompat.paths import model_folder
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
 
+QUERIES = "queries"
+"""The role, in the description of an encoder, of a model that put before texts what it puts before queries."""
 _OF_A_VERSION = {"name", "fingerprint", "dim"}
 
 
@@ -23,7 +25,8 @@ class CompatConfig(PreTrainedConfig):
     """What every compatible model's ``config.json`` says.
 
     Args:
-        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` and ``dim`` (unadapted).
+        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` and ``dim`` (unadapted);
+            of a model of texts also its prompts, and ``role`` if a map was learned from its embeddings of queries.
         old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
             ``compatible_with``, the earlier versions whose galleries share its space.
         embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.

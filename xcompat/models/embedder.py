@@ -17,11 +17,12 @@ from xcompat.encoders import EncoderSource, load_encoder, reading_model
 from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.text_files import PREFIX
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
-from xcompat.models.config import describe_old
+from xcompat.models.config import QUERIES, describe_old
 from xcompat.models.old_knowledge import rows_by_class
 from xcompat.paths import model_folder
 
@@ -43,6 +44,7 @@ class Embedder:
         reads: what it embeds of an image with a caption; a text encoder has captions (bt2.txt §4.7).
         autocast: half precision to compute in where that loses little; None for the precision of the weights.
         space: in which :meth:`embed` gives its embeddings.
+        passages: the model with the prompt of passages, if this one has that of queries (:meth:`for_queries`).
     """
 
     model: Encoder | CompatModel | Penultimate
@@ -54,6 +56,7 @@ class Embedder:
     reads: Literal["images", "captions"] = "images"
     autocast: torch.dtype | None = None
     space: Space = "own"
+    passages: Embedder | None = None
 
     def __post_init__(self) -> None:
         """Lay convolutions out as they are fastest; embeddings differ by rounding."""
@@ -117,7 +120,7 @@ class Embedder:
         processor = self.processor.for_queries()
         if processor is self.processor:
             return self
-        return replace(self, processor=processor, fingerprint=self.fingerprint.derived("queries"))
+        return replace(self, processor=processor, fingerprint=self.fingerprint.derived(QUERIES), passages=self)
 
     def lookup(self, ids: Sequence[str]) -> None:
         """See :meth:`FrozenModel.lookup`: this model computes."""
@@ -154,9 +157,14 @@ class Embedder:
         return described
 
     def describe_encoder(self) -> dict[str, Any]:
-        """Describe this model as the encoder of a configuration, so that a map over its embeddings can load it later."""
+        """Describe this model as the encoder of a configuration, so that a map over its embeddings can load it later.
+
+        A model that puts another prompt before queries has one fingerprint, that of its passages, and says the ``role`` it was
+        taken in.
+        """
         model: Any = self.model
-        return {**model.description, "fingerprint": self.fingerprint.digest, "dim": self.dim}
+        known = {**model.description, "fingerprint": (self.passages or self).fingerprint.digest, "dim": self.dim}
+        return known | {"role": QUERIES} if self.passages is not None else known
 
 
 def load_embedder(
@@ -198,6 +206,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     source.check_folder()
     if not is_checkpoint(source.name, source.revision):
         raise XcompatError(f"{source.name} holds no model of xcompat; name a run's folder or a checkpoint")
+    source.require_reads_texts()
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
     with reading_model(source.name):
@@ -230,6 +239,8 @@ def penultimate(embedder: Embedder) -> Embedder:
 
 def is_checkpoint(name: str, revision: str | None = None) -> bool:
     """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub)."""
+    if name.startswith(PREFIX):
+        return False
     folder = Path(name)
     if folder.is_dir():
         config = folder / "config.json"

@@ -34,7 +34,12 @@ class PushableModel(LearningModel):
     @property
     @abstractmethod
     def embeds_texts(self) -> bool:
-        """Return whether the model also embeds texts."""
+        """Return whether the model embeds texts."""
+
+    @property
+    @abstractmethod
+    def embeds_images(self) -> bool:
+        """Return whether the model embeds images."""
 
     def facts(self) -> ModelFacts:
         """Return the facts for this model's card."""
@@ -50,6 +55,7 @@ class PushableModel(LearningModel):
             base=published(described) if described is not None else None,
             holds="map" if self.encoder is None else config.weights,
             embeds_texts=self.embeds_texts,
+            embeds_images=self.embeds_images,
             maps_galleries=self.maps_galleries,
             side_info=getattr(config, "side_info", None),
             remembers=config.memory["entries"] if config.memory is not None else None,

@@ -169,7 +169,9 @@ def query_embeddings(embedder: Embedder, query: str) -> Tensor:
 
 
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
-    return {"pixel_values": processor.images([open_image(query)])} if Path(query).is_file() else processor.texts([query])
+    if Path(query).is_file():
+        return {"pixel_values": processor.images([open_image(query)])}
+    return processor.for_queries().texts([query])
 
 
 def asking(embedder: Embedder) -> Model:

@@ -167,7 +167,7 @@ def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed:
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
     parts = []
     if of_texts:
-        parts.append(embed(processor.texts(list(of_texts.values()))))
+        parts.append(embed(processor.for_queries().texts(list(of_texts.values()))))
     if of_images:
         parts.append(embed({"pixel_values": processor.images(list(of_images.values()))}))
     order = np.argsort([*of_texts, *of_images])

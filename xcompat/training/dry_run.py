@@ -26,6 +26,7 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, meth
 
 BATCH = 4
 PAIRS = 16
+_PREFIXES = {"hf-hub:": "open_clip", "sentence-transformers:": "sentence-transformers"}
 DIMS = {"old": 8, "new": 16, "independent": 16, "side_info": 8, "new_side_info": 8}
 
 
@@ -132,7 +133,7 @@ def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]
     """Return the architecture of a stand-in; a model whose penultimate features are read needs a last linear layer."""
     if settings.data.images is not None and not (role == "old" and settings.data.old_reads == "captions"):
         return "clip_vision_model" if name in projected else "resnet"
-    return "open_clip" if name.startswith("hf-hub:") else "clip"
+    return next((library for prefix, library in _PREFIXES.items() if name.startswith(prefix)), "clip")
 
 
 def _tiny_images(folder: Path, name: str) -> str:

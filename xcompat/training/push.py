@@ -126,7 +126,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
     known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
-    about: dict[str, Any] = {"embeds_texts": encoder.has_text, "library": encoder.library}
+    about: dict[str, Any] = {"embeds_texts": encoder.has_text, "embeds_images": encoder.has_images, "library": encoder.library}
     facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
     write = partial(shutil.copytree, folder, ignore=shutil.ignore_patterns("README.md", PUSHED))

@@ -1,0 +1,398 @@
+"""Models of sentence-transformers as text encoders: equal to ``SentenceTransformer.encode`` in both roles, saved, mapped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TEXTS
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.sentence_transformer.modules import BoW, LayerNorm, Pooling, StaticEmbedding
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2Config,
+    Qwen2Model,
+    T5Config,
+    T5EncoderModel,
+)
+
+from xcompat.data.collate import PairCollator
+from xcompat.data.transforms import Augmentation
+from xcompat.embedding import embed_texts, images_per_batch
+from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder
+from xcompat.encoders.scratch import train_tokenizer
+from xcompat.errors import XcompatError
+from xcompat.models.embedder import load_embedder, penultimate
+
+PROMPTS = {"query": "query: ", "document": "the passage: "}
+LONG = "two dogs on a red shoe and " * 12
+PASSAGES = [*TEXTS, LONG, "", "A Red SHOE!"]
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+DECODER = SIZE | {"num_key_value_heads": 1, "vocab_size": 310, "max_position_embeddings": 64}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Made = Callable[..., str]
+
+
+def bert(folder: Path) -> Transformer:
+    """Make a small BERT with a vocabulary of letters and a few words."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *" ".join(TEXTS).split(), "query", "passage", "the", ":", "!", ","]
+    vocabulary = dict.fromkeys([*words, *LETTERS, *(f"##{letter}" for letter in LETTERS)])
+    tokenizer = BertTokenizer(vocab={token: row for row, token in enumerate(vocabulary)})
+    BertModel(BertConfig(**SIZE, vocab_size=len(vocabulary), max_position_embeddings=40)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Transformer(str(folder), max_seq_length=24)
+
+
+def decoder(folder: Path, kind: str) -> Transformer:
+    tokenizer = train_tokenizer([*TEXTS, "query passage"], 300, 48)
+    tokenizer.padding_side = "left" if kind == "qwen2" else "right"
+    model = Qwen2Model(Qwen2Config(**DECODER)) if kind == "qwen2" else LlamaModel(LlamaConfig(**DECODER))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Transformer(str(folder))
+
+
+def t5(folder: Path) -> Transformer:
+    tokenizer = train_tokenizer(TEXTS, 300, 48)
+    T5EncoderModel(T5Config(vocab_size=300, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Transformer(str(folder))
+
+
+def modules_of(kind: str, folder: Path) -> list[nn.Module]:
+    if kind == "static":
+        tokenizer = train_tokenizer(TEXTS, 300, 16).backend_tokenizer
+        tokenizer.enable_truncation(20)
+        return [StaticEmbedding(tokenizer, embedding_dim=32)]
+    if kind in ("qwen2", "llama"):
+        return [decoder(folder, kind), Pooling(32, "lasttoken"), Normalize()]
+    if kind == "t5":
+        return [t5(folder), Pooling(32, "mean"), Dense(32, 24, bias=False, activation_function=nn.Identity()), Normalize()]
+    rest: dict[str, list[nn.Module]] = {
+        "mean": [Pooling(32, "mean")],
+        "cls": [Pooling(32, "cls"), Normalize()],
+        "max": [Pooling(32, ("max", "mean"))],
+        "weightedmean": [Pooling(32, "weightedmean"), LayerNorm(32)],
+        "dense": [Pooling(32, "mean"), Dense(32, 48), Dense(48, 24, activation_function=nn.GELU()), Normalize()],
+    }
+    return [bert(folder), *rest[kind]]
+
+
+KINDS = ("mean", "cls", "max", "weightedmean", "dense", "qwen2", "llama", "t5", "static")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return what gives the folder of a model of sentence-transformers, with two prompts."""
+    root, folders = tmp_path_factory.mktemp("texts"), dict[str, str]()
+
+    def make(kind: str) -> str:
+        if kind not in folders:
+            torch.manual_seed(len(kind))
+            folder = root / kind
+            modules = modules_of(kind, root / f"{kind}-parts")
+            SentenceTransformer(modules=modules, prompts=dict(PROMPTS), device="cpu").save(str(folder), create_model_card=False)
+            folders[kind] = str(folder)
+        return folders[kind]
+
+    return make
+
+
+def of_library(folder: str, texts: list[str], prompt: str, dim: int | None = None) -> np.ndarray:
+    """Embed one text at a time, so that no padding plays a part."""
+    model = SentenceTransformer(folder, device="cpu")
+    return np.concatenate([model.encode([text], prompt=prompt, normalize_embeddings=True, truncate_dim=dim) for text in texts])
+
+
+def copied(folder: str, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# ------------------------------------------------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_roles_embed_as_sentence_transformers_does(kind: str, made: Made) -> None:
+    encoder, processor = load_encoder(made(kind))
+    texts = [text for text in PASSAGES if text]
+    for prompt, role in (("the passage: ", processor), ("query: ", processor.for_queries())):
+        with torch.no_grad():
+            embeds = encoder.embed_texts(**role.texts(texts))
+        np.testing.assert_allclose(embeds, of_library(made(kind), texts, prompt), atol=1e-5)
+        assert embeds.shape[1] == encoder.embedding_dim
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_texts_do_not_crash(kind: str, made: Made) -> None:
+    encoder, processor = load_encoder(EncoderSource(name=made(kind), query_prompt="", passage_prompt=""))
+    with torch.no_grad():
+        for texts in ([""], ["", "a shoe"]):
+            assert encoder.embed_texts(**processor.texts(texts)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["mean", "qwen2", "static"])
+def test_a_cache_of_texts_is_what_sentence_transformers_gives(kind: str, made: Made, tmp_path: Path) -> None:
+    embedder = load_embedder(f"sentence-transformers:{made(kind)}")
+    texts = [f"{text} {LETTERS[: row % 9]}" for row, text in enumerate(TEXTS * 5)]
+    for role, prompt in ((embedder, "the passage: "), (embedder.for_queries(), "query: ")):
+        cache = embed_texts(role, texts, tmp_path / prompt[:5], "texts", shard_rows=8)
+        np.testing.assert_allclose(cache[:], of_library(made(kind), texts, prompt), atol=1e-3)  # float16 on disk
+    with pytest.raises(XcompatError, match="another fingerprint"):
+        embed_texts(embedder.for_queries(), texts, tmp_path / "the p", "texts", shard_rows=8)
+
+
+def test_what_is_cut_off_is_counted_and_said(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, limit in (("mean", 24), ("static", 20)):
+        embedder = load_embedder(made(kind))
+        assert embedder.processor.max_length == limit and embedder.processor.count_truncated == 0
+        embed_texts(embedder, [LONG, "a shoe"], tmp_path / kind, "texts")
+        assert f"1 of 2 texts are longer than the {limit} tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_truncated_dimensions_are_the_first_and_normalised(made: Made) -> None:
+    encoder, processor = load_encoder(EncoderSource(name=made("dense"), truncate_dim=8))
+    with torch.no_grad():
+        embeds = encoder.embed_texts(**processor.texts(TEXTS))
+    assert encoder.embedding_dim == 8 and embeds.shape == (4, 8)
+    np.testing.assert_allclose(embeds, of_library(made("dense"), TEXTS, "the passage: ", 8), atol=1e-5)
+    with pytest.raises(XcompatError, match=r"^[^\n]*of 24 dimensions, fewer than truncate_dim \(25\)[^\n]*$"):
+        load_encoder(EncoderSource(name=made("dense"), truncate_dim=25))
+
+
+# ------------------------------------------------------------------------------------------- prompts and fingerprints
+
+
+@pytest.mark.parametrize(
+    ("about", "query", "passage"),
+    [
+        ({"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": None}, "q: ", "p: "),
+        ({"prompts": {"query": "q: ", "corpus": "c: "}}, "q: ", "c: "),
+        ({"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"}, "q: ", ""),
+        ({"prompts": {"s2p": "s: "}, "default_prompt_name": "s2p"}, "s: ", "s: "),
+        ({"prompts": {"s2p": "s: "}}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_prompts_are_the_models_own(about: dict[str, Any], query: str, passage: str, made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
+    _, processor = load_encoder(str(folder))
+    queries = processor.for_queries()
+    assert (queries.describe()["query_prompt"], processor.describe()["passage_prompt"]) == (query, passage)
+    assert (queries is processor) == (query == passage) and queries.for_queries() is queries
+    _, processor = load_encoder(EncoderSource(name=str(folder), query_prompt="mine: "))
+    assert processor.for_queries().describe()["query_prompt"] == "mine: "
+
+
+def test_fingerprints_tell_whatever_changes_an_embedding(made: Made, tmp_path: Path) -> None:
+    def of(source: EncoderSource | str | Path) -> str:
+        encoder, processor = load_encoder(source if isinstance(source, EncoderSource) else str(source))
+        assert encoder.fingerprint(processor) == encoder.fingerprint(processor.for_queries())
+        return encoder.fingerprint(processor).digest
+
+    plain = of(made("dense"))
+    moved = copied(made("dense"), tmp_path / "moved")
+    assert of(moved) == plain == of(f"sentence-transformers:{moved}")
+    sources = [EncoderSource(name=made("dense"), **{key: value}) for key, value in _OTHERWISE.items()]
+    pooled, shortened, weighed = (copied(made("dense"), tmp_path / name) for name in ("pooled", "shortened", "weighed"))
+    edit(pooled / "1_Pooling" / "config.json", pooling_mode="cls")
+    edit(shortened / "tokenizer_config.json", model_max_length=10)
+    weights = load_file(weighed / "2_Dense" / "model.safetensors")
+    save_file({key: value * 1.01 for key, value in weights.items()}, weighed / "2_Dense" / "model.safetensors")
+    digests = [plain, *map(of, sources), *map(of, (pooled, shortened, weighed))]
+    assert len(set(digests)) == len(digests)
+
+
+_OTHERWISE = {"query_prompt": "q: ", "passage_prompt": "", "truncate_dim": 12}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_encoder_is_the_same_to_both_libraries(kind: str, made: Made, tmp_path: Path) -> None:
+    encoder, processor = load_encoder(made(kind))
+    encoder.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    again, its_processor = load_encoder(str(tmp_path))
+    assert again.fingerprint(its_processor) == encoder.fingerprint(processor)
+    theirs = SentenceTransformer(str(tmp_path), device="cpu")
+    assert (theirs.prompts["query"], theirs.prompts["document"]) == ("query: ", "the passage: ")
+    expected = SentenceTransformer(made(kind), device="cpu")
+    np.testing.assert_allclose(theirs.encode_query(TEXTS), expected.encode_query(TEXTS), atol=1e-6)
+    np.testing.assert_allclose(theirs.encode_document(TEXTS), expected.encode_document(TEXTS), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_described_encoder_is_built_and_found_again(kind: str, made: Made) -> None:
+    source = EncoderSource(name=made(kind), query_prompt="q: ", passage_prompt="p: ", truncate_dim=16)
+    encoder, processor = load_encoder(source)
+    described = json.loads(json.dumps(encoder.description))
+    built = build_encoder(described)
+    built.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        batch = processor.texts(TEXTS)
+        assert torch.equal(built.eval().embed_texts(**batch), encoder.embed_texts(**batch))
+    assert built.fingerprint(processor) == encoder.fingerprint(processor)
+    found, its_processor = load_encoder(EncoderSource.described(described))
+    assert found.fingerprint(its_processor) == encoder.fingerprint(processor)
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(source: EncoderSource | str, words: str) -> None:
+    with pytest.raises(XcompatError, match=words) as caught:
+        load_encoder(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_are_refused_in_a_line(made: Made) -> None:
+    embedder = load_embedder(made("mean"))
+    picture = Image.new("RGB", (40, 40))
+    asked: list[Callable[[], object]] = [
+        lambda: embedder.processor.images(picture),
+        lambda: embedder.processor(images=[picture], text="a shoe"),
+        lambda: embedder.embed({"pixel_values": torch.zeros(1, 3, 8, 8)}),
+        lambda: images_per_batch(embedder.processor, torch.device("cpu")),
+        lambda: PairCollator(embedder.processor, Augmentation()),
+        lambda: penultimate(embedder),
+        lambda: embedder.model.add_adapters(AdapterConfig(prompts=2)),
+    ]
+    for ask in asked:
+        with pytest.raises(XcompatError, match="image") as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+    refused(EncoderSource(name=made("mean"), image_size=32), "reads no images; leave out its image_size")
+
+
+def test_prompts_are_for_models_of_texts(folder_of: dict[str, str]) -> None:
+    for key, value in _OTHERWISE.items():
+        refused(EncoderSource(name=folder_of["clip"], **{key: value}), f"no model of sentence-transformers, and {key}")
+        with pytest.raises(XcompatError, match=f"no model of sentence-transformers, and {key}"):
+            load_embedder(EncoderSource(name=folder_of["clip"], **{key: value}))
+
+
+def test_names_that_lead_nowhere(made: Made, tmp_path: Path) -> None:
+    refused(f"sentence-transformers:{tmp_path / 'nothing'}", "the model folder .*nothing does not exist")
+    refused("sentence-transformers:nobody/nothing", "cannot load sentence-transformers:nobody/nothing")
+    (tmp_path / "empty").mkdir()
+    refused(f"sentence-transformers:{tmp_path / 'empty'}", "holds no model")
+    refused(EncoderSource(name=made("mean"), model_type="clip"), "is a sentence-transformers model, not clip")
+
+
+def test_pickled_weights_are_never_opened(made: Made, tmp_path: Path) -> None:
+    for number, (kind, module) in enumerate((("mean", "."), ("dense", "2_Dense"), ("static", "."))):
+        folder = copied(made(kind), tmp_path / str(number))
+        weights = folder / module / "model.safetensors"
+        torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+        weights.unlink()
+        refused(str(folder), "only safetensors are loaded; convert the weights first")
+        weights.with_name("pytorch_model.bin").unlink()  # as when it was not fetched
+        refused(str(folder), "only safetensors are loaded; convert the weights first")
+
+
+def test_code_of_a_model_does_not_run_unless_it_is_allowed(made: Made, tmp_path: Path) -> None:
+    code = "from pathlib import Path\nfrom sentence_transformers.base.modules import Normalize\n"
+    ran = tmp_path / "ran"
+    for name, change in (("root", "own.Mine"), ("elsewhere", "os.path"), ("activation", "")):
+        folder = copied(made("dense"), tmp_path / name)
+        (folder / "own.py").write_text(f"{code}Path({str(ran)!r}).touch()\nclass Mine(Normalize): pass\n")
+        if change:
+            modules = json.loads((folder / "modules.json").read_text())
+            modules[-1]["type"] = change
+            (folder / "modules.json").write_text(json.dumps(modules))
+        else:
+            edit(folder / "2_Dense" / "config.json", activation_function="own.Mine")
+        refused(
+            str(folder), "runs code of its own .*; read that code, and if you trust it, allow it with trust_remote_code: true"
+        )
+    assert not ran.exists()
+    encoder, _ = load_encoder(EncoderSource(name=str(tmp_path / "root"), trust_remote_code=True))
+    assert ran.exists()
+    with pytest.raises(XcompatError, match="made of modules that sentence-transformers does not have"):
+        build_encoder(encoder.description)
+
+
+def test_a_transformer_of_its_own_code_is_refused_too(made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    edit(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
+    (folder / "own.py").write_text("raise SystemExit\n")
+    refused(str(folder), "runs code of its own .*trust_remote_code: true")
+
+
+def test_modules_that_read_no_tokens_are_refused_by_name(made: Made, folder_of: dict[str, str], tmp_path: Path) -> None:
+    def saved(name: str, *modules: nn.Module) -> str:
+        SentenceTransformer(modules=list(modules), device="cpu").save(str(tmp_path / name), create_model_card=False)
+        return f"sentence-transformers:{tmp_path / name}"
+
+    sides = {role: [Transformer(made("mean")), Pooling(32, "mean")] for role in ("query", "document")}
+    refused(
+        saved("router", Router.for_query_document(sides["query"], sides["document"])), r"Router\); save the modules of each role"
+    )
+    refused(saved("bow", BoW(["a", "shoe"])), "begins with BoW, which reads its texts in a way of its own; use a model")
+    refused(saved("clip", Transformer(folder_of["clip"])), "reads image beside texts .*name the image-text model inside it")
+
+
+def test_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    edit(folder / "1_Pooling" / "config.json", include_prompt=False)
+    refused(str(folder), "include_prompt: false.*set query_prompt and passage_prompt to ''")
+    encoder, processor = load_encoder(EncoderSource(name=str(folder), query_prompt="", passage_prompt=""))
+    with torch.no_grad():
+        np.testing.assert_allclose(encoder.embed_texts(**processor.texts(TEXTS)), of_library(str(folder), TEXTS, ""), atol=1e-5)
+
+
+def test_settings_that_this_library_does_not_know_are_refused(made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    edit(folder / "sentence_bert_config.json", processing_kwargs={"text": {"max_length": 5}})
+    refused(str(folder), "does more with a text than its token ids tell")
+
+
+def test_lower_casing_is_kept(made: Made, tmp_path: Path) -> None:
+    folder = copied(made("qwen2"), tmp_path / "model")
+    state = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(state | {"normalizer": None}))
+    edit(folder / "sentence_bert_config.json", do_lower_case=True)
+    encoder, processor = load_encoder(str(folder))
+    assert processor.tokenize(["A RED Shoe"]) == processor.tokenize(["a red shoe"])
+    encoder.save_pretrained(tmp_path / "again")
+    processor.save_pretrained(tmp_path / "again")
+    again, its_processor = load_encoder(str(tmp_path / "again"))
+    assert again.fingerprint(its_processor) == encoder.fingerprint(processor)
+
+
+def test_a_model_without_some_weights_is_refused(made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    kept = {key: value for key, value in weights.items() if "layer.1.output.dense" not in key}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(str(folder), r"lacks 2 weights, such as encoder\.layer\.1\.output\.dense\.bias")
+    kept = {key: value for key, value in weights.items() if not key.startswith("pooler")}  # which nothing reads
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    encoder, processor = load_encoder(str(folder))
+    plain, its_processor = load_encoder(made("mean"))
+    assert encoder.fingerprint(processor) == plain.fingerprint(its_processor)
+
+
+@pytest.mark.parametrize("damage", ["[]", "{}", "[1]", '[{"idx": 0}]', "not json"])
+def test_damaged_lists_of_modules_are_refused(damage: str, made: Made, tmp_path: Path) -> None:
+    folder = copied(made("mean"), tmp_path / "model")
+    (folder / "modules.json").write_text(damage)
+    refused(str(folder), "modules.json")

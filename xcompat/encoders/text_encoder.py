@@ -1,0 +1,360 @@
+"""Encoders of texts alone: models of sentence-transformers, from a folder or the Hub, safetensors only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, cast
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer import modules as stock
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.tokenization_utils_base import LARGE_INTEGER
+
+from xcompat.encoders.base import Encoder, architecture_of
+from xcompat.encoders.model_files import open_weights
+from xcompat.encoders.text_files import (
+    ABOUT,
+    MODULES,
+    SETTINGS,
+    TEXTS,
+    needs_code,
+    no_safetensors,
+    own_prompts,
+    require_loadable,
+    text_folder,
+)
+from xcompat.encoders.text_processor import TextProcessor, load_text_processor
+from xcompat.errors import XcompatError
+from xcompat.files import write_json
+
+TOLERANCE = 1e-4
+"""Largest difference of embeddings from those of sentence-transformers; above it a model is refused."""
+_READ = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+"""How a transformer's states are read; sentence-transformers knows other ways, which are those of other models."""
+_SETTINGS = {"transformer_task": "feature-extraction", "modality_config": _READ, "module_output_name": "token_embeddings"}
+_PROBES = ("a red shoe", "Two DOGS, and more: the longer of the 2 texts!")
+Features = dict[str, Any]
+
+
+class TokenStates(nn.Module):
+    """The states of a transformer's tokens.
+
+    Args:
+        model: of transformers; its pooler, which nothing reads, is left out.
+    """
+
+    kind = Transformer
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - a PreTrainedModel, whose parts are untyped
+        super().__init__()
+        if hasattr(model, "pooler"):
+            model.pooler = None
+        self.model = model
+
+    def forward(self, features: Features) -> Features:
+        """Add ``token_embeddings`` (B, L, W) to a batch."""
+        states = self.model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        return features | {"token_embeddings": states.last_hidden_state}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what :meth:`build` takes."""
+        return {"architecture": type(self.model).__name__, "config": architecture_of(self.model.config.to_dict())}
+
+    @classmethod
+    def build(cls, described: dict[str, Any]) -> TokenStates:
+        """Build the architecture without loading weights."""
+        found = getattr(transformers, described["architecture"], None)
+        if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+            raise XcompatError(f"transformers has no {described['architecture']}; load the model from where it came from")
+        return cls(cast(Any, found)._from_config(AutoConfig.for_model(**described["config"])))
+
+    def save(self, folder: str) -> None:
+        """Write the model as sentence-transformers does, but for the tokenizer."""
+        self.model.save_pretrained(folder)
+
+
+class TokenMeans(nn.Module):
+    """The mean of the embeddings of a text's tokens.
+
+    Args:
+        means: of sentence-transformers; it takes the tokens of all texts in one row.
+    """
+
+    kind = StaticEmbedding
+
+    def __init__(self, means: StaticEmbedding) -> None:
+        super().__init__()
+        self.means = means
+
+    def forward(self, features: Features) -> Features:
+        """Add ``sentence_embedding`` (B, W) to a batch."""
+        holds_BL = features["attention_mask"].bool()
+        lengths_B = holds_BL.sum(dim=1)
+        flat = {"input_ids": features["input_ids"][holds_BL], "offsets": lengths_B.cumsum(dim=0) - lengths_B}
+        return features | {"sentence_embedding": self.means(flat)["sentence_embedding"]}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what :meth:`build` takes."""
+        return {"num_embeddings": self.means.num_embeddings, "embedding_dim": self.means.embedding_dim}
+
+    @classmethod
+    def build(cls, described: dict[str, Any]) -> TokenMeans:
+        """Build the architecture without loading weights."""
+        weights = torch.randn(described["num_embeddings"], described["embedding_dim"])
+        return cls(StaticEmbedding(Tokenizer(BPE()), embedding_weights=weights))  # the processor has the tokenizer
+
+    def save(self, folder: str) -> None:
+        """Write the weights as sentence-transformers does, without the tokenizer."""
+        save_file(self.means.state_dict(), Path(folder) / "model.safetensors")
+
+
+class TextEncoder(Encoder):
+    """A text tower alone, made of the modules of sentence-transformers.
+
+    D is the dimension of the last module's embedding, or ``truncate_dim``, the number of its first dimensions that are kept
+    (Matryoshka representations, Kusupati et al. 2022).
+    """
+
+    library: ClassVar[str] = TEXTS
+    has_images: ClassVar[bool] = False
+
+    def _image_features(self, pixel_values: Tensor) -> NoReturn:
+        raise XcompatError(f"{self.name} has no image tower; to embed images, use an image-text model such as CLIP or SigLIP")
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :meth:`Encoder.text_features`."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        features: Features = {"input_ids": input_ids, "attention_mask": mask}
+        for module in self.model:
+            features = module(features)
+        return features["sentence_embedding"][:, : self.embedding_dim]
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        """See :attr:`Encoder.towers`."""
+        return {"text": self.model}
+
+    @property
+    def peft_base(self) -> nn.Module:
+        """See :attr:`Encoder.peft_base`: the transformer among the modules."""
+        return self.model[0].model if isinstance(self.model[0], TokenStates) else self.model
+
+    @property
+    def layer_classes(self) -> set[str]:
+        """See :attr:`Encoder.layer_classes`."""
+        return set(getattr(self.peft_base, "_no_split_modules", None) or ())
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :meth:`Encoder.save_pretrained`; ``SentenceTransformer`` reads the folder once the processor is saved there too."""
+        folder, listed = Path(folder), []
+        for index, module in enumerate(self.model):
+            kind = getattr(module, "kind", type(module))
+            path = f"{index}_{kind.__name__}" if index else ""
+            (folder / path).mkdir(parents=True, exist_ok=True)
+            module.save(str(folder / path))
+            open_weights(folder / path, MODULES if (folder / path / MODULES).exists() else "config.json")
+            listed.append({"idx": index, "name": str(index), "path": path, "type": f"{kind.__module__}.{kind.__name__}"})
+        write_json(folder / MODULES, listed)
+        if isinstance(self.model[0], TokenStates):
+            lower = {"do_lower_case": True} if self.description["config"]["lower_case"] else {}
+            write_json(folder / SETTINGS, _SETTINGS | lower)
+        query, passage = self.description["query_prompt"], self.description["passage_prompt"]
+        about = {
+            "model_type": SentenceTransformer.model_type,
+            "prompts": {"query": query, "document": passage},
+            "default_prompt_name": "document" if query and query == passage else None,
+            "similarity_fn_name": "cosine",
+        }
+        dim = self.description["config"]["truncate_dim"]
+        write_json(folder / ABOUT, about | ({"truncate_dim": dim} if dim is not None else {}))
+
+
+def build_text_encoder(description: dict[str, Any]) -> TextEncoder:
+    """Build the architecture without loading weights.
+
+    Args:
+        description: what :attr:`Encoder.description` holds.
+
+    Returns:
+        The encoder with freshly initialised weights.
+
+    Raises:
+        XcompatError: it is made of other modules than those of sentence-transformers.
+    """
+    first, *rest = description["config"]["modules"]
+    begins = {kind.kind.__name__: kind for kind in (TokenStates, TokenMeans)}
+    if first["module"] not in begins or any(each["module"] not in stock.__all__ for each in rest):
+        raise XcompatError(
+            f"{description['name']} is made of modules that sentence-transformers does not have; load it from where it is"
+        )
+    modules = [begins[first["module"]].build(first), *(_build(each["module"], each["settings"]) for each in rest)]
+    return TextEncoder(nn.Sequential(*modules), description["embedding_dim"], description)
+
+
+def _build(name: str, settings: dict[str, Any]) -> nn.Module:
+    settings = dict(settings)
+    if (activation := settings.get("activation_function")) is not None:
+        found = getattr(nn, activation.rsplit(".", 1)[-1], None)
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise XcompatError(f"torch has no activation {activation}; load the model from where it came from")
+        settings["activation_function"] = found()
+    return getattr(stock, name)(**settings)
+
+
+def load_text_encoder(
+    name: str,
+    place: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    query_prompt: str | None = None,
+    passage_prompt: str | None = None,
+    truncate_dim: int | None = None,
+) -> TextEncoder:
+    """Load a model of sentence-transformers.
+
+    Args:
+        name: as the user named it.
+        place: folder or Hub name.
+        revision: branch, tag or commit; None for the default branch.
+        trust_remote_code: whether code from the repository may run.
+        query_prompt: what goes before a query; None for the model's own.
+        passage_prompt: what goes before a passage; None for the model's own.
+        truncate_dim: number of first dimensions that are kept; None for the model's own.
+
+    Returns:
+        The encoder in float32, in evaluation mode.
+
+    Raises:
+        XcompatError: the model may not be loaded, lacks weights, or does more with a text than this library does.
+    """
+    folder = text_folder(place, revision, code=trust_remote_code)
+    require_loadable(folder, name, trust_remote_code)
+    whole = _read(folder, name, trust_remote_code)
+    prompts = own_prompts(folder)
+    given: dict[str, Any] = {
+        "query_prompt": prompts.query if query_prompt is None else query_prompt,
+        "passage_prompt": prompts.passage if passage_prompt is None else passage_prompt,
+    }
+    _require_readable(whole, name, [*given.values()])
+    first, *rest = whole
+    begin = TokenMeans(first) if isinstance(first, StaticEmbedding) else TokenStates(cast(Any, first).model)
+    _require_all_weights(begin, name)
+    config = {
+        "modules": [
+            {"module": begin.kind.__name__, **begin.describe()},
+            *({"module": type(each).__name__, "settings": cast(Any, each).get_config_dict()} for each in rest),
+        ],
+        "max_length": _limit(cast(Any, first)),
+        "special_tokens": isinstance(begin, TokenStates),
+        "lower_case": bool(getattr(first, "do_lower_case", False)),
+        "truncate_dim": truncate_dim or whole.truncate_dim,
+    }
+    description = {"library": TextEncoder.library, "name": name, "revision": revision, "config": config, **given}
+    encoder = TextEncoder(nn.Sequential(begin, *rest), 0, json.loads(json.dumps(description, default=str))).eval()
+    return _measured(encoder, load_text_processor(place, revision, trust_remote_code, encoder.description), whole)
+
+
+def _read(folder: Path, name: str, trust_remote_code: bool) -> SentenceTransformer:
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True}
+    try:
+        whole = SentenceTransformer(
+            str(folder),
+            device="cpu",
+            trust_remote_code=trust_remote_code,
+            local_files_only=not trust_remote_code,  # trusted code may lie in another repository
+            model_kwargs=kwargs,
+        )
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise needs_code(name, "auto_map in its config.json") from error
+        if "model.safetensors" in str(error):
+            raise no_safetensors(name) from error
+        raise
+    return whole.float().eval()
+
+
+def _require_readable(whole: SentenceTransformer, name: str, prompts: list[str]) -> None:
+    """Refuse a model whose first module is given more than token ids, or whose pooling leaves out prompts."""
+    first: Any = whole[0]
+    kind = type(first).__name__
+    if kind in ("Router", "Asym"):
+        raise XcompatError(
+            f"{name} has one encoder for queries and another for passages ({kind}); save the modules of each role as a model of "
+            "their own and name these"
+        )
+    others = [modality for modality in whole.modalities if modality != "text"]
+    if others:
+        raise XcompatError(
+            f"{name} reads {', '.join(map(str, others))} beside texts ({kind}); name the image-text model inside it, "
+            "which needs no sentence-transformers"
+        )
+    states = isinstance(first, Transformer) and first.modality_config == _READ and first.module_output_name == "token_embeddings"
+    if not (states or isinstance(first, StaticEmbedding)):
+        raise XcompatError(
+            f"{name} begins with {kind}, which reads its texts in a way of its own; use a model that begins with a Transformer "
+            "whose last hidden state is pooled, or with a StaticEmbedding"
+        )
+    if any(isinstance(module, Pooling) and not module.include_prompt for module in whole) and any(prompts):
+        raise XcompatError(
+            f"{name} pools without its prompt (include_prompt: false), of which nothing is known here; set query_prompt and "
+            "passage_prompt to ''"
+        )
+
+
+def _require_all_weights(begin: TokenMeans | TokenStates, name: str) -> None:
+    """Refuse a transformer that lacks weights, in whose place sentence-transformers would draw random ones."""
+    if isinstance(begin, TokenStates):
+        # transformers marks what it has read
+        absent = [key for key, weight in begin.model.named_parameters() if not getattr(weight, "_is_hf_initialized", False)]
+        if absent:
+            raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
+
+
+def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind
+    """Return the most tokens that a model reads; None for any number."""
+    if isinstance(first, StaticEmbedding):
+        return (first.tokenizer.truncation or {}).get("max_length")
+    return first.max_seq_length if first.max_seq_length is not None and first.max_seq_length < LARGE_INTEGER else None
+
+
+@torch.no_grad()
+def _measured(encoder: TextEncoder, processor: TextProcessor, whole: SentenceTransformer) -> TextEncoder:
+    """Set an encoder's dimension, and compare its embeddings with those of sentence-transformers.
+
+    Args:
+        encoder: its dimension not known yet.
+        processor: of passages.
+        whole: the model as sentence-transformers has it.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        XcompatError: the dimension is larger than the model's, or embeddings differ.
+    """
+    name, wanted = encoder.name, encoder.description["config"]["truncate_dim"]
+    for role in (processor, processor.for_queries()):
+        asked: dict[str, Any] = {"prompt": role.prompt, "normalize_embeddings": True, "truncate_dim": wanted}
+        expected_ND = np.stack([whole.encode([text], **asked)[0] for text in _PROBES])
+        dim = expected_ND.shape[1]
+        if wanted is not None and wanted > dim:
+            raise XcompatError(f"{name} has embeddings of {dim} dimensions, fewer than truncate_dim ({wanted}); leave it out")
+        encoder.embedding_dim = encoder.description["embedding_dim"] = dim
+        apart = float((encoder.embed_texts(**role.texts(_PROBES)) - torch.from_numpy(expected_ND)).abs().max())
+        if not apart <= TOLERANCE:
+            raise XcompatError(
+                f"{name} does more with a text than its token ids tell: embeddings are {apart:.1e} from those of "
+                f"sentence-transformers, where {TOLERANCE:.0e} is allowed; use a model without settings of its own for texts"
+            )
+    processor.count_truncated = 0
+    return encoder

@@ -1,0 +1,121 @@
+"""The files of a model of sentence-transformers: its folder, what of it may be loaded, and its prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xcompat.errors import XcompatError
+from xcompat.files import read_json
+
+MODULES = "modules.json"
+ABOUT = "config_sentence_transformers.json"
+SETTINGS = "sentence_bert_config.json"
+TEXTS = "sentence-transformers"
+"""The library of models of texts, which is also the Hub's user whose models it finds by their last name alone."""
+PREFIX = f"{TEXTS}:"
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_ELSEWHERE = ["onnx/*", "openvino/*", "*/onnx/*", "*/openvino/*"]
+_OWN = "sentence_transformers."
+_PASSAGES = ("document", "passage", "corpus")
+
+
+def is_of_texts(name: str) -> bool:
+    """Return whether a name is that of a model of texts: by its prefix, or as a folder of modules that read no images."""
+    if name.startswith(PREFIX):
+        return True
+    settings = Path(name) / SETTINGS
+    read = read_json(settings) if settings.exists() else {}
+    return (Path(name) / MODULES).exists() and "image" not in (read.get("modality_config") or {})
+
+
+def text_folder(name: str, revision: str | None, weights: bool = True, code: bool = False) -> Path:
+    """Return the folder of a model for texts, downloading it (safetensors only) when ``name`` is on the Hub.
+
+    Args:
+        name: folder, or Hub name without a prefix.
+        revision: branch, tag or commit; None for the default branch.
+        weights: whether weights are wanted.
+        code: whether its Python files are wanted.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    wanted = [*_BESIDE, *(WEIGHTS if weights else []), *(["*.py"] if code else [])]
+    name = name if "/" in name else f"{TEXTS}/{name}"
+    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_ELSEWHERE))
+
+
+def first_module(folder: Path) -> str:
+    """Return where in a model's folder its first module lies, with the tokenizer; checkpoints have it in the folder itself."""
+    return _modules(folder)[0]["path"] if (folder / MODULES).exists() else ""
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
+    modules = read_json(folder / MODULES)
+    if not isinstance(modules, list) or not modules or not all(map(_is_module, modules)):
+        raise XcompatError(f"{folder / MODULES} lists no modules; fetch or save the model again")
+    return modules
+
+
+def _is_module(listed: Any) -> bool:  # noqa: ANN401 - any JSON
+    return isinstance(listed, dict) and all(isinstance(listed.get(key), str) for key in ("type", "path"))
+
+
+def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
+    """Refuse a model that would run code of its own, unpickle weights, or fetch another model.
+
+    Args:
+        folder: the model's.
+        name: the model's name, for errors.
+        trust_remote_code: whether code of the model may run.
+
+    Raises:
+        XcompatError: the model is none that may be loaded; the line says what to do.
+    """
+    modules = _modules(folder) if (folder / MODULES).exists() else [{"type": _OWN, "path": ""}]
+    for module in modules:
+        place = folder / module["path"]
+        if not trust_remote_code:
+            if not module["type"].startswith(_OWN):
+                raise needs_code(name, module["type"])
+            if module["type"].endswith(".Dense"):
+                activation = read_json(place / "config.json").get("activation_function", "torch.")
+                if not activation.startswith("torch."):
+                    raise needs_code(name, activation)
+        if (place / "adapter_config.json").exists():
+            raise XcompatError(
+                f"{name} is a LoRA beside a base of its own ({place / 'adapter_config.json'}); merge it into that base with PEFT "
+                "(merge_and_unload), save the model again and name that"
+            )
+        if any(place.glob("pytorch_model*.bin")) and not any(place.glob("*.safetensors")):
+            raise no_safetensors(name)
+
+
+def needs_code(name: str, code: str) -> XcompatError:
+    """Return the error of a model that runs code of its own."""
+    return XcompatError(
+        f"{name} runs code of its own ({code}); read that code, and if you trust it, allow it with trust_remote_code: true"
+    )
+
+
+def no_safetensors(name: str) -> XcompatError:
+    """Return the error of a model whose weights are pickled."""
+    return XcompatError(f"{name} has weights that are no safetensors: only safetensors are loaded; convert the weights first")
+
+
+class Prompts(NamedTuple):
+    """What goes before texts of each role."""
+
+    query: str
+    passage: str
+
+
+def own_prompts(folder: Path) -> Prompts:
+    """Read a model's prompts; a role without one has the model's default prompt, or none."""
+    about = read_json(folder / ABOUT) if (folder / ABOUT).exists() else {}
+    known = {role: prompt for role, prompt in (about.get("prompts") or {}).items() if prompt is not None}
+    default = known.get(about.get("default_prompt_name"), "")
+    return Prompts(known.get("query", default), next((known[role] for role in _PASSAGES if role in known), default))
