@@ -139,6 +139,15 @@ def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Tria
     return list(trials.values())
 
 
+def _held_out(pairs: Paired, searched: Searched, lines: Mapping[str, Solver], seed: int) -> HeldOut:
+    """Hold out parts of a training set."""
+    if isinstance(pairs, CaptionedEmbeddings):
+        return HeldOutCaptions(pairs, lines, seed)
+    if pairs.labels_N is None:
+        raise NothingHeldOutError("no classes or captions are known, so nothing says what a query should find")
+    return (HeldOutGalleries if isinstance(pairs, TurnedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)
+
+
 def choose(
     pairs: Paired,
     searched: Searched = "unknown",
@@ -162,13 +171,7 @@ def choose(
     Raises:
         NothingHeldOutError: neither classes nor captions are known, or there are too few items to hold any out.
     """
-    held: HeldOut
-    if isinstance(pairs, CaptionedEmbeddings):
-        held = HeldOutCaptions(pairs, lines, seed)
-    elif pairs.labels_N is None:
-        raise NothingHeldOutError("no classes or captions are known, so nothing says what a query should find")
-    else:
-        held = (HeldOutGalleries if isinstance(pairs, TurnedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)
+    held = _held_out(pairs, searched, lines, seed)
     than = held.try_(Candidate(next(iter(lines)))) if beside_line else None
     fewest = min(len(each.pairs) for each in held.known)
     tried = steady(lines, fewest, pairs.dims[0])

@@ -16,7 +16,7 @@ from xcompat.mapping.candidates import GUESS, LINES, Candidate, Known, Paired, S
 from xcompat.mapping.choosing import Choice, choose
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.folds import Searched
-from xcompat.mapping.imported import THEIRS, Imported, Nearness, nearness, read_imported
+from xcompat.mapping.imported import THEIRS, Imported, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
@@ -37,13 +37,11 @@ class _Decision(NamedTuple):
         candidate: what is taken.
         said: sentences for the user.
         choice: all that was tried on what was held out; None if nothing could be.
-        near: how near an imported map comes; None where there was a choice, or no such map.
     """
 
     candidate: Candidate
     said: list[str]
     choice: Choice | None = None
-    near: Nearness | None = None
 
     @property
     def confidence(self) -> Calibration | None:
@@ -102,7 +100,7 @@ def map_embeddings(
     theirs = _theirs(start_from, activation, pairs, described, encoder)
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        decided = _decide(pairs, lines, theirs, described, searched, seed)
+        decided = _decide(pairs, lines, theirs, searched, seed)
     if decided.choice is not None:
         console.print(choice_table(decided.choice))
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, read) as temporary:
@@ -139,20 +137,19 @@ def _decide(
     pairs: Paired,
     lines: Mapping[str, Solver],
     theirs: Imported | None,
-    old: dict[str, Any],
     searched: Searched,
     seed: int,
 ) -> _Decision:
-    """Choose on what can be held out; where nothing can, take a guess, or an imported map that comes nearer."""
+    """Choose on what can be held out; where nothing can, take a guess."""
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        nothing_known = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
-        choice = agree(pairs, seed, lines) if nothing_known else choose(pairs, searched, seed, lines)
+        if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
+            choice = agree(pairs, seed, lines)
+        else:
+            choice = choose(pairs, searched, seed, lines)
     except NothingHeldOutError as error:
-        near = nearness(pairs, lines, old, seed) if theirs is not None else None
-        candidate = Candidate(THEIRS) if near is not None and near.theirs_is_nearest else GUESS
-        compared = "" if theirs is None else f" {near or 'Theirs was not compared, as there are too few items.'}"
-        return _Decision(candidate, [*about, f"{error}: the line that is taken is a guess.{compared}"], near=near)
+        uncompared = " Theirs was not compared, and is not taken." if theirs is not None else ""
+        return _Decision(GUESS, [*about, f"{error}: the line that is taken is a guess.{uncompared}"])
     judged = [theirs.said_of(choice)] if theirs is not None else []
     return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
 
@@ -182,7 +179,7 @@ def _require_dim(model: Embedder, dim: int, option: str) -> None:
 
 def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imported | None) -> dict[str, Any]:
     """Gather the measurements for ``report.json``."""
-    candidate, near = decided.candidate, decided.near
+    candidate = decided.candidate
     document: dict[str, Any] = {
         "items": len(pairs),
         "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,
@@ -192,5 +189,5 @@ def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imp
         "said": decided.said,
     }
     if theirs is not None:
-        document["start_from"] = theirs.source | {"taken": candidate.line == THEIRS} | (asdict(near) if near is not None else {})
+        document["start_from"] = theirs.source | {"taken": candidate.line == THEIRS}
     return document | (as_json(decided.choice) if decided.choice is not None else {})

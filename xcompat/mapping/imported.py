@@ -9,27 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
-from xcompat.evaluation import PairedDifference, paired_bootstrap
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.adapter_files import SUFFIXES, Activation, Adapter, read_adapters
-from xcompat.mapping.candidates import Described, Paired, Solver
+from xcompat.mapping.candidates import Described, Paired
 from xcompat.mapping.choosing import Choice, better
-from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report.wording import gain, interval
 
 THEIRS = "theirs"
 """Name of the line that was not solved here."""
-FEWEST = 4
-"""Least items of which each half says something about the other."""
-MOST = 20_000
-"""Most items that are measured so."""
 _COMPARED = 4096  # rows that decide between readings of a file
 
 
@@ -161,74 +153,3 @@ def _about_new(name: str, model: CompatModel, new: Mapping[str, Any] | None) -> 
     if mapped != given:
         raise XcompatError(f"{name} maps embeddings of {mapped}, not of {given}; start from another map")
     return []
-
-
-# --------------------------------------------------------------------------------------------- without held-out items
-
-
-@dataclass(frozen=True)
-class Nearness:
-    """How near mapped new embeddings come to old ones: less than what is found, and all that can be measured without classes.
-
-    Args:
-        cosines: line -> mean cosine over the items; a line that is solved here learned from the other half of them.
-        leads: line -> the imported map's cosine minus the line's, paired over the items.
-    """
-
-    cosines: dict[str, float]
-    leads: dict[str, PairedDifference]
-
-    @property
-    def theirs_is_nearest(self) -> bool:
-        """Whether the imported map comes nearer than every other line."""
-        return all(lead.mean > 0 for lead in self.leads.values())
-
-    def __str__(self) -> str:
-        """Return the result in a sentence."""
-        told = ", ".join(
-            f"{line} at {self.cosines[line]:.3f} ({lead.mean:+.3f} for theirs, {lead.low:.3f} to {lead.high:.3f})"
-            for line, lead in self.leads.items()
-        )
-        return (
-            f"By the mean cosine of mapped new to old embeddings, theirs is at {self.cosines[THEIRS]:.3f}, {told}, solved on the "
-            f"other half of the sample: theirs is {'' if self.theirs_is_nearest else 'not '}taken. A cosine says how near "
-            "queries come, not what they find."
-        )
-
-
-def nearness(pairs: Paired, lines: Mapping[str, Solver], old: Described, seed: int = 0) -> Nearness | None:
-    """Measure how near each line brings new embeddings to old ones, on items that it has not learned from.
-
-    Args:
-        pairs: the sample.
-        lines: the solver of each line, by name; :data:`THEIRS` is among them.
-        old: the gallery's model.
-        seed: of the halves and of the intervals.
-
-    Returns:
-        The measurement, on :data:`MOST` items at most; None of fewer than :data:`FEWEST` items.
-
-    Raises:
-        XcompatError: the embeddings are all equal.
-    """
-    whole = pairs.together()
-    if len(whole) < FEWEST:
-        return None
-    order_N = np.random.default_rng(seed).permutation(len(whole))[:MOST]
-    halves = [np.sort(order_N[::2]), np.sort(order_N[1::2])]
-    cosines_N = {
-        name: np.concatenate(
-            [_cosines(solver(whole.take(learned), old), whole.take(held)) for learned, held in (halves, halves[::-1])]
-        )
-        for name, solver in lines.items()
-    }
-    leads = {
-        name: paired_bootstrap(cosines_N[THEIRS], found_N, seed=seed) for name, found_N in cosines_N.items() if name != THEIRS
-    }
-    return Nearness({name: float(found_N.mean()) for name, found_N in cosines_N.items()}, leads)
-
-
-@torch.inference_mode()
-def _cosines(model: CompatModel, pairs: PairedEmbeddings) -> NDArray[np.float64]:
-    found = [(model.view(new_BD) * torch.nn.functional.normalize(old_Bd, dim=1)).sum(1) for new_BD, old_Bd in pairs.batches()]
-    return torch.cat(found).double().numpy()
