@@ -1,10 +1,10 @@
-"""What a memory needs of its training set: how many images of a class, how right their classes are, and what clusters do instead.
+"""What a chosen map needs of its training set: how many images, how right their classes, and what clusters do instead.
 
     python benchmarks/studies/memory_data.py
 
 Needs ../shared/data/tiny-imagenet and ../shared/models. A map is chosen as `xcompat map` does from so many training images of
 each class, and asked validation images: of all classes, which the map was all shown, and of classes of which it was shown none.
-Prints Markdown.
+A second table has few images in all, as draws of few of each class and of few classes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sklearn.cluster import MiniBatchKMeans
 
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.evaluation import PairedDifference, paired_bootstrap, ranking_per_query
-from xcompat.mapping import PairedEmbeddings, choose, fit
+from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
 from xcompat.mapping.candidates import Known
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import samples_of_classes
@@ -34,6 +34,8 @@ from xcompat.training.caches import cached_images
 OUT = Path("runs/memory_data")
 CLASSES, ASKED, IMAGES = 200, 25, 50
 """Number of classes, of validation images per class, and of training images per class unless stated otherwise."""
+FEW = ((5, 20), (20, 20), (5, 50), (10, 50), (4, 100), (5, 100), (7, 100), (10, 100))
+"""Numbers of images of each class, and of classes."""
 console = Console(soft_wrap=True, markup=False, highlight=False)
 
 
@@ -67,8 +69,8 @@ def clustered(pairs: PairedEmbeddings, count: int) -> NDArray[np.int64]:
     return np.unique(found_N, return_inverse=True)[1]
 
 
-def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[str, list[PairedDifference]]:
-    """Choose and solve a map, and return its candidate and the gain of test queries at CMC@1 and mAP."""
+def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[Choice, list[PairedDifference]]:
+    """Choose and solve a map, and return the choice and the gain of test queries at CMC@1 and mAP."""
     choice = choose(train)
     model = fit(choice.chosen.candidate, Known(train))
     with torch.inference_mode():
@@ -77,7 +79,7 @@ def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[str, list[Pa
     assert labels_Q is not None
     new, old = (ranking_per_query(each, old_Qd, labels_Q, labels_Q, rows_Q, rows_Q) for each in (view_Qd, old_Qd))
     first = paired_bootstrap(new.first_hit_ranks_Q < 1, old.first_hit_ranks_Q < 1)
-    return str(choice.chosen.candidate), [first, paired_bootstrap(new.average_precision_Q, old.average_precision_Q)]
+    return choice, [first, paired_bootstrap(new.average_precision_Q, old.average_precision_Q)]
 
 
 def cell(gain: PairedDifference) -> str:
@@ -100,21 +102,39 @@ def training_sets() -> Iterator[TrainingSet]:
 
 
 def main() -> None:
-    """Measure every training set and print a row of each."""
+    """Print both tables."""
     started = time.monotonic()
     train, test = photos(TRAIN), photos(TEST)
+    print_many(train, test)
+    print_few(train, test)
+    console.print(f"\n{(time.monotonic() - started) / 60:.0f} minutes")
+
+
+def print_many(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
+    """Measure every training set and print a row of each."""
     heads = ["all classes known: CMC@1", "mAP@1.0", "none known: CMC@1", "mAP@1.0"]
     console.print(f"| training set | {' | '.join(heads)} | chosen, none known |\n|---|{'---:|' * len(heads)}---|")
     every, first, second = range(CLASSES), range(CLASSES // 2), range(CLASSES // 2, CLASSES)
     for name, count, relabel in training_sets():
-        cells, said = [], ""
+        cells, taken = [], ""
         for learned, searched in ((every, every), (first, second)):
             some = first_of_each(train, count, learned)
             some = replace(some, labels_N=relabel(some)) if relabel is not None else some
-            said, gains = asked(some, first_of_each(test, ASKED, searched))
-            cells += [cell(gain) for gain in gains]
-        console.print(f"| {name} | {' | '.join(cells)} | {said} |")
-    console.print(f"\n{(time.monotonic() - started) / 60:.0f} minutes")
+            choice, gains = asked(some, first_of_each(test, ASKED, searched))
+            cells, taken = [*cells, *map(cell, gains)], str(choice.chosen.candidate)
+        console.print(f"| {name} | {' | '.join(cells)} | {taken} |")
+
+
+def print_few(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
+    """Measure every number of images and of classes, on the classes of which none is known, and print a row of each."""
+    heads = ["least on what was held out", "new classes: CMC@1", "mAP@1.0"]
+    console.print(f"\n| images of each | classes | images | {' | '.join(heads)} | chosen |\n|{'---:|' * (3 + len(heads))}---|")
+    for count, classes in FEW:
+        choice, gains = asked(
+            first_of_each(train, count, range(classes)), first_of_each(test, ASKED, range(CLASSES // 2, CLASSES))
+        )
+        cells = [cell(gain) for gain in (choice.chosen.least, *gains)]
+        console.print(f"| {count} | {classes} | {count * classes} | {' | '.join(cells)} | {choice.chosen.candidate} |")
 
 
 if __name__ == "__main__":
