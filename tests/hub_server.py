@@ -82,7 +82,8 @@ class Hub(ThreadingHTTPServer):
 
     def add(self, repo: str, folder: str | Path, branch: str = "main") -> str:
         """Put a folder's files there; return the commit."""
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         return self.repos.setdefault(repo, Repository()).commit(files, branch)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import TEXTS
+from hub_server import Hub
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -19,6 +22,10 @@ from sentence_transformers.base.modules import Dense, Normalize, Router, Transfo
 from sentence_transformers.sentence_transformer.modules import BoW, LayerNorm, Pooling, StaticEmbedding
 from torch import nn
 from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoProcessor,
+    AutoTokenizer,
     BertConfig,
     BertModel,
     BertTokenizer,
@@ -28,15 +35,23 @@ from transformers import (
     Qwen2Model,
     T5Config,
     T5EncoderModel,
+    pipeline,
 )
 
+from xcompat import FingerprintMismatchError, RidgeConfig, RidgeModel, XbtModel, XcompatError
 from xcompat.data.collate import PairCollator
 from xcompat.data.transforms import Augmentation
 from xcompat.embedding import embed_texts, images_per_batch
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder
 from xcompat.encoders.scratch import train_tokenizer
-from xcompat.errors import XcompatError
-from xcompat.models.embedder import load_embedder, penultimate
+from xcompat.encoders.standins import save_stand_in, stand_in
+from xcompat.export.onnx_towers import to_onnx
+from xcompat.export.sentence_module import CompatModule
+from xcompat.export.sentence_transformers import to_sentence_transformers
+from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.commands import query_embeddings
+from xcompat.training.push import push
 
 PROMPTS = {"query": "query: ", "document": "the passage: "}
 LONG = "two dogs on a red shoe and " * 12
@@ -396,3 +411,176 @@ def test_damaged_lists_of_modules_are_refused(damage: str, made: Made, tmp_path:
     folder = copied(made("mean"), tmp_path / "model")
     (folder / "modules.json").write_text(damage)
     refused(str(folder), "modules.json")
+
+
+# ------------------------------------------------------------------------------------------ inside and beside a model
+
+THINGS = ("dogs", "shoe", "letter", "alpha")
+QUESTIONS = [f"{which} {thing}?" for which in ("red", "two", "greek", "no", "the") for thing in THINGS]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
+    return load_embedder(save_stand_in(tmp_path_factory.mktemp("old") / "model", "sentence-transformers", 8, seed=1))
+
+
+def query_map(new: Embedder, old: Embedder, **options: Any) -> RidgeModel:
+    """Solve a map from pairs of embeddings of the same texts, both in the roles that the models are given in."""
+    config = RidgeConfig(encoder=new.describe_encoder(), old=old.describe_old(), embedding_dim=new.dim, **options)
+    pairs = tuple(model.embed(model.processor.texts(QUESTIONS)) for model in (new, old))
+    return RidgeModel(config).fit([pairs])
+
+
+@pytest.mark.parametrize("kind", ["dense", "qwen2", "t5"])
+def test_lora_is_switched_off_merged_and_reloaded(kind: str, made: Made, old: Embedder, tmp_path: Path) -> None:
+    model = XbtModel.from_encoder(made(kind), old=old.describe_old(), adapters={"lora": {"rank": 2}})
+    batch = model.processor.texts(TEXTS)
+    encoder, _ = load_encoder(made(kind))
+    assert encoder.towers.keys() == {"text"} and encoder.layer_classes
+    for parameter in model.encoder.adapter_parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    with torch.no_grad():
+        on = model.embed_texts(**batch)
+        with model.adapters_disabled():
+            assert torch.equal(model.embed_texts(**batch), encoder.embed_texts(**batch))
+        assert not torch.allclose(on, encoder.embed_texts(**batch), atol=1e-3)
+        model.save_pretrained(tmp_path / "whole")
+        whole = AutoModel.from_pretrained(tmp_path / "whole")
+        assert whole.fingerprint() == model.fingerprint() and torch.equal(whole.embed_texts(**batch), on)
+        assert whole.processor.for_queries().describe() == model.processor.describe()
+        assert whole.processor.for_queries().tokenize(["a"]) == model.processor.for_queries().tokenize(["a"])
+        model.leave_out_base().save_pretrained(tmp_path / "adapters")
+        apart = AutoModel.from_pretrained(tmp_path / "adapters")
+        assert apart.fingerprint() == whole.fingerprint() and torch.equal(apart.embed_texts(**batch), on)
+        torch.testing.assert_close(whole.merge_adapters().embed_texts(**batch), on, atol=1e-5, rtol=0)
+
+
+def test_peft_reads_the_lora_of_a_text_encoder(made: Made, old: Embedder, tmp_path: Path) -> None:
+    model = XbtModel.from_encoder(f"sentence-transformers:{made('mean')}", old=old.describe_old(), adapters={"lora": {"rank": 2}})
+    for parameter in model.encoder.adapter_parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    model.leave_out_base().save_pretrained(tmp_path)
+    adapted = PeftModel.from_pretrained(BertModel.from_pretrained(made("mean")), str(tmp_path / "lora"))
+    ids = model.processor.texts(TEXTS)
+    with torch.no_grad():
+        states = adapted(**ids).last_hidden_state
+        torch.testing.assert_close(states, model.encoder.model[0](ids)["token_embeddings"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "static"])
+def test_a_map_asks_with_the_prompt_of_queries(kind: str, made: Made, old: Embedder, tmp_path: Path) -> None:
+    new = load_embedder(EncoderSource(name=f"sentence-transformers:{made(kind)}", truncate_dim=16, passage_prompt="kept: "))
+    gallery = Gallery.create(tmp_path / "gallery", old)
+    gallery.add(old.embed(old.processor.texts(TEXTS)), TEXTS)
+    gallery.commit()
+    asked = new.for_queries()
+    model = query_map(asked, old.for_queries())
+    model.save_pretrained(tmp_path / "map")
+    expected = model.view(asked.embed(asked.processor.texts(QUESTIONS)))
+    again = AutoModel.from_pretrained(tmp_path / "map")
+    assert again.processor.passage_prompt == "kept: " and again.embeds_texts and not again.embeds_images
+    assert torch.equal(again.view(again.embed_texts(**again.processor.for_queries().texts(QUESTIONS))), expected)
+    assert again.config.encoder["fingerprint"] == new.fingerprint.digest and again.config.encoder["role"] == "queries"
+    find = pipeline("compatible-retrieval", model=str(tmp_path / "map"), gallery=str(gallery.path))
+    hits, rows = find(QUESTIONS, top_k=4), gallery.search(asked.embed(asked.processor.texts(QUESTIONS)), again, top_k=4)
+    for found, wanted in zip(hits, rows, strict=True):
+        assert [(hit.id, pytest.approx(hit.score, abs=1e-5)) for hit in found] == [(hit.id, hit.score) for hit in wanted]
+    own_hits = gallery.search(old.for_queries().embed(old.for_queries().processor.texts(TEXTS)), old.for_queries(), top_k=4)
+    assert {hit.id for hit in own_hits[0]} == set(TEXTS), "a model with the prompt of queries asks for its passages"
+    embedder = load_embedder(str(tmp_path / "map"))
+    (own,) = query_embeddings(embedder, QUESTIONS[0])
+    torch.testing.assert_close(own, asked.embed(asked.processor.texts(QUESTIONS[:1]))[0], atol=1e-6, rtol=0)
+    again.config.encoder = {**again.config.encoder, "query_prompt": "other: "}
+    other = RidgeModel(again.config)
+    with pytest.raises(FingerprintMismatchError):
+        other.embed_texts(**new.processor.texts(["a"]))
+
+
+def test_a_map_learned_on_the_wrong_role_says_so(
+    made: Made, old: Embedder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = load_embedder(made("mean"))
+    alike = load_embedder(EncoderSource(name=made("mean"), query_prompt="", passage_prompt=""))
+    assert alike.for_queries() is alike and "role" not in alike.describe_encoder()
+    assert new.for_queries().for_queries().describe_encoder() == {**new.describe_encoder(), "role": "queries"}
+    told = {
+        "right": (query_map(new.for_queries(), old.for_queries()), ""),
+        "alike": (query_map(alike, old), ""),
+        "gallery": (query_map(new, old, direction="old_to_new"), ""),
+        "wrong": (query_map(new, old), "after the prompt 'query: ', and learned from those after 'the passage: '"),
+        "wrong gallery": (query_map(new.for_queries(), old, direction="old_to_new"), "after the prompt 'the passage: '"),
+    }
+    for name, (model, words) in told.items():
+        model.save_pretrained(tmp_path / name)
+        capsys.readouterr()
+        AutoModel.from_pretrained(tmp_path / name)
+        said = capsys.readouterr().out
+        assert words in said and bool(said.strip()) == bool(words) and said.count("\n") <= 1, name
+
+
+@pytest.mark.parametrize("space", ["old", "own"])
+def test_an_export_needs_no_xcompat_and_knows_the_prompts(space: Any, made: Made, old: Embedder, tmp_path: Path) -> None:
+    new = load_embedder(EncoderSource(name=made("dense"), truncate_dim=16)).for_queries()
+    model = query_map(new, old.for_queries())
+    assert to_sentence_transformers(model, tmp_path / "export", space)
+    theirs = SentenceTransformer(str(tmp_path / "export"), device="cpu")
+    embeds = new.embed(new.processor.texts(QUESTIONS))
+    wanted = model.view(embeds) if space == "old" else embeds
+    np.testing.assert_allclose(theirs.encode_query(QUESTIONS), wanted, atol=1e-5)
+    stored = theirs.encode(QUESTIONS)
+    passages = load_embedder(EncoderSource(name=made("dense"), truncate_dim=16))
+    kept = wanted if space == "old" else passages.embed(passages.processor.texts(QUESTIONS))
+    np.testing.assert_allclose(stored, kept, atol=1e-5)
+    module = SentenceTransformer(modules=[CompatModule(model, space)], device="cpu")
+    np.testing.assert_allclose(module.encode_query(QUESTIONS), wanted, atol=1e-5)
+    np.testing.assert_allclose(module.encode(QUESTIONS), kept, atol=1e-5)
+
+
+def test_onnx_has_the_text_tower_alone(made: Made, old: Embedder, tmp_path: Path) -> None:
+    model = query_map(load_embedder(made("mean")).for_queries(), old.for_queries())
+    to_onnx(model, tmp_path / "onnx")
+    about = json.loads((tmp_path / "onnx" / "xcompat_onnx.json").read_text())
+    assert "image" not in about and about["text"]["file"] == "text.onnx" and not (tmp_path / "onnx" / "image.onnx").exists()
+    assert about["preprocessing"]["query_prompt"] == "query: "
+
+
+def test_a_stand_in_is_built_without_network(tmp_path: Path) -> None:
+    encoder, processor = stand_in("sentence-transformers", 12)
+    again, its_processor = load_encoder(save_stand_in(tmp_path / "model", "sentence-transformers", 12))
+    assert again.embedding_dim == encoder.embedding_dim == 12
+    assert again.fingerprint(its_processor) == encoder.fingerprint(processor)
+
+
+def test_auto_classes_of_a_model_of_texts(made: Made, old: Embedder, tmp_path: Path) -> None:
+    query_map(load_embedder(made("mean")).for_queries(), old.for_queries()).save_pretrained(tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).tokenize(["a shoe"]) == load_encoder(made("mean"))[1].tokenize(["a shoe"])
+    assert AutoTokenizer.from_pretrained(tmp_path)(["a shoe"])["input_ids"]
+    with pytest.raises(XcompatError, match="no image tower"):
+        AutoImageProcessor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dense", "static"])
+def test_a_plain_model_is_pushed_and_pulled(kind: str, made: Made, hub: Hub, tmp_path: Path) -> None:
+    push(copied(made(kind), tmp_path / "model"), "me/texts")
+    push(tmp_path / "model", "me/texts")
+    card = hub.files("me/texts")["README.md"].decode()
+    assert "embed_texts" in card and "embed_images" not in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own card
+    encoder, processor = load_encoder(made(kind))
+    assert names["embeds"].shape == (1, encoder.embedding_dim)
+    assert names["encoder"].fingerprint(names["processor"]) == encoder.fingerprint(processor)
+    described = names["encoder"].description | {"name": "me/texts"}  # as a model that was pushed from here is known
+    found, its_processor = load_encoder(EncoderSource.described(described))
+    assert found.fingerprint(its_processor) == encoder.fingerprint(processor)
+
+
+def test_pickled_weights_on_the_hub_are_not_fetched(made: Made, hub: Hub, tmp_path: Path) -> None:
+    folder = copied(made("dense"), tmp_path / "model")
+    weights = folder / "2_Dense" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    hub.add("me/pickled", folder)
+    refused("sentence-transformers:me/pickled", "only safetensors are loaded")
+    assert not [asked for asked in hub.asked if asked.endswith("pytorch_model.bin")]

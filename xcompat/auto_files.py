@@ -59,6 +59,7 @@ def load(
     except (OSError, ValueError):  # transformers' ways to say that there is none
         processor: Any = processor_of(name, kwargs.get("revision"))
         if auto_class == "AutoImageProcessor":
+            processor.require_images()
             return getattr(processor, "image_processor", processor)  # open_clip has none, and a processor is called like one
         tokenizer = getattr(processor, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -119,7 +119,12 @@ def _of_texts(dim: int, seed: int) -> tuple[Encoder, Processor]:
     from xcompat.encoders.text_processor import make_text_processor
 
     tokenizer = train_tokenizer(_TEXTS, 300, 16)
-    sizes: dict[str, Any] = _TEXT | {"hidden_size": dim, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    sizes: dict[str, Any] = _TEXT | {
+        "hidden_size": dim,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": False,
+    }
     pooling = {"embedding_dimension": dim, "pooling_mode": "mean", "include_prompt": True}
     config = {
         "modules": [

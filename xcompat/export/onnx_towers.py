@@ -23,6 +23,8 @@ from xcompat.ownership import owned_path, require_replaceable
 
 TOLERANCE = 1e-4
 """Largest difference from PyTorch in a coordinate of an embedding of length 1."""
+MOST_TOKENS = 4096
+"""Of a text that is compared; some models read texts of any length."""
 OUTPUT = "embeds"
 DESCRIPTION = "xcompat_onnx.json"
 MADE_BY = "export onnx"
@@ -31,7 +33,7 @@ Batch = dict[str, Tensor]
 
 
 def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> None:
-    """Write the image tower, and the text tower if there is one, as ONNX with batches of any size.
+    """Write the towers that there are, of images and of texts, as ONNX with batches of any size.
 
     ``image.onnx`` and ``text.onnx`` output finished embeddings in the space. Texts may have any length if the model does not read
     its padding. The folder also holds the preprocessing in the format of the encoder's library, and ``xcompat_onnx.json`` with
@@ -53,7 +55,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()
-    tower, processor = ImageTower(model, space), model.processor
+    tower, processor = Tower(model, space), model.processor
     about = {
         "name": model.name_or_path or type(model).__name__,
         "fingerprint": model.fingerprint().digest,
@@ -68,16 +70,13 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     model = _merged(model)
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
-        height, width = processor.image_size
-        generator = np.random.default_rng(0)
-        shapes = [(rows, 3, height, width) for rows in (2, 1, 3)]
-        pixels = [{"pixel_values": torch.from_numpy(generator.standard_normal(shape, np.float32))} for shape in shapes]
-        about["image"] = _write(ImageTower(model, space), pixels, {0: "batch"}, temporary / "image.onnx") | {
-            "size": [height, width],
-            "mean": list(processor.mean),
-            "std": list(processor.std),
-            "interpolation": processor.interpolation,
-        }
+        if model.embeds_images:
+            about["image"] = _write(ImageTower(model, space), _pixels(processor), {0: "batch"}, temporary / "image.onnx") | {
+                "size": list(processor.image_size),
+                "mean": list(processor.mean),
+                "std": list(processor.std),
+                "interpolation": processor.interpolation,
+            }
         if model.embeds_texts:
             free = {0: "batch"} if processor.pad_to_max_length else {0: "batch", 1: "length"}
             about["text"] = _write(TextTower(model, space), _texts(processor), free, temporary / "text.onnx") | {
@@ -104,10 +103,20 @@ def _merged(model: CompatModel) -> CompatModel:
     return copy.deepcopy(model).merge_adapters() if adapters is not None and adapters.get("lora") else model
 
 
+def _pixels(processor: Processor) -> list[Batch]:
+    """Return batches of random pixels."""
+    generator = np.random.default_rng(0)
+    shapes = [(rows, 3, *processor.image_size) for rows in (2, 1, 3)]
+    return [{"pixel_values": torch.from_numpy(generator.standard_normal(shape, np.float32))} for shape in shapes]
+
+
 def _texts(processor: Processor) -> list[Batch]:
     """Return batches of random texts: short ones, one that fills the model, and mixed lengths."""
     generator = np.random.default_rng(0)
-    words = ["".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3)) for _ in range(2 * processor.max_length)]
+    words = [
+        "".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3))
+        for _ in range(2 * min(processor.max_length, MOST_TOKENS))
+    ]
     texts = [" ".join(words[:count]) for count in (1, 2, 4, len(words))]
     count_truncated = processor.count_truncated
     batches = [processor.texts(chosen) for chosen in (texts[:2], texts[3:], texts[:3], texts[1:])]

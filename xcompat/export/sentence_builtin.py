@@ -20,6 +20,7 @@ from torch import nn
 from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.text_files import TEXTS
 from xcompat.export.modules import Space, reading_back
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
@@ -58,6 +59,8 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
 
 def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[nn.Module] | None:
     """Return the modules that compute an encoder's features; None if transformers' auto classes do not load it."""
+    if encoder.library == TEXTS:
+        return _of_texts(encoder, processor)
     if (calls := auto_calls(encoder)) is None:
         return None
     if not with_texts:  # a model trained on images only may still have a text tower, which embeds into another space
@@ -69,6 +72,36 @@ def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[n
     if pooling is not None:
         return [transformer, Pooling(dim, pooling)]
     return [transformer] if _states(transformer, dim) else [transformer, _dense(first_dims(dim, dim))]
+
+
+def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
+    """Return the modules that an encoder of texts is made of, with LoRA merged."""
+    encoder = copy.deepcopy(encoder).float()
+    encoder.merge_adapters()
+    with TemporaryDirectory() as folder:
+        encoder.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        with reading_back(folder):
+            loaded = SentenceTransformer(folder, device="cpu")
+            loaded.truncate_dim = None
+    dim = loaded.get_embedding_dimension()
+    kept = [_dense(first_dims(dim, encoder.embedding_dim))] if dim is not None and dim > encoder.embedding_dim else []
+    return [*loaded, *kept]
+
+
+def prompts_of(processor: Processor, space: Space) -> dict[str, Any]:
+    """Return the prompts of both roles, and of texts whose role is not said: queries in an old space, passages in the own.
+
+    Args:
+        processor: of the model.
+        space: as in :class:`~xcompat.export.modules.Tower`.
+    """
+    described = processor.describe()
+    if "query_prompt" not in described:
+        return {}
+    prompts = {"query": described["query_prompt"], "document": described["passage_prompt"]}
+    unsaid = "query" if space == "old" else "document"
+    return {"prompts": prompts, "default_prompt_name": unsaid if prompts[unsaid] else None}
 
 
 def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> Transformer:
@@ -129,20 +162,21 @@ def _dense(layer: nn.Linear) -> Dense:
     return dense
 
 
-def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransformer) -> bool:
+def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransformer, prompts: dict[str, Any]) -> bool:
     """Write modules, load them with plain sentence-transformers, and keep them if they embed like the model.
 
     Args:
         modules: from :func:`stock_modules`.
         folder: a folder that does not exist yet.
         wanted: the model.
+        prompts: from :func:`prompts_of`.
 
     Returns:
         Whether they were kept; else the folder is deleted.
     """
-    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
+    SentenceTransformer(modules=modules, device="cpu", **prompts).save(str(folder), create_model_card=False)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
-    probes: list[list[Any]] = [[picture]]
+    probes: list[list[Any]] = [[picture]] if wanted.supports("image") else []
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
     if wanted.dtype != torch.float32:  # the modules have the same weights in float32

@@ -16,7 +16,7 @@ from xcompat.data.images import open_image
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
-from xcompat.export.modules import ImageTower, Space, TextTower
+from xcompat.export.modules import ImageTower, Space, TextTower, Tower
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_checkpoint
 
@@ -41,18 +41,25 @@ class CompatModule(InputModule):
     def __init__(self, model: CompatModel, space: Space = "old") -> None:
         super().__init__()
         self.space = space
-        self.image = ImageTower(model, space)
+        self.image = ImageTower(model, space) if model.embeds_images else None
         self.text = TextTower(model, space) if model.embeds_texts else None
+
+    @property
+    def tower(self) -> Tower:
+        """Either tower."""
+        tower = self.image or self.text
+        assert tower is not None
+        return tower
 
     @property
     def model(self) -> CompatModel:
         """The wrapped model."""
-        return self.image.model
+        return self.tower.model
 
     @property
     def modalities(self) -> list[Any]:
         """The supported inputs."""
-        return ["image"] if self.text is None else ["text", "image"]
+        return [name for name, tower in (("text", self.text), ("image", self.image)) if tower is not None]
 
     @property
     def max_seq_length(self) -> int:
@@ -61,18 +68,23 @@ class CompatModule(InputModule):
 
     def get_embedding_dimension(self) -> int:
         """Return the dimension of the embeddings."""
-        return self.image.dim
+        return self.tower.dim
 
-    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: object) -> dict[str, Any]:
+    def preprocess(
+        self, inputs: Sequence[Any], prompt: str | None = None, task: str | None = None, **kwargs: object
+    ) -> dict[str, Any]:
         """Make a batch of texts, or of pictures, for :meth:`forward`.
 
         Args:
             inputs: texts, or pictures as PIL images, arrays (H, W, 3) of uint8, or paths.
-            prompt: prefix of every text.
+            prompt: prefix of every text, after the model's own prompt.
+            task: ``query``, as ``encode_query`` says, for the prompt of queries; in an old space all are queries.
             kwargs: ignored.
         """
         if infer_batch_modality(inputs, supported_modalities=self.modalities) == "text":
-            return dict(self.model.processor.texts([(prompt or "") + text for text in inputs]))
+            processor = self.model.processor
+            role = processor.for_queries() if task == "query" or self.space == "old" else processor
+            return dict(role.texts([(prompt or "") + text for text in inputs]))
         pictures = [Image.fromarray(given) if isinstance(given, np.ndarray) else given for given in inputs]
         return {"pixel_values": self.model.processor.images([open_image(picture) for picture in pictures])}
 
@@ -88,6 +100,7 @@ class CompatModule(InputModule):
         """
         embeds: Tensor
         if "pixel_values" in features:
+            assert self.image is not None
             embeds = self.image(features["pixel_values"])
         else:
             assert self.text is not None

@@ -43,7 +43,7 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
     try:
         from sentence_transformers import SentenceTransformer
 
-        from xcompat.export.sentence_builtin import save_stock, stock_modules
+        from xcompat.export.sentence_builtin import prompts_of, save_stock, stock_modules
         from xcompat.export.sentence_module import CompatModule
     except ImportError:
         raise XcompatError("this export needs sentence-transformers; install it with `pip install xcompat[export]`") from None
@@ -52,7 +52,7 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
     own = SentenceTransformer(modules=[CompatModule(model.for_inference(), space)], device=str(model.device))
     modules = stock_modules(model, space)
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:
-        enough = modules is not None and save_stock(modules, temporary, own)
+        enough = modules is not None and save_stock(modules, temporary, own, prompts_of(model.processor, space))
         if not enough:
             own.save(str(temporary), create_model_card=False)
     return enough

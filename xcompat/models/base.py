@@ -72,6 +72,7 @@ class CompatModel(PushableModel, EmbedsBatches):
             for module in self.modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]
         super().post_init()
+        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)  # such as those of T5
 
     @classmethod
     def from_encoder(

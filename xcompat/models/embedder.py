@@ -87,6 +87,11 @@ class Embedder:
         return self.fingerprint.name
 
     @property
+    def version(self) -> Fingerprint:
+        """Return the identity of what its galleries store, which are passages."""
+        return (self.passages or self).fingerprint
+
+    @property
     def device(self) -> torch.device:
         """Return where the model computes."""
         return next(self.model.parameters()).device
@@ -144,7 +149,7 @@ class Embedder:
 
     def describe_old(self) -> dict[str, Any]:
         """Describe this model as the old one of a configuration; versions before it keep their own dimensions."""
-        described = describe_old(self.fingerprint, self.dim, self.logit_scale)
+        described = describe_old(self.version, self.dim, self.logit_scale)
         if (revision := getattr(self.model, "description", {}).get("revision")) is not None:
             described["revision"] = revision
         if self.compatible_with:
@@ -163,7 +168,7 @@ class Embedder:
         taken in.
         """
         model: Any = self.model
-        known = {**model.description, "fingerprint": (self.passages or self).fingerprint.digest, "dim": self.dim}
+        known = {**model.description, "fingerprint": self.version.digest, "dim": self.dim}
         return known | {"role": QUERIES} if self.passages is not None else known
 
 

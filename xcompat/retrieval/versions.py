@@ -130,7 +130,8 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
     compat = _compat(model)
     if compat is None:
         known = {version.digest, *version.shares}
-        return embeds if identity(model).digest in known else None
+        stores = getattr(model, "passages", None) or model  # with the prompt of queries it asks for its passages
+        return embeds if identity(stores).digest in known else None
     if compat is not model:  # an embedder outputs the stored form
         shared = {compat.stored_fingerprint().digest}
         if compat.stores_view:
