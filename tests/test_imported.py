@@ -27,7 +27,7 @@ from xcompat.heads import Projection
 from xcompat.mapping import Candidate, PairedEmbeddings, choose, fit, load_paired
 from xcompat.mapping.adapter_files import read_adapters
 from xcompat.mapping.candidates import LINES, Known
-from xcompat.mapping.imported import THEIRS, read_imported
+from xcompat.mapping.imported import THEIRS, Start, read_imported
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.training.push import push
@@ -279,12 +279,12 @@ def test_of_a_square_matrix_the_sample_says_which_side_is_which(tmp_path: Path) 
     pairs = PairedEmbeddings(new, normalised(new @ turn))
     for weight, how in ((turn, "x·W"), (turn.T, "W·x")):
         path = saved(tmp_path / "square.npz", {"W": weight})
-        read = read_imported(str(path), pairs, GALLERY, None)
+        read = read_imported(Start(str(path)), pairs, GALLERY, None)
         assert f"square.npz is read as {how}, which by mean cosine fits the sample best" in read.notes[0]
         np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), pairs.old_Nd, atol=1e-5)
     layers = {"0.weight": turn, "0.bias": 0 * turn[0], "2.weight": turn, "2.bias": 0 * turn[0]}
     path = saved(tmp_path / "network.npz", layers)
-    assert "two layers" in read_imported(str(path), pairs, GALLERY, None, "gelu").notes[0]
+    assert "two layers" in read_imported(Start(str(path), "gelu"), pairs, GALLERY, None).notes[0]
 
 
 def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None:

@@ -68,8 +68,10 @@ def train(
 
 @app.command("map")
 def map_(
-    old: Annotated[Path, typer.Option(help="What the old model made: a folder, or an array as .npy.")],
-    new: Annotated[Path, typer.Option(help="What the new model made of the same items, likewise.")],
+    old: Annotated[
+        Path, typer.Option(help="What the old model made: .npy, Parquet, JSON lines or a folder; with --texts, or it.")
+    ],
+    new: Annotated[Path, typer.Option(help="What the new model made of the same items, likewise; with --texts, or itself.")],
     out: Annotated[Path, typer.Option(help="Folder that gets the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
         str | None, typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given.")
@@ -91,15 +93,32 @@ def map_(
     activation: Annotated[
         Literal["relu", "gelu"] | None, typer.Option(help="Of a network in such a file, where that does not say.")
     ] = None,
+    texts: Annotated[Path | None, typer.Option(help="Texts with ids, for a side that is a model to embed.")] = None,
+    embed_with: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds a list of texts as --new, such as by a service."),
+    ] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Most calls of --embed-with in a minute.")] = None,
+    price_per_million_tokens: Annotated[float | None, typer.Option(help="Of --embed-with, for an estimate first.")] = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
     A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line), or text_embeds.npy and
-    text_ids.txt (the id of the image that each describes), or both. What each way finds on what was held out decides.
+    text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
+    was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
     """
     from xcompat.mapping.commands import map_embeddings
+    from xcompat.mapping.from_texts import Texts
+    from xcompat.mapping.imported import Start
 
-    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, start_from, activation)
+    about_service = (embed_with, requests_per_minute, price_per_million_tokens)
+    if texts is None and any(each is not None for each in about_service):
+        raise XcompatError("--embed-with and its options embed texts: name them with --texts, or leave the options out")
+    if start_from is None and activation is not None:
+        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
+    given = Texts(texts, *about_service) if texts is not None else None
+    start = Start(start_from, activation) if start_from is not None else None
+    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, given, start)
 
 
 @app.command()

@@ -46,7 +46,16 @@ TOKENS_PER_BATCH = 512  # on a CPU, whose caches hold the activations of so many
 MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
-__all__ = ["EmbeddingCache", "decoding", "embed_images", "embed_in_memory", "embed_rows", "embed_texts", "images_per_batch"]
+__all__ = [
+    "EmbeddingCache",
+    "decoding",
+    "embed_images",
+    "embed_in_memory",
+    "embed_rows",
+    "embed_texts",
+    "fill_cache",
+    "images_per_batch",
+]
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""
 
@@ -255,8 +264,25 @@ def _embed(
     bad: BadSamples,
 ) -> EmbeddingCache:
     info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
-    if not rows:
-        raise XcompatError(f"there are no {kind} to embed; check the data section")
+    return fill_cache(info, path, embed_shards, bad)
+
+
+def fill_cache(
+    info: CacheInfo, path: Path, embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]], bad: BadSamples
+) -> EmbeddingCache:
+    """Write the shards of a cache that are missing or damaged, each as soon as its embeddings are there.
+
+    Args:
+        info: the cache.
+        path: its folder.
+        embed_shards: yields for each of some shards the batches of its rows, which are numbered from 0.
+        bad: counts what could not be read.
+
+    Returns:
+        The cache.
+    """
+    if not info.rows:
+        raise XcompatError(f"there are no {info.kind} to embed; check the data section")
     _check_plan(path, info)
     if is_main_process():
         clear_leftovers(path)  # of killed processes; files of live ones stay

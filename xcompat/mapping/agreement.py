@@ -12,8 +12,8 @@ from xcompat.arrays import rows_of
 from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver
-from xcompat.mapping.choosing import Choice, careful
-from xcompat.mapping.folds import HELD_OUT, QUERIES
+from xcompat.mapping.choosing import Choice, careful, choose
+from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
 from xcompat.mapping.held_out import HeldOut, Measured, Queries
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models.old_knowledge import Rows
@@ -100,6 +100,23 @@ def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = 
         no_confidence="they remember nothing",
         of_agreement=True,
     )
+
+
+def choose_by_what_is_known(pairs: Paired, searched: Searched, seed: int, lines: Mapping[str, Solver]) -> Choice:
+    """Choose by classes or captions; where neither is known, by agreement with old queries.
+
+    Args:
+        pairs: the training set.
+        searched: what is known of the classes that will be searched.
+        seed: of the folds and of the intervals.
+        lines: the solver of each line, by name.
+
+    Raises:
+        NothingHeldOutError: there are too few items to hold any out.
+    """
+    if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
+        return agree(pairs, seed, lines)
+    return choose(pairs, searched, seed, lines)
 
 
 def _unit(old_Nd: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:

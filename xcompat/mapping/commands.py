@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.adapter_files import Activation
-from xcompat.mapping.agreement import agree
+from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Candidate, Known, Paired, Solver, fit
-from xcompat.mapping.choosing import Choice, choose
+from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.folds import Searched
-from xcompat.mapping.imported import THEIRS, Imported, read_imported
+from xcompat.mapping.from_texts import TextPairs, Texts, pairs_of_texts
+from xcompat.mapping.imported import THEIRS, Imported, Start, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
@@ -64,14 +64,14 @@ def map_embeddings(
     seed: int,
     overwrite: bool,
     codec: str | None = None,
-    start_from: str | None = None,
-    activation: Activation | None = None,
+    texts: Texts | None = None,
+    start: Start | None = None,
 ) -> bool:
     """Choose a map of queries on held-out items, solve it on everything, and write it as a model.
 
     Args:
-        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`).
-        new: the new model's embeddings of the same items.
+        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with texts, perhaps the old model.
+        new: the new model's embeddings of the same items; with texts, the new model, or the name of that of a service.
         out: gets ``model`` and ``report.json``.
         old_model: the gallery's model, or the gallery's name for it; the name of ``old`` if None.
         new_model: the model that embeds the queries; None if only embeddings are known, and queries come as embeddings.
@@ -79,8 +79,8 @@ def map_embeddings(
         seed: of the folds.
         overwrite: whether anything at ``out`` may be replaced.
         codec: of the memory's entries, as in :meth:`RememberedClasses.memory`.
-        start_from: a map that exists already, tried like those that are solved (see :func:`read_imported`).
-        activation: of a network in an adapter's file.
+        texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
+        start: a map that exists already, tried like those that are solved.
 
     Returns:
         Whether new queries find more than old ones by every protocol and metric; never without classes or captions.
@@ -89,15 +89,18 @@ def map_embeddings(
         XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
     """
     silence_libraries()
-    read = (old, new, *([Path(start_from)] if start_from is not None and Path(start_from).exists() else []))
+    read = [
+        path for path in (old, new, *([Path(start.name)] if start is not None else [])) if path.exists()
+    ]  # else names of models
     require_replaceable(out, MADE_BY, overwrite, read)
     seconds: dict[str, float] = {}
-    with stage("read", seconds):
-        pairs = load_paired(old, new)
+    with stage("read" if texts is None else "embed", seconds):
+        found = _pairs(old, new, out, texts)
+    pairs = found.pairs
     _require_codec(codec, pairs)
-    described = _described_old(old_model, old, pairs)
-    encoder = _described_new(new_model, pairs) if new_model is not None else None
-    theirs = _theirs(start_from, activation, pairs, described, encoder)
+    described = _described_old(old_model, old, found)
+    encoder = _described_new(new_model, found)
+    theirs = read_imported(start, pairs, described, encoder) if start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
         decided = _decide(pairs, lines, theirs, searched, seed)
@@ -108,7 +111,8 @@ def map_embeddings(
         model = fit(decided.candidate, Known(pairs, described, lines, codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        document = _document(decided, pairs, model, theirs) | {"old": described, "new": encoder, "searched_classes": searched}
+        asked = encoder or ({"name": str(new), "service": texts.embed_with} if texts is not None and texts.embed_with else None)
+        document = _document(decided, pairs, model, theirs) | {"old": described, "new": asked, "searched_classes": searched}
         write_json(temporary / "report.json", document | {"seed": seed, "seconds": seconds, "run": provenance()})
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
@@ -122,17 +126,6 @@ def _require_codec(codec: str | None, pairs: Paired) -> None:
         raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
 
 
-def _theirs(
-    name: str | None, activation: Activation | None, pairs: Paired, old: dict[str, Any], new: dict[str, Any] | None
-) -> Imported | None:
-    """Read the map that is tried beside those that are solved, if one is named."""
-    if name is not None:
-        return read_imported(name, pairs, old, new, activation)
-    if activation is not None:
-        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
-    return None
-
-
 def _decide(
     pairs: Paired,
     lines: Mapping[str, Solver],
@@ -143,10 +136,7 @@ def _decide(
     """Choose on what can be held out; where nothing can, take a guess."""
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-            choice = agree(pairs, seed, lines)
-        else:
-            choice = choose(pairs, searched, seed, lines)
+        choice = choose_by_what_is_known(pairs, searched, seed, lines)
     except NothingHeldOutError as error:
         uncompared = " Theirs was not compared, and is not taken." if theirs is not None else ""
         return _Decision(GUESS, [*about, f"{error}: the line that is taken is a guess.{uncompared}"])
@@ -154,9 +144,20 @@ def _decide(
     return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
 
 
-def _described_old(name: str | None, path: Path, pairs: Paired) -> dict[str, Any]:
+def _pairs(old: Path, new: Path, out: Path, texts: Texts | None) -> TextPairs:
+    """Read both sides, or embed texts with those that are models; caches lie beside ``out``, which is replaced as a whole."""
+    if texts is not None:
+        return pairs_of_texts(old, new, texts, out.with_name(f"{out.name}.cache"))
+    return TextPairs(load_paired(old, new), None, None)
+
+
+def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, Any]:
     """Describe the gallery's model: loaded, or by its name alone, as in galleries that adopted an index."""
-    dim = pairs.dims[1]
+    dim = found.pairs.dims[1]
+    if found.old is not None:
+        if name is not None:
+            raise XcompatError(f"--old-model {name}: --old is a model already; leave one out")
+        return found.old.describe_old()
     if name is None:
         return describe_old(Fingerprint.from_string(path.stem), dim)
     if "/" not in name and not Path(name).exists():  # no model of a Hub: the gallery's name for it
@@ -166,9 +167,14 @@ def _described_old(name: str | None, path: Path, pairs: Paired) -> dict[str, Any
     return old.describe_old()
 
 
-def _described_new(name: str, pairs: Paired) -> dict[str, Any]:
-    new = load_embedder(name)
-    _require_dim(new, pairs.dims[0], "--new-model")
+def _described_new(name: str | None, found: TextPairs) -> dict[str, Any] | None:
+    """Describe what embeds the queries; None if they come as embeddings."""
+    if found.new is not None and name is not None:
+        raise XcompatError(f"--new-model {name}: --new is a model already; leave one out")
+    new = load_embedder(name) if name is not None else found.new
+    if new is None:
+        return None
+    _require_dim(new, found.pairs.dims[0], "--new-model")
     return new.describe_encoder()
 
 

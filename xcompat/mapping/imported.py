@@ -58,17 +58,27 @@ class Imported:
         return self.model
 
 
-def read_imported(
-    name: str, pairs: Paired, old: Described, new: Mapping[str, Any] | None, activation: Activation | None = None
-) -> Imported:
-    """Read a map and refuse one that was made for other models.
+@dataclass(frozen=True)
+class Start:
+    """Where a map that exists already comes from.
 
     Args:
         name: of a checkpoint on the Hub, its folder, or an adapter's file.
+        activation: of a network in an adapter's file, where that does not say.
+    """
+
+    name: str
+    activation: Activation | None = None
+
+
+def read_imported(start: Start, pairs: Paired, old: Described, new: Mapping[str, Any] | None) -> Imported:
+    """Read a map and refuse one that was made for other models.
+
+    Args:
+        start: where it comes from.
         pairs: the user's sample.
         old: the gallery's model, as ``describe_old`` gives it.
         new: the queries' model, as ``Embedder.describe_encoder`` gives it; None if it is not known.
-        activation: of a network in an adapter's file, where that does not say.
 
     Returns:
         The map.
@@ -76,6 +86,7 @@ def read_imported(
     Raises:
         XcompatError: there is no such map, or it does not fit the sample or its models.
     """
+    name, activation = start.name, start.activation
     path = Path(name)
     if path.suffix in SUFFIXES or path.is_file():
         return _adapter(path, pairs, old, activation)

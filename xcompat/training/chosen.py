@@ -9,7 +9,8 @@ from typing import Any
 
 from xcompat.distributed import is_main_process
 from xcompat.errors import NothingHeldOutError, XcompatError
-from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
+from xcompat.mapping import Choice, PairedEmbeddings, fit
+from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Described, Known, Paired, Solver
 from xcompat.mapping.choosing import joined
 from xcompat.methods import QueryMapModel
@@ -32,7 +33,7 @@ def choose_map(stage: Stage) -> CompatModel | None:
     images (docs/results/chosen_map.md has the figures).
 
     Args:
-        stage: with labelled images, images with captions, or texts; no texts are held out.
+        stage: with labelled images, images with captions, or texts, of which the line is taken that agrees most with old queries.
 
     Returns:
         The map, with a memory if that finds more; None on every process but the first.
@@ -49,14 +50,16 @@ def choose_map(stage: Stage) -> CompatModel | None:
         return None
     choice: Choice | None = None
     try:
-        choice = joined([choose(each.pairs, settings.searched_classes, stage.seed, each.lines) for each in known])
+        choice = joined(
+            [choose_by_what_is_known(each.pairs, settings.searched_classes, stage.seed, each.lines) for each in known]
+        )
         show(choice)
     except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
-    model.config.encoder = plain.describe_encoder()
+    model.config.encoder = stage.data.as_mapped(plain).describe_encoder()
     record(stage, candidate, choice, taken)
     return model
 

@@ -51,7 +51,7 @@ def _map_and_caches(stage: Stage) -> tuple[CompatModel, EmbeddingCache, Embeddin
     """Build a map, and embed its training data with the new and the old model; no encoder stays in memory."""
     models, method, settings = stage.models, stage.models.method, stage.settings
     plain, old = models.embedder("new"), models.frozen("old")
-    described, new = plain.describe_encoder(), models.as_input(plain)
+    described, new = stage.data.as_mapped(plain).describe_encoder(), models.as_input(plain)
     sides: dict[str, Any] = {role: models.frozen(role).describe_old() for role in SIDES if _reads(settings, role, method)}
     config = method.config_class(encoder=described, old=old.describe_old(), embedding_dim=new.dim, **sides, **settings.options)
     set_seed(stage.seed)

@@ -234,11 +234,15 @@ class StageData:
             raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs names none")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share)
 
-    def cache_of_new(self, new: Embedder) -> EmbeddingCache:
-        """Embed the training data of a map with the new model: texts as queries, if the map is one of queries."""
+    def as_mapped(self, new: Embedder) -> Embedder:
+        """Return the new model as it embeds the training data of a map: texts as queries, if the map is one of queries."""
         settings = self.settings
         asks = settings.learns_from_texts and not method_class(settings.method).maps_galleries_with(settings.options)
-        return self.cache(new.for_queries() if asks else new)
+        return new.for_queries() if asks else new
+
+    def cache_of_new(self, new: Embedder) -> EmbeddingCache:
+        """Embed the training data of a map with the new model."""
+        return self.cache(self.as_mapped(new))
 
     def pair_caches(self, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
         """Embed the images of the pairs, and their captions one by one."""

@@ -1,0 +1,268 @@
+"""``xcompat map --texts``: an old model that is gone, a new one or a service that embeds, and what held-out texts agree on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_map_vectors import json_lines, made, normalised, parquet
+from transformers import AutoModel
+from typer.testing import CliRunner
+
+from xcompat import XcompatError
+from xcompat.cli import app
+from xcompat.embedding_provider import ATTEMPTS, Provider, load_function
+from xcompat.mapping import PairedEmbeddings, agreement
+from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, agree
+from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.showing import as_json, said_of
+from xcompat.models.embedder import load_embedder
+
+THINGS = ("shoe", "dog", "tree", "cup", "car", "hat", "lamp", "bird", "ring", "boat")
+COLOURS = ("red", "green", "blue", "old", "new", "tiny")
+TEXTS = [f"a {colour} {thing}" for colour in COLOURS for thing in THINGS]
+IDS = [f"text {row}" for row in range(len(TEXTS))]
+
+
+def rotated(embeds: np.ndarray, dim: int = 8) -> np.ndarray:
+    turn = np.linalg.qr(np.random.default_rng(0).standard_normal((embeds.shape[1], dim)))[0]
+    return normalised(embeds @ turn)
+
+
+def written(folder: Path, texts: list[str] = TEXTS, ids: list[str] = IDS) -> Path:
+    file = folder / "passages.jsonl"
+    file.write_text("\n".join(json.dumps({"id": name, "text": text}) for name, text in zip(ids, texts, strict=True)))
+    return file
+
+
+def mapped(*arguments: Any) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["map", *map(str, arguments)])
+    if done.exception is not None:
+        raise done.exception
+    out = Path(arguments[arguments.index("--out") + 1])
+    return json.loads((out / "report.json").read_text()) | {"output": " ".join(done.output.split())}
+
+
+@pytest.fixture
+def clip(folder_of: dict[str, str]) -> str:
+    return folder_of["clip"]
+
+
+@torch.no_grad()
+def embedded(name: str, texts: list[str] = TEXTS) -> np.ndarray:
+    model = load_embedder(name)
+    return model.embed(model.processor.texts(texts)).numpy()
+
+
+def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: str, tmp_path: Path) -> None:
+    new = embedded(clip)
+    np.save(tmp_path / "old.npy", rotated(new))
+    command = ("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+    report = mapped(*command)
+    assert report["items"] == len(TEXTS) and report["of_agreement"] and not report["verdict"]
+    model = AutoModel.from_pretrained(tmp_path / "map" / "model")
+    with torch.no_grad():
+        own = model.embed_texts(**model.processor.texts(TEXTS[:4]))
+    np.testing.assert_allclose(own.numpy(), new[:4], atol=1e-6)
+    np.testing.assert_allclose(model.view(own).numpy(), rotated(new)[:4], atol=0.1)
+    shards = {file: file.stat().st_mtime_ns for file in (tmp_path / "map.cache").rglob("*.npy")}
+    mapped(*command)
+    assert shards == {file: file.stat().st_mtime_ns for file in (tmp_path / "map.cache").rglob("*.npy")}, "embedded once"
+
+
+def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
+    new = embedded(clip)
+    kept = np.random.default_rng(0).permutation(len(TEXTS))[:50]
+    old = parquet(tmp_path / "old.parquet", rotated(new)[kept], [IDS[row] for row in kept])
+    report = mapped("--old", old, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+    assert report["items"] == 50 and f"50 of the 60 texts of {tmp_path}" in report["said"][0]
+    gone = json_lines(tmp_path / "gone.jsonl", rotated(new)[:2], ["a", "b"])
+    with pytest.raises(XcompatError, match="share no id"):
+        mapped("--old", gone, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+    np.save(tmp_path / "old.npy", rotated(new)[:9])
+    with pytest.raises(XcompatError, match="has 9 rows and .* 60 texts"):
+        mapped("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+
+
+def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> None:
+    old, new = folder_of["siglip"], folder_of["clip"]
+    command = ("--old", old, "--new", new, "--texts", written(tmp_path), "--out", tmp_path / "map")
+    mapped(*command)
+    model = AutoModel.from_pretrained(tmp_path / "map" / "model")
+    assert model.compatible_with == [load_embedder(old).fingerprint]
+    for option in ("--old-model", "--new-model"):
+        with pytest.raises(XcompatError, match="is a model already"):
+            mapped(*command, option, new)
+
+
+def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", made())
+    with pytest.raises(XcompatError, match="both sides are embeddings"):
+        mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", "--texts", written(tmp_path), "--out", tmp_path / "map")
+    with pytest.raises(XcompatError, match="name them with --texts"):
+        mapped("--old", tmp_path / "a.npy", "--new", "x", "--embed-with", "a:b", "--out", tmp_path / "map")
+    with pytest.raises(XcompatError, match="--requests-per-minute is 0"):
+        mapped("--old", "a", "--new", "x", "--texts", "a", "--requests-per-minute", 0, "--out", tmp_path / "map")
+
+
+# --------------------------------------------------------------------------------------------------------- agreement
+
+
+def seen(items: int = 400, noise: float = 0.3) -> PairedEmbeddings:
+    draw = np.random.default_rng(0)
+    meant = draw.standard_normal((items, 12)) + 1
+    new = (meant + noise * draw.standard_normal(meant.shape)) @ np.linalg.qr(draw.standard_normal((16, 16)))[0][:12]
+    return PairedEmbeddings(normalised(new), normalised(meant))
+
+
+def test_agreement_is_that_of_a_double_loop() -> None:
+    pairs, trial = seen(), agree(seen()).trials[1]
+    order, same, shared = np.random.default_rng(0).permutation(len(pairs)), [], []
+    for number in range(2):
+        fold = np.roll(order, -number * 120)
+        rows, learned = fold[:120], np.sort(fold[120:])
+        asked = Known(pairs.take(learned)).queries(trial.candidate, pairs.new_ND[rows], "rows").numpy()
+        for place, query in enumerate(asked):
+            others = [other for other in range(120) if other != place]
+            score = {other: float(query @ pairs.old_Nd[rows[other]]) for other in range(120)}
+            near = {other: float(pairs.old_Nd[rows[place]] @ pairs.old_Nd[rows[other]]) for other in others}
+            same.append(max(score, key=score.__getitem__) == place)
+            found = {
+                name: set(sorted(others, key=scores.__getitem__)[-NEIGHBOURS:]) for name, scores in (("q", score), ("o", near))
+            }
+            shared.append(len(found["q"] & found["o"]) / NEIGHBOURS)
+    gains = trial.gains[PROTOCOL]
+    assert gains["recall@1"].mean == pytest.approx(np.mean(same) - 1)
+    assert gains["neighbours@10"].mean == pytest.approx(np.mean(shared) - 1)
+
+
+def test_the_line_that_agrees_most_is_taken() -> None:
+    pairs = seen()
+    stretched = PairedEmbeddings(pairs.new_ND, normalised(pairs.old_Nd * np.linspace(0.1, 3, 12)))  # no rotation does that
+    choice = agree(stretched)
+    assert choice.of_agreement and choice.chosen.candidate == Candidate("ridge") and as_json(choice)["of_agreement"]
+    (said,) = said_of(choice)
+    assert "mapped new embeddings find the item's own old embedding first in" in said and "says not which is better" in said
+    assert choice.floor[PROTOCOL] == {"recall@1": 1.0, "neighbours@10": 1.0}
+    assert agree(stretched) == choice
+
+
+def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "LEARNED", 200)
+    assert agree(seen()).learned_at_most == 200
+    with pytest.raises(XcompatError, match="it takes 40, and there are 39"):
+        agree(seen(39))
+
+
+# ---------------------------------------------------------------------------------------------------------- services
+
+
+class Service:
+    """A service that embeds texts by their letters, notes each call, and fails where it is told to."""
+
+    def __init__(self, dim: int = 6) -> None:
+        self.calls: list[list[str]] = []
+        self.fails: Callable[[int], bool] = lambda call: False
+        self.turn = np.random.default_rng(0).standard_normal((256, dim))
+
+    def __call__(self, texts: list[str]) -> list[list[float]]:
+        self.calls.append(texts)
+        if self.fails(len(self.calls)):
+            raise ConnectionError("no answer")
+        counts = np.array([np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256) for text in texts])
+        return normalised(np.log1p(counts) @ self.turn).tolist()
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+def test_what_was_answered_is_never_asked_again(slept: list[float], tmp_path: Path) -> None:
+    service = Service()
+    provider = Provider(service, "letters-3", batch=8)
+    service.fails = lambda call: call > 3
+    with pytest.raises(XcompatError, match=rf"letters-3 failed {ATTEMPTS} times .ConnectionError: no answer.; .* kept"):
+        provider.embed_texts(TEXTS, tmp_path / "cache", "texts")
+    assert len(service.calls) == 3 + ATTEMPTS and len(slept) >= ATTEMPTS - 1, "it waits between attempts"
+    service.fails = lambda call: False
+    service.calls.clear()
+    cache = provider.embed_texts(TEXTS, tmp_path / "cache", "texts")
+    assert [text for call in service.calls for text in call] == TEXTS[24:]
+    np.testing.assert_allclose(cache[:], Service()(TEXTS), atol=1e-3)
+    service.calls.clear()
+    provider.embed_texts(TEXTS, tmp_path / "cache", "texts")
+    assert not service.calls
+
+
+def test_a_failed_call_is_tried_again(slept: list[float], tmp_path: Path) -> None:
+    service = Service()
+    service.fails = lambda call: call == 2
+    cache = Provider(service, "letters", batch=32).embed_texts(TEXTS, tmp_path / "cache", "texts")
+    assert len(cache) == 60 and [len(call) for call in service.calls] == [32, 28, 28]
+
+
+def test_calls_keep_to_their_rate(slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    Provider(Service(), "letters", requests_per_minute=30, batch=20).embed_texts(TEXTS, tmp_path / "cache", "texts")
+    assert [wait for wait in slept if wait] == [2.0, 2.0]
+
+
+ANSWERS: dict[str, tuple[Any, str]] = {
+    "too few": ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
+    "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix of numbers"),
+    "nothing": (None, "returned"),
+    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], "row 1 of an answer of letters holds values that are not finite"),
+    "long": ([[1.0, 0.0], [2.0, 0.0]], "row 1 of an answer of letters is of length 2, not 1"),
+    "other": ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_answers_that_are_no_embeddings_are_one_line(what: str) -> None:
+    answer, said = ANSWERS[what]
+    with pytest.raises(XcompatError, match=said):
+        Provider(lambda texts: answer, "letters").ask(["a", "b"], 2)
+
+
+def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_service_of_mine.py").write_text("def embed(texts): return [[1.0] for _ in texts]\n")
+    (tmp_path / "a_broken_service.py").write_text("1 / 0\n")
+    assert load_function("a_service_of_mine:embed")(["a"]) == [[1.0]]
+    for name, said in {
+        "embed": "write module:function",
+        "a_service_of_mine:embd": "did you mean 'embed'",
+        "a_broken_service:embed": "cannot be imported .ZeroDivisionError",
+        "no_service_at_all:embed": "cannot be imported .ModuleNotFoundError",
+    }.items():
+        with pytest.raises(XcompatError, match=said):
+            load_function(name)
+
+
+def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letters_service.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_map_texts import Service\nembed = Service()\n"
+    )
+    old = parquet(tmp_path / "old.parquet", rotated(np.array(Service()(TEXTS)), 4), IDS)
+    report = mapped(
+        *("--old", old, "--new", "letters-3-large", "--texts", written(tmp_path), "--out", tmp_path / "map"),
+        *("--embed-with", "letters_service:embed", "--price-per-million-tokens", 0.13),
+    )
+    counted = f"letters-3-large embeds 60 texts of {sum(map(len, TEXTS))} characters: about"
+    assert counted in report["output"] and "at 0.13 per million" in report["output"]
+    assert report["new"] == {"name": "letters-3-large", "service": "letters_service:embed"}
+    model = AutoModel.from_pretrained(tmp_path / "map" / "model")
+    assert model.config.encoder is None and model.view(torch.tensor(Service()(["a red fox"]))).shape == (1, 4)
+    with pytest.raises(XcompatError, match="give it embeddings"):
+        model.embed_texts(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64))

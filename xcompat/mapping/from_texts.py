@@ -1,0 +1,165 @@
+"""Pairs from texts: what a model or a service embeds of them, beside stored embeddings of the same texts or the old model's."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.data import load_items_of_text
+from xcompat.data.schema import ID, TEXT
+from xcompat.embedding import embed_texts
+from xcompat.embedding_provider import Provider, load_function
+from xcompat.errors import XcompatError
+from xcompat.mapping.candidates import Paired
+from xcompat.mapping.paired import PairedEmbeddings, picked
+from xcompat.mapping.sides import Side, holds_embeddings, read_sides
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.old_knowledge import Rows
+
+if TYPE_CHECKING:
+    import datasets
+
+Source = Side | Embedder | Provider
+"""One side: its stored embeddings, or what embeds."""
+TEXTS = "text"
+DIGESTED = 4096  # texts read at a time
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts to embed, and the service that embeds them in the place of a new model, if any.
+
+    Args:
+        path: as :func:`xcompat.data.load_items_of_text` takes it.
+        embed_with: ``module:function`` of the service; None for a model.
+        requests_per_minute: as :class:`~xcompat.embedding_provider.Provider` takes it.
+        price: of a million tokens, likewise.
+
+    Raises:
+        XcompatError: a rate or a price cannot be one.
+    """
+
+    path: Path
+    embed_with: str | None = None
+    requests_per_minute: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is not above zero."""
+        for option, value in (("requests-per-minute", self.requests_per_minute), ("price-per-million-tokens", self.price)):
+            if value is not None and not value > 0:
+                raise XcompatError(f"--{option} is {value:g}; it is above 0")
+            if value is not None and self.embed_with is None:
+                raise XcompatError(f"--{option} is about a service: name its function with --embed-with, or leave it out")
+
+
+@dataclass(frozen=True)
+class TextPairs:
+    """Pairs, and the models that embedded them.
+
+    Args:
+        pairs: both models' embeddings of the same texts.
+        old: the old model; None if its embeddings were stored.
+        new: the new model, as it embeds queries; None if its embeddings were stored, or a service made them.
+    """
+
+    pairs: Paired
+    old: Embedder | None
+    new: Embedder | None
+
+
+def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextPairs:
+    """Embed texts with each side that is a model, and join them with the other side by their ids.
+
+    The new model embeds them as queries, because queries are what the map will be given; the old one as what a gallery holds.
+
+    Args:
+        old: the old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order
+            of the texts.
+        new: the new model, likewise; with a service, the name of its model.
+        texts: the texts.
+        cache_dir: folder of what is embedded; a further call continues there, and embeds nothing twice.
+
+    Returns:
+        The pairs in the order of the texts.
+
+    Raises:
+        XcompatError: both sides are embeddings, or share no text.
+    """
+    old_source = _source(old)
+    service = texts.embed_with
+    new_source: Source = (
+        _source(new) if service is None else Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
+    )
+    if isinstance(old_source, Side) and isinstance(new_source, Side):
+        raise XcompatError("--texts names what is to be embedded, and both sides are embeddings; name a model as --new")
+    items = load_items_of_text(texts.path)
+    ids: list[str] = items[ID][:]
+    old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
+    kept_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
+    taken = items if len(kept_N) == len(items) else items.select(kept_N)
+    asked = new_source.for_queries() if isinstance(new_source, Embedder) else new_source
+    old_Nd = _embeddings(old_source, taken, old_places_N[kept_N], cache_dir)
+    new_ND = _embeddings(asked, taken, new_places_N[kept_N], cache_dir)
+    notes = _notes(old_source if isinstance(old_source, Side) else new_source, ids, kept_N, texts.path)
+    old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, notes=notes), old_model, new_model)
+
+
+def _source(path: Path) -> Source:
+    """Read stored embeddings, or load a model."""
+    if not holds_embeddings(path):
+        return load_embedder(str(path))
+    sides = read_sides(path)
+    return sides[TEXTS] if TEXTS in sides else next(iter(sides.values()))
+
+
+def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
+    """Return the row of each text in what is stored; -1 where it has none."""
+    if not isinstance(source, Side):
+        return np.arange(len(ids))
+    if source.ids is None:
+        if len(source.embeds_ND) != len(ids):
+            raise XcompatError(
+                f"{source.path} has {len(source.embeds_ND):,} rows and {texts} {len(ids):,} texts; rows without ids are in the "
+                "order of the texts"
+            )
+        return np.arange(len(ids))
+    place = {name: row for row, name in enumerate(source.ids)}
+    places_N = np.array([place.get(name, -1) for name in ids], np.int64)
+    if (places_N < 0).all():
+        raise XcompatError(f"{source.path} and {texts} share no id ({source.ids[0]!r}, {ids[0]!r}); each text has its id in both")
+    return places_N
+
+
+def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
+    """Say how many texts are used, if some, or some stored embeddings, have no partner."""
+    if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
+        return ()
+    stored = f"the {len(source.embeds_ND):,} embeddings of {source.path}"
+    return (f"{len(kept_N):,} of the {len(ids):,} texts of {texts} have one of {stored}.",)
+
+
+def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:
+    """Return the embeddings of texts: looked up, or computed and cached under the digests of model and texts."""
+    if isinstance(source, Side):
+        return picked(source.embeds_ND, places_N)
+    digest = _digest(items)
+    folder = cache_dir / f"texts-{source.fingerprint.digest[:16]}-{digest[:16]}"
+    if isinstance(source, Provider):
+        return source.embed_texts(items[TEXT], folder, digest)
+    return embed_texts(source, items[TEXT], folder, digest)
+
+
+def _digest(items: datasets.Dataset) -> str:
+    """Hash the texts, so that a file that was touched or moved is not embedded again."""
+    digest = hashlib.sha256()
+    for start in range(0, len(items), DIGESTED):
+        for text in items[start : start + DIGESTED][TEXT]:
+            digest.update(f"{len(text)}:{text}".encode())
+    return digest.hexdigest()
