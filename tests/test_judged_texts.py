@@ -17,6 +17,7 @@ from xcompat.distributed import device
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.evaluation import graded_metrics
+from xcompat.fingerprint import Fingerprint
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import Report, load_report
@@ -129,7 +130,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
         "Relevant passages that are not in the gallery, which count and no query can find: 1, such as 'gone'.",
         "1 queries have no judgement and are left out.",
     ]
-    facts = run_facts(tmp_path / "run" / "trained" / "model", None)
+    facts = run_facts(tmp_path / "run" / "trained" / "model", Fingerprint.from_string("any"))
     assert facts.data == {"texts": ["learned.txt"], "judged_texts": ["queries.jsonl", "passages.jsonl"]}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
     run_recipe(recipe)

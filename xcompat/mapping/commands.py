@@ -89,9 +89,7 @@ def map_embeddings(
         XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
     """
     silence_libraries()
-    read = [
-        path for path in (old, new, *([Path(start.name)] if start is not None else [])) if path.exists()
-    ]  # else names of models
+    read = [path for path in (old, new, Path(start.name) if start is not None else old) if path.exists()]  # else names of models
     require_replaceable(out, MADE_BY, overwrite, read)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
@@ -104,20 +102,30 @@ def map_embeddings(
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
         decided = _decide(pairs, lines, theirs, searched, seed)
-    if decided.choice is not None:
-        console.print(choice_table(decided.choice))
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
         model = fit(decided.candidate, Known(pairs, described, lines, codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        asked = encoder or ({"name": str(new), "service": texts.embed_with} if texts is not None and texts.embed_with else None)
-        document = _document(decided, pairs, model, theirs) | {"old": described, "new": asked, "searched_classes": searched}
-        write_json(temporary / "report.json", document | {"seed": seed, "seconds": seconds, "run": provenance()})
+        document = _document(decided, pairs, model, theirs) | {"old": described, "new": encoder or _service(new, texts)}
+        document |= {"searched_classes": searched, "seed": seed, "seconds": seconds, "run": provenance()}
+        write_json(temporary / "report.json", document)
+    _say(decided, out)
+    return decided.beats
+
+
+def _say(decided: _Decision, out: Path) -> None:
+    """Print what was tried, and what is taken."""
+    if decided.choice is not None:
+        console.print(choice_table(decided.choice))
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
-    return decided.beats
+
+
+def _service(new: Path, texts: Texts | None) -> dict[str, str] | None:
+    """Describe the service that embeds the queries, if one does."""
+    return {"name": str(new), "service": texts.embed_with} if texts is not None and texts.embed_with else None
 
 
 def _require_codec(codec: str | None, pairs: Paired) -> None:
