@@ -24,6 +24,7 @@ from hub_server import Hub, served
 from hypothesis import settings
 from PIL import Image
 
+from xcompat import cli
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel
 from xcompat.retrieval import Gallery, faiss_probe, probing
@@ -163,6 +164,24 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     """Serve a Hub that this process and those it starts take for the only one, with an empty cache."""
     with served(tmp_path / "cache") as server:
         yield server
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs a command of ``xcompat gallery`` and returns exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return called
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from torch import Tensor
 from xcompat import Fingerprint, XbtModel
 from xcompat.data.schema import ID
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, ingestion
+from xcompat.retrieval import Gallery, ingestion, originals
 from xcompat.retrieval.backfilling import Backfill, remaining_rows
-from xcompat.retrieval.ingestion import add_pictures, load_pictures
+from xcompat.retrieval.ingestion import ingest
+from xcompat.retrieval.originals import Texts, load_originals
 
 ITEMS = 30
 OLD, NEW = Fingerprint.from_string("old"), Fingerprint.from_string("new")
@@ -38,7 +39,7 @@ def gallery(tmp_path: Path, photos: Path, old_folder: str) -> Gallery:
     """Return a gallery of the old model."""
     embedder = load_embedder(old_folder)
     made = Gallery.create(tmp_path / "gallery", embedder)
-    add_pictures(made, load_pictures(photos), embedder)
+    ingest(made, load_originals(photos), embedder)
     return made
 
 
@@ -58,22 +59,22 @@ def embedded_anew(gallery: Gallery, newer: Embedder) -> list[str]:
 
 
 def test_budgets_go_on_in_one_order(gallery: Gallery, photos: Path, newer: Embedder) -> None:
-    order = [f"{row:02}.png" for row in remaining_rows(gallery, load_pictures(photos), newer)]
+    order = [f"{row:02}.png" for row in remaining_rows(gallery, load_originals(photos), newer)]
     assert sorted(order) != order and sorted(order) == [f"{row:02}.png" for row in range(ITEMS)]
     for budget, done in ((7, 7), (5, 12), (ITEMS, ITEMS)):
-        added = Backfill(gallery, photos, newer, budget).run()
+        added = Backfill(gallery, load_originals(photos), newer, budget).run()
         assert embedded_anew(gallery, newer) == order[:done]
         assert added.unreadable == 0 and len(gallery) == ITEMS
-    assert Backfill(gallery, photos, newer).items == 0
+    assert Backfill(gallery, load_originals(photos), newer).items == 0
 
 
 def test_a_backfill_that_was_killed_ends_as_one_run_does(
     gallery: Gallery, photos: Path, newer: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
-    monkeypatch.setattr(ingestion, "ADDED_AT_ONCE", 1)
-    monkeypatch.setattr(ingestion, "images_per_batch", lambda *_: 4)
-    plan, embed, calls = Backfill(gallery, photos, newer, 20), newer.embed, []
+    monkeypatch.setattr(originals, "PICTURES_AT_ONCE", 1)
+    monkeypatch.setattr(originals, "images_per_batch", lambda *_: 4)
+    plan, embed, calls = Backfill(gallery, load_originals(photos), newer, 20), newer.embed, []
 
     def dies_after(batch: dict[str, Tensor]) -> Tensor:
         calls.append(batch)
@@ -89,7 +90,7 @@ def test_a_backfill_that_was_killed_ends_as_one_run_does(
     monkeypatch.setattr(newer, "embed", embed)
     seen = Gallery.open(gallery.path)
     assert embedded_anew(seen, newer) == order[:12] and len(seen) == ITEMS
-    assert Backfill(seen, photos, newer, 8).run().added == 8
+    assert Backfill(seen, load_originals(photos), newer, 8).run().added == 8
     assert embedded_anew(seen, newer) == order[:20] and seen.damage() == []
 
 
@@ -99,11 +100,11 @@ def test_the_order_depends_on_ids_alone_and_is_like_the_whole_at_every_point(tmp
     gallery.add(np.random.default_rng(0).normal(size=(len(ids), 2)), ids)
     gallery.commit()
     model = cast("Any", SimpleNamespace(fingerprint=NEW))
-    order = [ids[row] for row in remaining_rows(gallery, hf.Dataset.from_dict({ID: ids}), model)]
+    order = [ids[row] for row in remaining_rows(gallery, Texts(hf.Dataset.from_dict({ID: ids})), model)]
     shuffled = np.random.default_rng(1).permutation(ids).tolist()
-    assert [shuffled[row] for row in remaining_rows(gallery, hf.Dataset.from_dict({ID: shuffled}), model)] == order
+    assert [shuffled[row] for row in remaining_rows(gallery, Texts(hf.Dataset.from_dict({ID: shuffled})), model)] == order
     some = sorted([*ids[::3], "not there.png"])
-    assert [some[row] for row in remaining_rows(gallery, hf.Dataset.from_dict({ID: some}), model)] == [
+    assert [some[row] for row in remaining_rows(gallery, Texts(hf.Dataset.from_dict({ID: some})), model)] == [
         name for name in order if name in set(some)
     ]
     for done in (500, 1000, 1500):  # of each of ten classes a tenth, give or take five standard deviations

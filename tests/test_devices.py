@@ -25,9 +25,10 @@ from xcompat.data import load_pairs
 from xcompat.embedding import decoding, embed_images, embed_texts
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, ingestion
+from xcompat.retrieval import Gallery, originals
 from xcompat.retrieval.commands import query_embeddings
-from xcompat.retrieval.ingestion import add_pictures, load_pictures
+from xcompat.retrieval.ingestion import ingest
+from xcompat.retrieval.originals import load_originals
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.stage_recipe import StageRecipe
@@ -152,13 +153,13 @@ def test_caches_of_a_gpu_hold_what_a_cpu_s_hold(elsewhere: Elsewhere, pairs_fold
 def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
     batches: int, elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingestion, "images_per_batch", lambda *_: 3)
-    monkeypatch.setattr(ingestion, "ADDED_BY_A_GPU", 3 * batches)
-    pictures = load_pictures(pairs_folder)
+    monkeypatch.setattr(originals, "images_per_batch", lambda *_: 3)
+    monkeypatch.setattr(originals, "PICTURES_OF_A_GPU", 3 * batches)
+    pictures = load_originals(pairs_folder)
     made = []
     for number, embedder in enumerate((elsewhere, plain(elsewhere))):
         gallery = Gallery.create(tmp_path / str(number), embedder)
-        assert add_pictures(gallery, pictures, embedder).added == len(pictures) > 9
+        assert ingest(gallery, pictures, embedder).added == len(pictures.ids) > 9
         made.append([(items.ids, items.metadata, items.embeds[0]) for _, items in gallery.segments[0].blocks(999)])
     for (ids, metadata, embeds), (same_ids, same_metadata, same) in zip(*made, strict=True):
         assert (ids, metadata) == (same_ids, same_metadata)

@@ -18,7 +18,7 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands, doctor
 from xcompat.retrieval.doctor import Finding, examine, wilson
-from xcompat.retrieval.ingestion import load_pictures
+from xcompat.retrieval.originals import load_originals, load_pictures
 from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
 
 COUNT = 100
@@ -69,7 +69,7 @@ def test_planted_vectors_of_another_model_are_found_and_no_others(
     names, vectors = embedded(photos, model)
     rows = np.random.default_rng(planted).choice(COUNT, planted, replace=False)
     vectors[rows] = foreign(photos, tmp_path)[rows]
-    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), photos, model)
+    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), load_originals(photos), model)
     assert set(finding.foreign) == {names[row] for row in rows}
     assert finding.claimed and finding.made == {"": COUNT - planted} and finding.cosine > 0.9999
     assert finding.interval[0] <= planted / COUNT <= finding.interval[1]
@@ -77,7 +77,7 @@ def test_planted_vectors_of_another_model_are_found_and_no_others(
 
 def test_a_gallery_of_another_model_altogether_is_all_foreign(photos: Path, model: Embedder, tmp_path: Path) -> None:
     names, _ = embedded(photos, model)
-    (finding,) = examine(filled(tmp_path / "g", model, names, foreign(photos, tmp_path)), photos, model)
+    (finding,) = examine(filled(tmp_path / "g", model, names, foreign(photos, tmp_path)), load_originals(photos), model)
     assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
 
 
@@ -98,7 +98,7 @@ def test_another_preparation_of_the_pictures_is_named(
     way = FACTORS[0](own)[changed["normalised"]] if "normalised" in changed else replace(own, **changed)  # type: ignore[call-overload]
     names, vectors = embedded(photos, model, way)
     vectors[:10] = foreign(photos, tmp_path)[:10]
-    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), photos, model)
+    (finding,) = examine(filled(tmp_path / "g", model, names, vectors), load_originals(photos), model)
     assert set(finding.foreign) == set(names[:10])
     assert any(said in how for how in finding.made), finding.made
 
@@ -116,7 +116,7 @@ def test_what_an_index_keeps_roughly_is_no_false_alarm(
     index.add(length * vectors)
     faiss.write_index(index, str(tmp_path / "own.faiss"))
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, model)
-    (finding,) = examine(gallery, photos, model)
+    (finding,) = examine(gallery, load_originals(photos), model)
     alarms = set(finding.foreign) - set(names[:5])
     assert not alarms and (len(finding.foreign) == 5 or "PQ" in factory)
     assert finding.length == pytest.approx(length, rel=0.2 if "PQ" in factory else 0.01)
@@ -127,10 +127,10 @@ def test_vectors_under_a_bare_name_are_recognised(photos: Path, model: Embedder,
     gallery = Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8)
     gallery.add(vectors, names)
     gallery.commit()
-    (finding,) = examine(gallery, photos, model)
+    (finding,) = examine(gallery, load_originals(photos), model)
     assert not finding.claimed and not finding.foreign and finding.note.endswith("under another name")
     other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
-    (finding,) = examine(gallery, photos, other)
+    (finding,) = examine(gallery, load_originals(photos), other)
     assert not finding.foreign and finding.note.startswith("not made by")
 
 
@@ -143,7 +143,7 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
     gallery.commit()
     gallery.remove(names[:10])
     gallery.commit()
-    first, wide, elsewhere = examine(gallery, photos, model, sample=30)
+    first, wide, elsewhere = examine(gallery, load_originals(photos), model, sample=30)
     assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
     assert "of 16 dimensions" in wide.note and "none of the pictures" in elsewhere.note
     assert wide.interval == (0.0, 1.0) and wide.share == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,31 +12,13 @@ import torch
 import warm
 from PIL import Image
 
-from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed
+from xcompat import FctModel, Fingerprint, XbtModel, distributed
 from xcompat.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command line and returns exit code, output and errors."""
-    monkeypatch.setenv("COLUMNS", "400")
-
-    def called(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return called
 
 
 @pytest.fixture

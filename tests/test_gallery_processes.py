@@ -16,6 +16,7 @@ from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
 PICTURES, BUDGET = 203, 70  # four batches of 64, the last of them short
+TEXTS = 1300  # of which two passages each make six parts of 512, the last of them short
 BAD = 70  # in the second process's first batch
 
 # What the command line runs, all in one process, whose start takes longer than what it does.
@@ -24,14 +25,16 @@ import sys
 from pathlib import Path
 from xcompat import gallery_cli as gallery
 
-photos, more, old, new, mapping, out = sys.argv[1:]
-out = Path(out)
+photos, more, texts, old, new, mapping, out = sys.argv[1:]
+out, of_texts, passages = Path(out), Path(out + "-texts"), {{"words": 5, "overlap": 1}}
 gallery.build(Path(photos), old, out)
 gallery.build(Path(photos), old, out)
 gallery.add(out, Path(more), new)
 gallery.upgrade(out, new, backfill=Path(photos), budget={BUDGET})
 gallery.search(out, "a dog", new)
 gallery.upgrade(out, mapping)
+gallery.build(Path(texts), old, of_texts, **passages)
+gallery.upgrade(of_texts, new, backfill=Path(texts), budget={BUDGET}, **passages)
 """
 
 
@@ -71,19 +74,24 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict
     """Run the commands on one process and on two: galleries, and what was printed."""
     folder = tmp_path_factory.mktemp("processes")
     photos, more = write_pictures(folder / "photos", range(PICTURES)), write_pictures(folder / "more", range(300, 305))
+    (folder / "texts.txt").write_text(
+        "".join(f"{'so very ' * (row % 3)}bear number {row} sleeps in winter\n" for row in range(TEXTS))
+    )
     (folder / "commands.py").write_text(COMMANDS)
     made = {}
     for processes in (1, 2):
         out = folder / f"gallery-{processes}"
-        arguments = (folder / "commands.py", photos, more, *models, out)
+        arguments = (folder / "commands.py", photos, more, folder / "texts.txt", *models, out)
         ran = warm.run(*arguments, folder=folder, ranks=processes, COLUMNS="400")
         assert ran.returncode == 0, ran.stderr
         made[processes] = Gallery.open(out), ran.stdout.replace(out.name, "gallery")
     return made
 
 
-def test_galleries_are_the_same_item_by_item(outcome: dict[int, tuple[Gallery, str]]) -> None:
-    one, two = (contents(outcome[processes][0]) for processes in (1, 2))
+@pytest.mark.parametrize("kind", ["pictures", "texts"])
+def test_galleries_are_the_same_item_by_item(kind: str, outcome: dict[int, tuple[Gallery, str]]) -> None:
+    beside = "-texts" if kind == "texts" else ""
+    one, two = (contents(Gallery.open(f"{outcome[processes][0].path}{beside}")) for processes in (1, 2))
     assert [(version, ids) for version, ids, _ in two] == [(version, ids) for version, ids, _ in one]
     for (_, _, mine), (_, _, theirs) in zip(two, one, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)

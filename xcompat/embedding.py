@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -49,12 +49,14 @@ IMAGES_PER_BATCH = 64
 __all__ = [
     "EmbeddingCache",
     "decoding",
+    "embed_blocks",
     "embed_images",
     "embed_in_memory",
     "embed_rows",
     "embed_texts",
     "fill_cache",
     "images_per_batch",
+    "notice_cut_short",
 ]
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""
@@ -82,23 +84,40 @@ def embed_texts(
     Returns:
         The cache.
     """
-    sharing = _sharing(embedder)
-
-    def prepare(shard: slice) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
-        return list(_text_batches(embedder, list(texts[shard]), tokens_per_batch, sharing is not None))
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
-        # a GPU embeds one shard while the next is tokenised; on a CPU, tokenising would take the model's cores
-        prepared = map(prepare, shards) if embedder.device.type == "cpu" else map_in_threads(prepare, shards, threads=1)
-        with _as_fast_as_it_goes(embedder):
-            for batches in waiting.of(prepared):
-                yield ((rows, embedder.embed(batch)) for rows, batch in batches)
+        return embed_blocks(embedder, (list(texts[shard]) for shard in shards), waiting, tokens_per_batch)
 
     before = embedder.processor.count_truncated
-    with nullcontext() if sharing is None else shared_prefixes(sharing):
-        cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
-    _notice_truncated(embedder, before, len(texts))
+    cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
+    notice_cut_short(embedder, embedder.processor.count_truncated - before, len(texts))
     return cache
+
+
+def embed_blocks(
+    embedder: Embedder, blocks: Iterable[Sequence[str]], waiting: Waiting, tokens_per_batch: int | None = None
+) -> Iterator[Batches]:
+    """Embed texts block by block, sorted inside each so that batches share prefixes, or have little padding.
+
+    Args:
+        embedder: the frozen model.
+        blocks: the texts of each block.
+        waiting: counts the seconds in which the model waits for texts.
+        tokens_per_batch: as in :func:`embed_texts`.
+
+    Yields:
+        The batches of each block, with the places of their texts in it; they are to be taken before the next block's.
+    """
+    sharing = _sharing(embedder)
+
+    def prepare(texts: Sequence[str]) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
+        return list(_text_batches(embedder, texts, tokens_per_batch, sharing is not None))
+
+    # a GPU embeds one block while the next is tokenised; on a CPU, tokenising would take the model's cores
+    prepared = map(prepare, blocks) if embedder.device.type == "cpu" else map_in_threads(prepare, blocks, threads=1)
+    with nullcontext() if sharing is None else shared_prefixes(sharing), _as_fast_as_it_goes(embedder):
+        for batches in waiting.of(prepared):
+            yield ((rows, embedder.embed(batch)) for rows, batch in batches)
 
 
 def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -114,7 +133,7 @@ def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.floa
     before, embeds_Nd = embedder.processor.count_truncated, np.empty((len(texts), embedder.dim), dtype=np.float32)
     for rows_B, batch in _text_batches(embedder, texts):
         embeds_Nd[rows_B] = embedder.embed(batch).numpy(force=True)
-    _notice_truncated(embedder, before, len(texts))
+    notice_cut_short(embedder, embedder.processor.count_truncated - before, len(texts))
     return embeds_Nd
 
 
@@ -131,12 +150,11 @@ def _text_batches(
         yield rows_B, _pinned(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
 
 
-def _notice_truncated(embedder: Embedder, before: int, total: int) -> None:
-    if truncated := embedder.processor.count_truncated - before:
-        notice(
-            f"{truncated} of {total} texts are longer than the {embedder.processor.max_length} tokens that {embedder.name} takes "
-            "and lost their end"
-        )
+def notice_cut_short(embedder: Embedder, truncated: int, total: int, mend: str = "") -> None:
+    """Say how many texts were too long for a model, if any were, and what mends it."""
+    if truncated:
+        limit = f"the {embedder.processor.max_length} tokens that {embedder.name} takes"
+        notice(f"{truncated} of {total} texts are longer than {limit} and lost their end{mend}")
 
 
 def embed_images(
@@ -191,7 +209,8 @@ def embed_rows(
     *,
     bad: BadSamples | None = None,
     waiting: Waiting | None = None,
-) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    prepare: Callable[[list[Image]], Tensor] | None = None,
+) -> Batches:
     """Embed images; a GPU computes while the next ones are decoded, a CPU decodes between batches.
 
     Args:
@@ -201,17 +220,18 @@ def embed_rows(
         batch_size: images embedded at a time.
         bad: counts unreadable images, which are left out.
         waiting: counts the seconds in which the model waits for images.
+        prepare: other preprocessing than the model's, from pictures to pixels.
 
     Yields:
         Row numbers, and their embeddings (B, d) on the model's device; a GPU may not have finished them.
     """
 
-    def prepare(images: list[Image]) -> dict[str, Tensor]:
-        return _pinned({PIXEL_VALUES: embedder.processor.images(images)}, embedder.device)
+    def prepared(images: list[Image]) -> dict[str, Tensor]:
+        return _pinned({PIXEL_VALUES: (prepare or embedder.processor.images)(images)}, embedder.device)
 
     if embedder.device.type == "cpu":
         keep_freed_memory()
-    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device))
+    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepared, **decoding(embedder.device))
     for kept, batch in (waiting or Waiting()).of(batches):
         yield kept, embedder.embed(batch)
 

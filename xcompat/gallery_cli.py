@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,18 +12,44 @@ from xcompat.errors import XcompatError
 if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
+    from xcompat.retrieval.originals import Originals
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]
 ModelName = Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
-EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision to embed pictures in.")]
+EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision to embed in.")]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder of pictures, or shards; or a table or file of texts.")]
+TextColumns = Annotated[
+    list[str] | None,
+    typer.Option("--text-column", help="Column to embed; given several times, they are joined.", rich_help_panel="Texts"),
+]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Column with the id; found by its name unless given.", rich_help_panel="Texts")
+]
+Words = Annotated[
+    int | None,
+    typer.Option(min=1, help="Cut texts into passages of so many words, called ID#0 and so on.", rich_help_panel="Texts"),
+]
+Overlap = Annotated[
+    int | None, typer.Option(min=0, help="Words that a passage shares with the one before it.", rich_help_panel="Texts")
+]
+KeepText = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-text/--no-keep-text",
+        help="Whether texts are kept beside their embeddings, as hits show and return them; they are unless you say no.",
+        rich_help_panel="Texts",
+    ),
+]
 
 
 @app.command()
 def build(
-    pictures: Annotated[Path | None, typer.Argument(help="Folder of pictures, or shards.")] = None,
+    source: Annotated[
+        Path | None, typer.Argument(metavar="SOURCE", help="Folder of pictures, or shards; or a table or file of texts.")
+    ] = None,
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Folder of the gallery.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,
@@ -31,25 +57,33 @@ def build(
     from_faiss: Annotated[Path | None, typer.Option(help="A faiss index to adopt where it is.")] = None,
     ids: Annotated[Path | None, typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,
     dtype: EmbedIn = "float32",
+    text_column: TextColumns = None,
+    id_column: IdColumn = None,
+    words: Words = None,
+    overlap: Overlap = None,
+    keep_text: KeepText = None,
 ) -> None:
-    """Embed pictures into a new gallery, or adopt a faiss index; started again, it continues."""
+    """Embed pictures or texts into a new gallery, or adopt a faiss index; started again, it continues."""
     from xcompat.retrieval import commands
 
     _require_model(model)
+    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
-        if pictures is not None or index is not None or milvus is not None or dtype != "float32":
+        if source is not None or index is not None or milvus is not None or dtype != "float32" or texts:
             raise XcompatError(
-                "--from-faiss adopts an index as it is: leave out pictures, --index, --milvus and --dtype; add pictures later"
+                "--from-faiss adopts an index as it is: leave out pictures, texts, --index, --milvus, --dtype and options of "
+                "texts; add pictures or texts later"
             )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:
-        raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths")
-    elif pictures is not None:
-        commands.build(out, pictures, _load(model, dtype), index, milvus)
+        raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
+    elif source is not None:
+        embedder = _load(model, dtype)
+        commands.build(out, _originals(source, texts), embedder, index, milvus)
     else:
-        raise XcompatError("name the pictures to embed, or an index to adopt with --from-faiss")
+        raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
 
 @app.command()
@@ -75,34 +109,49 @@ def search(
 @app.command()
 def add(
     gallery: Folder,
-    pictures: Annotated[Path, typer.Argument(help="Folder of pictures, or shards.")],
+    source: Source,
     model: ModelName = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Embed pictures anew that another model embedded.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Embed anew what another model embedded.")] = False,
     dtype: EmbedIn = "float32",
+    text_column: TextColumns = None,
+    id_column: IdColumn = None,
+    words: Words = None,
+    overlap: Overlap = None,
+    keep_text: KeepText = None,
 ) -> None:
-    """Embed more pictures, with the gallery's model or a newer one."""
+    """Embed more pictures or texts, with the gallery's model or a newer one."""
     from xcompat.retrieval import commands
 
-    commands.add(_open(gallery), pictures, _load(model, dtype), replace)
+    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    opened, embedder = _open(gallery), _load(model, dtype)
+    commands.add(opened, _originals(source, texts), embedder, replace)
 
 
 @app.command()
 def upgrade(
     gallery: Folder,
     model: ModelName = "",
-    backfill: Annotated[Path | None, typer.Option(help="The pictures, to embed them anew in random order.")] = None,
-    budget: Annotated[int | None, typer.Option(min=1, help="How many pictures to embed in this call.")] = None,
+    backfill: Annotated[Path | None, typer.Option(help="The pictures or texts, to embed them anew in random order.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="How many to embed in this call.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
     dtype: EmbedIn = "float32",
+    text_column: TextColumns = None,
+    id_column: IdColumn = None,
+    words: Words = None,
+    overlap: Overlap = None,
+    keep_text: KeepText = None,
 ) -> None:
-    """Map stored embeddings to a newer model, or embed pictures anew within a budget."""
+    """Map stored embeddings to a newer model, or embed pictures or texts anew within a budget."""
     from xcompat.retrieval import commands
 
+    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     if backfill is not None:
-        commands.backfill(_open(gallery), backfill, _load(model, dtype), budget, dry_run)
-    elif budget is not None or dtype != "float32":
-        given = "--dtype" if budget is None else "--budget"
-        raise XcompatError(f"{given} is of pictures to embed anew: name them with --backfill, or leave it out to map all")
+        opened, embedder = _open(gallery), _load(model, dtype)
+        commands.backfill(opened, _originals(backfill, texts), embedder, budget, dry_run)
+    elif budget is not None or dtype != "float32" or texts:
+        given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{min(texts).replace('_', '-')}"
+        of = "texts" if texts else "pictures"
+        raise XcompatError(f"{given} is of {of} to embed anew: name them with --backfill, or leave it out to map all")
     else:
         commands.upgrade(_open(gallery), _load(model), dry_run)
 
@@ -128,15 +177,21 @@ def verify(gallery: Folder) -> None:
 def doctor(
     gallery: Folder,
     model: ModelName = "",
-    images: Annotated[Path | None, typer.Option(help="The pictures that it was built from.")] = None,
+    images: Annotated[Path | None, typer.Option("--images", "--texts", help="The pictures or texts it was built from.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="How many of each version are embedded anew.")] = 400,
+    text_column: TextColumns = None,
+    id_column: IdColumn = None,
+    words: Words = None,
+    overlap: Overlap = None,
 ) -> None:
     """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
     from xcompat.retrieval import commands
 
     if images is None:
-        raise XcompatError("name the pictures that the gallery was built from with --images: a sample of them is embedded anew")
-    if not commands.doctor(_open(gallery), _load(model), images, sample):
+        raise XcompatError("name what the gallery was built from with --images or --texts: a sample of it is embedded anew")
+    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
+    opened, embedder = _open(gallery), _load(model)
+    if not commands.doctor(opened, embedder, _originals(images, texts), sample):
         raise typer.Exit(1)
 
 
@@ -170,6 +225,17 @@ def compact(gallery: Folder) -> None:
     from xcompat.retrieval import commands
 
     commands.compact(_open(gallery))
+
+
+def _given(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
+    """Return the options of texts that were given."""
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
+def _originals(source: Path, texts: dict[str, Any]) -> Originals:
+    from xcompat.retrieval.originals import load_originals
+
+    return load_originals(source, **texts)
 
 
 def _open(folder: Path) -> Gallery:

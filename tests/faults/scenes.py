@@ -24,6 +24,7 @@ from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery, commands
+from xcompat.retrieval.originals import load_originals, load_pictures
 
 State = dict[str, NDArray[np.float32]] | None
 """id -> embedding; None where nothing is there yet."""
@@ -267,16 +268,16 @@ def picture_scenes(shared: Path) -> list[Scene]:
     photos, old, new = pictures(shared / "photos"), encoder(shared, 1), encoder(shared, 2)
 
     def build(folder: Path) -> None:
-        commands.build(folder, photos, old, "Flat", None)
+        commands.build(folder, load_originals(photos), old, "Flat", None)
 
     def backfill(folder: Path) -> None:
-        commands.backfill(Gallery.open(folder), photos, compatible(shared), None, False)
+        commands.backfill(Gallery.open(folder), load_originals(photos), compatible(shared), None, False)
 
     def texts(folder: Path) -> None:
         embed_texts(new, TEXTS, folder, "texts", shard_rows=5)
 
     def images(folder: Path) -> None:
-        embed_images(new, commands.load_pictures(photos), folder, "images", shard_rows=2)
+        embed_images(new, load_pictures(photos), folder, "images", shard_rows=2)
 
     return [
         Scene("pictures: build", nothing, build, gallery_content, between=({},), after=write_once_more),

@@ -2,6 +2,7 @@
 
 from xcompat.data.classes import load_classes
 from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
+from xcompat.data.contents import holds_pictures
 from xcompat.data.corpora import CorpusSource, load_texts
 from xcompat.data.images import UnusableSampleError, open_image, to_rgb
 from xcompat.data.judgements import read_qrels
@@ -31,6 +32,7 @@ __all__ = [
     "build_transform",
     "collate_embeddings",
     "flatten_captions",
+    "holds_pictures",
     "iterate_images",
     "load_classes",
     "load_items_of_text",

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from xcompat.data.images import open_image
 from xcompat.distributed import barrier, is_main_process
+from xcompat.embedding import notice_cut_short
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
@@ -24,13 +25,13 @@ from xcompat.retrieval.doctor import Finding, examine
 from xcompat.retrieval.faiss_index import EXACT
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import add_pictures, load_pictures
+from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.manifest import CURRENT, Manifest
+from xcompat.retrieval.originals import Originals
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 
 if TYPE_CHECKING:
-    import datasets as hf
     from torch import Tensor
 
     from xcompat.encoders.processor import Processor
@@ -80,20 +81,15 @@ def resync(gallery: Gallery, ids: Path | None) -> None:
     console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items")
 
 
-def add(gallery: Gallery, pictures: Path, embedder: Embedder, replace: bool) -> None:
-    """Embed more pictures into a gallery."""
-    fill(gallery, load_pictures(pictures), embedder, replace)
-
-
-def build(folder: Path, pictures: Path, embedder: Embedder, index: str | None, milvus: str | None) -> None:
-    """Embed pictures into a new gallery, or continue an unfinished one; no gallery is made if there are no pictures."""
-    loaded = load_pictures(pictures)
+def build(folder: Path, originals: Originals, embedder: Embedder, index: str | None, milvus: str | None) -> None:
+    """Embed pictures or texts into a new gallery, or continue an unfinished one; no gallery is made if the model embeds none."""
+    originals.require(embedder)
     if (folder / CURRENT).exists():
         _require_place(Gallery.open(folder).manifest, index, milvus)
     elif is_main_process():
         Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
     barrier()
-    fill(Gallery.open(folder), loaded, embedder, replace=False)
+    add(Gallery.open(folder), originals, embedder, replace=False)
 
 
 def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
@@ -108,13 +104,15 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
             )
 
 
-def fill(gallery: Gallery, pictures: hf.Dataset, embedder: Embedder, replace: bool) -> None:
-    """Embed pictures into a gallery; refuse a model that cannot search what is stored: the gallery would be split in two."""
+def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool) -> None:
+    """Embed pictures or texts into a gallery; refuse a model that cannot search what is stored: the gallery would be split."""
     require_views(asking(embedder), gallery.manifest)
-    added = add_pictures(gallery, pictures, embedder, replace)
+    added = ingest(gallery, originals, embedder, replace)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
-    console.print(f"[green]✓[/] {added.added:,} pictures added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}")
+    said = f"{added.added:,} {originals.kind} added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}"
+    console.print(f"[green]✓[/] {said}")
+    notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
 def search(
@@ -207,15 +205,16 @@ def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
         )
 
 
-def backfill(gallery: Gallery, pictures: Path, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
-    """Re-embed pictures of a gallery within a budget, in a random order that is the same in all calls."""
+def backfill(gallery: Gallery, originals: Originals, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
+    """Re-embed what a gallery holds within a budget, in a random order that is the same in all calls."""
     require_views(asking(embedder), gallery.manifest)
-    plan = Backfill(gallery, pictures, embedder, budget)
+    plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
-    console.print(f"{plan.items:,} of {remaining:,} pictures to embed: about {_duration(plan.seconds())}")
+    console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
     if not dry_run:
         added = plan.run()
         console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added:,} to go")
+        notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:
@@ -252,9 +251,9 @@ def verify(gallery: Gallery) -> bool:
     return not wrong
 
 
-def doctor(gallery: Gallery, embedder: Embedder, pictures: Path, sample: int) -> bool:
+def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
     """Print which stored embeddings a model made; return whether all were made by the model that their version names."""
-    findings = examine(gallery, pictures, embedder, sample)
+    findings = examine(gallery, originals, embedder, sample)
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_told(finding) for finding in findings]
     for name in rows[0] if rows else ():

@@ -1,32 +1,27 @@
-"""Find out which model made a gallery's embeddings: embed a sample of its pictures again and compare."""
+"""Find out which model made a gallery's embeddings: embed a sample of what it was built from again and compare."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TypeAlias
 
-import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
-from torch import Tensor
 
 from xcompat.data import BadSamples, iterate_images
-from xcompat.data.schema import ID, PIXEL_VALUES
-from xcompat.embedding import decoding, images_per_batch
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import load_pictures, origins_of
+from xcompat.retrieval.ingestion import origins_of
+from xcompat.retrieval.originals import Originals, Parts, Pictures
 from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, own_preparation
 from xcompat.retrieval.segment import Segment, id_hashes
 
 SAMPLE = 400
-"""Pictures of each version that are embedded again: if 1 % are of another origin, one sample in 55 misses all of them."""
+"""Items of each version that are embedded again: if 1 % are of another origin, one sample in 55 misses all of them."""
 SAMPLED, WAYS = 16, 3
 """Pictures on which other ways of preprocessing are tried, and the most ways that are told apart."""
 SAME, EXACT = 0.995, 0.9999
@@ -34,7 +29,6 @@ SAME, EXACT = 0.995, 0.9999
 OTHER = 0.98
 """Cosine below which an embedding is another model's, if the model makes the rest exactly."""
 _95 = 1.959964
-Prepare: TypeAlias = Callable[[list[Image]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Finding:
     Args:
         version: the model under whose name the embeddings are stored.
         items: number of its embeddings.
-        looked_at: number of pictures that were embedded again.
+        looked_at: number of pictures or texts that were embedded again.
         claimed: whether the examined model has that name.
         made: way of preprocessing -> number of embeddings that the model made so; the empty string is the model's own way.
         cosine: median cosine between the embeddings that the model made and the stored ones; NaN if it made none.
@@ -98,24 +92,23 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
+def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
     """Embed a sample of each stored version again, and find out which embeddings the model made.
 
     Args:
         gallery: the gallery.
-        pictures: its pictures; ids are paths below the folder, as when the gallery was built.
+        originals: its pictures or texts, with the ids that they had when the gallery was built.
         embedder: the model.
-        sample: number of pictures of each version.
+        sample: number of originals of each version.
 
     Returns:
         One finding for each version.
 
     Raises:
-        XcompatError: none of the pictures is in the gallery.
+        XcompatError: none of the originals is in the gallery, or the model embeds no such originals.
     """
-    dataset = pictures if isinstance(pictures, hf.Dataset) else load_pictures(pictures)
-    ids = dataset[ID][:]
-    origins = origins_of(gallery, ids)
+    originals.require(embedder)
+    origins = origins_of(gallery, originals)
     findings = []
     for version, items in gallery.counts().items():
         plain = Finding(version, items, claimed=version == embedder.fingerprint)
@@ -123,19 +116,19 @@ def examine(gallery: Gallery, pictures: str | Path | hf.Dataset, embedder: Embed
         if dim != embedder.dim:
             findings.append(replace(plain, note=f"of {dim} dimensions, and {embedder.name} makes {embedder.dim}"))
         elif not len(rows):
-            findings.append(replace(plain, note="none of the pictures is one of these"))
+            findings.append(replace(plain, note=f"none of the {originals.kind} is one of these"))
         else:
             drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
-            findings.append(_judged(plain, Stored(gallery, version, dataset, drawn), embedder))
+            findings.append(_judged(plain, Stored(gallery, version, originals, drawn), embedder))
     return findings
 
 
 class Stored:
-    """Stored embeddings of some pictures, to be compared with new ones."""
+    """Stored embeddings of some originals, to be compared with new ones."""
 
-    def __init__(self, gallery: Gallery, version: Fingerprint, dataset: hf.Dataset, rows: NDArray[np.int64]) -> None:
-        self.dataset, self.rows, self.length = dataset, rows, gallery.manifest.version(version.digest).length
-        self.ids: list[str] = dataset.select_columns([ID])[rows][ID]
+    def __init__(self, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> None:
+        self.originals, self.rows, self.length = originals, rows, gallery.manifest.version(version.digest).length
+        self.ids = [originals.ids[row] for row in rows.tolist()]
         self.vectors_nd = np.empty((len(rows), gallery.manifest.version(version.digest).dim), np.float32)
         self.adopted: list[tuple[Segment, NDArray[np.int64]]] = []
         hashes_n = id_hashes(self.ids)
@@ -146,23 +139,19 @@ class Stored:
                 if segment.record.adopted is not None:  # other segments store their vectors unquantised
                     self.adopted.append((segment, places))
 
-    def fresh(self, embedder: Embedder, prepare: Prepare, places: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Embed pictures again.
+    def fresh(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Bring new embeddings of some originals into the form in which the gallery would store them.
 
         Args:
-            embedder: the model.
-            prepare: the preprocessing, from pictures to pixels.
-            places: (n,) positions of the pictures in :attr:`rows`.
+            parts: the embeddings.
+            places: (n,) positions of the originals in :attr:`rows`.
 
         Returns:
-            (n, d) as the gallery would store them; NaN for pictures that cannot be read.
+            (n, d), NaN for originals that cannot be read.
         """
         fresh_nd = np.full_like(self.vectors_nd, np.nan)
-        rows = self.rows[places].tolist()
-        place_of = dict(zip(rows, places.tolist(), strict=True))
-        size, bad = images_per_batch(embedder.processor, embedder.device), BadSamples(1.0, len(rows))
-        for kept, pixels in iterate_images(self.dataset, size, rows=rows, bad=bad, prepare=prepare, **decoding(embedder.device)):
-            fresh_nd[[place_of[row] for row in kept.tolist()]] = embedder.embed({PIXEL_VALUES: pixels}).numpy(force=True)
+        for kept, embeds in parts:
+            fresh_nd[np.searchsorted(self.rows, kept)] = embeds
         for segment, inside in self.adopted:  # quantise the new embeddings as the stored ones are
             readable = inside[np.isfinite(fresh_nd[inside, 0])]
             assert isinstance(segment.index, FaissIndex)
@@ -178,25 +167,16 @@ class Stored:
 
 def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
     """Compare embeddings, try other ways of preprocessing where they differ, and separate the model's from the rest."""
-    fresh_nd = stored.fresh(embedder, embedder.processor.images, np.arange(len(stored.rows)))
+    originals = stored.originals
+    parts = originals.embed(embedder, stored.rows, BadSamples(1.0, len(stored.rows)))
+    fresh_nd = stored.fresh(parts, np.arange(len(stored.rows)))
     every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
     if not len(every):
-        return replace(plain, note="none of the pictures can be read")
+        return replace(plain, note=f"none of the {originals.kind} can be read")
     fresh_nd = fresh_nd[every]
     cosines_n, ways_n = stored.cosines(fresh_nd, every), np.full(len(every), "", object)
-    for _ in range(WAYS):
-        left = np.flatnonzero((cosines_n < EXACT) & (ways_n == ""))
-        way, own = _other_preparation(stored, embedder, every[left]) if len(left) else (None, None)
-        if way is None or own is None or way == own:
-            break
-        found = stored.cosines(stored.fresh(embedder, way, every[left]), every[left])
-        nearer = found > cosines_n[left]
-        exactly = nearer & (found >= SAME)
-        taken = exactly if exactly.any() else nearer
-        cosines_n[left[taken]] = found[taken]
-        ways_n[left[taken]] = ("" if exactly.any() else "most nearly: ") + way.unlike(own)
-        if not exactly.any():
-            break
+    if isinstance(originals, Pictures):
+        _try_other_preparations(stored, originals, embedder, every, cosines_n, ways_n)
     chance = float(np.median(stored.cosines(fresh_nd, np.roll(every, 1)))) if len(every) > 1 else 0.0
     limit = dividing(cosines_n, chance)
     own_n = cosines_n >= limit
@@ -216,30 +196,63 @@ def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
     )
 
 
-def _other_preparation(stored: Stored, embedder: Embedder, left: NDArray[np.int64]) -> tuple[Preparation, Preparation]:
+def _try_other_preparations(
+    stored: Stored,
+    pictures: Pictures,
+    embedder: Embedder,
+    every: NDArray[np.int64],
+    cosines_n: NDArray[np.float64],
+    ways_n: NDArray[np.object_],
+) -> None:
+    """Prepare otherwise the pictures that the model's own way does not explain, and note cosines and ways where they agree."""
+
+    def agreement(way: Preparation, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        parts = pictures.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)
+        return stored.cosines(stored.fresh(parts, places), places)
+
+    for _ in range(WAYS):
+        left = np.flatnonzero((cosines_n < EXACT) & (ways_n == ""))
+        if not len(left):
+            return
+        way, own = _other_preparation(stored, pictures, embedder, every[left], agreement)
+        if way == own:
+            return
+        found = agreement(way, every[left])
+        nearer = found > cosines_n[left]
+        exactly = nearer & (found >= SAME)
+        taken = exactly if exactly.any() else nearer
+        cosines_n[left[taken]] = found[taken]
+        ways_n[left[taken]] = ("" if exactly.any() else "most nearly: ") + way.unlike(own)
+        if not exactly.any():
+            return
+
+
+def _other_preparation(
+    stored: Stored,
+    pictures: Pictures,
+    embedder: Embedder,
+    left: NDArray[np.int64],
+    agreement: Callable[[Preparation, NDArray[np.int64]], NDArray[np.float64]],
+) -> tuple[Preparation, Preparation]:
     """Return the preprocessing that agrees best with the embeddings left to explain, and the model's own."""
     tried = left[np.linspace(0, len(left) - 1, min(SAMPLED, len(left))).astype(np.int64)]
     rows = stored.rows[tried].tolist()
-    read: list[list[Image]] = [images for _, images in iterate_images(stored.dataset, SAMPLED, rows=rows, prepare=list)]
+    read: list[list[Image]] = [images for _, images in iterate_images(pictures.dataset, SAMPLED, rows=rows, prepare=list)]
     own = own_preparation(embedder.processor, read[0])
-
-    def agreement(way: Preparation) -> float:
-        cosines_n = stored.cosines(stored.fresh(embedder, way, tried), tried)
-        return float(np.quantile(cosines_n, 0.75))  # a quantile: some may be another model's
-
-    return nearest_preparation(own, agreement), own
+    # a quantile: some may be another model's
+    return nearest_preparation(own, lambda way: float(np.quantile(agreement(way, tried), 0.75))), own
 
 
 def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
     """Return the cosine that separates embeddings that a model made from all others.
 
     If the upper tenth of cosines shows that the model made these exactly, an embedding is another model's when its cosine is
-    below ``OTHER``, or nearer to that of different pictures than to 1. If even the upper tenth agrees only nearly, because the
-    preprocessing was none of those tried, the limit is the middle between the upper tenth and different pictures.
+    below ``OTHER``, or nearer to that of different items than to 1. If even the upper tenth agrees only nearly, because the
+    preprocessing was none of those tried, the limit is the middle between the upper tenth and different items.
 
     Args:
-        cosines_n: (n,) between stored and new embeddings of the same picture.
-        chance: median cosine between different pictures.
+        cosines_n: (n,) between stored and new embeddings of the same item.
+        chance: median cosine between different items.
 
     Example:
         >>> exactly, nearly = np.array([0.1, 1.0, 1.0]), np.array([0.1, 0.95, 0.95])

@@ -1,0 +1,252 @@
+"""Galleries of texts: built, continued, upgraded and examined as those of pictures are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import datasets as hf
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from xcompat import XbtModel, XcompatError
+from xcompat.data import holds_pictures
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery, ingestion, originals
+from xcompat.retrieval.ingestion import ingest
+from xcompat.retrieval.originals import Pictures, Texts, load_originals
+
+Run = Callable[..., tuple[int, str, str]]
+WORDS = ("bear", "winter", "sleep", "ant", "work", "queen", "river", "salmon", "snow", "forest", "honey", "bee", "summer")
+DOCUMENTS = 60
+CUT = ("--words", 5, "--overlap", 1)
+
+
+def document(number: int) -> str:
+    chosen = random.Random(number)
+    return " ".join(chosen.choices(WORDS, k=chosen.randint(1, 14)))
+
+
+def write_documents(file: Path, numbers: range) -> Path:
+    rows = [{"id": f"doc-{number}", "year": 2000 + number % 3, "text": document(number)} for number in numbers]
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("documents") / "documents.jsonl.gz", range(DOCUMENTS))
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> str:
+    """Return a model whose queries search galleries of the old one."""
+    folder = tmp_path_factory.mktemp("newer")
+    torch.manual_seed(0)
+    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
+    return str(folder)
+
+
+def rows_of(gallery: Gallery) -> dict[str, tuple[NDArray[np.float32], Any]]:
+    """Return the embedding and the metadata of each item."""
+    found = {}
+    for segment in gallery.segments:
+        for rows, items in segment.blocks(1000):
+            found |= dict(zip(items.ids, zip(items.embeds[0], segment.metadata(rows), strict=True), strict=True))
+    return found
+
+
+def test_a_gallery_holds_each_text_as_the_model_embeds_it_alone(
+    run: Run, documents: Path, tmp_path: Path, old_folder: str
+) -> None:
+    gallery = tmp_path / "gallery"
+    code, out, err = run("build", documents, "--model", old_folder, "--out", gallery)
+    assert (code, err) == (0, "") and f"{DOCUMENTS} texts added" in out
+    stored, model = rows_of(Gallery.open(gallery)), load_embedder(old_folder)
+    assert list(stored) == [f"doc-{number}" for number in range(DOCUMENTS)]
+    for number, (embeds, about) in enumerate(stored.values()):
+        alone = model.embed(model.processor.texts(document(number)))[0]
+        np.testing.assert_allclose(embeds, alone, atol=1e-5)
+        assert about == {"year": 2000 + number % 3, "text": document(number)}
+    code, out, _ = run("build", documents, "--model", old_folder, "--out", gallery)
+    assert code == 0 and f"0 texts added to {gallery}, {DOCUMENTS} were there already" in out
+    code, out, _ = run("search", gallery, document(7), "--model", old_folder, "--where", "year=2001", "--top-k", 3)
+    rows = [line for line in out.splitlines() if "doc-" in line]
+    assert code == 0 and len(rows) == 3 and "1.000" in rows[0]
+
+
+def test_texts_are_left_out_of_the_metadata_and_columns_chosen_as_asked(run: Run, tmp_path: Path, old_folder: str) -> None:
+    (tmp_path / "docs.csv").write_text("nr,title,body\nx,Bears,sleep in winter\ny,Ants,work\n")
+    options = ("--text-column", "title", "--text-column", "body", "--id-column", "nr", "--no-keep-text")
+    code, _, err = run("build", tmp_path / "docs.csv", "--model", old_folder, "--out", tmp_path / "g", *options)
+    assert (code, err) == (0, "")
+    stored, model = rows_of(Gallery.open(tmp_path / "g")), load_embedder(old_folder)
+    assert [about for _, about in stored.values()] == [None, None]
+    np.testing.assert_allclose(stored["x"][0], model.embed(model.processor.texts("Bears sleep in winter"))[0], atol=1e-5)
+
+
+def test_passages_are_backfilled_within_budgets_and_the_doctor_knows_who_made_them(
+    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str
+) -> None:
+    gallery = tmp_path / "gallery"
+    assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
+    count = len(Gallery.open(gallery))
+    assert count > DOCUMENTS
+    code, out, _ = run("upgrade", gallery, "--model", newer, "--backfill", documents, *CUT, "--budget", 20, "--dry-run")
+    assert code == 0 and f"20 of {count} texts to embed" in out
+    for _ in range(2):
+        assert run("upgrade", gallery, "--model", newer, "--backfill", documents, *CUT, "--budget", 20)[0] == 0
+    mixed = Gallery.open(gallery)
+    assert mixed.counts() == {load_embedder(newer).fingerprint: 40, load_embedder(old_folder).fingerprint: count - 40}
+    assert {about["document"] for _, about in rows_of(mixed).values()} == {f"doc-{number}" for number in range(DOCUMENTS)}
+    code, out, _ = run("doctor", gallery, "--model", newer, "--texts", documents, *CUT)
+    assert code == 0 and "not made by" in out
+    (finding,) = [line for line in out.splitlines() if "made by this model" in line]
+    assert "40" in finding and "none" in finding
+
+
+def test_texts_cut_otherwise_are_refused_and_named(
+    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str
+) -> None:
+    gallery = tmp_path / "gallery"
+    assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
+    before = Gallery.open(gallery).generation
+    for cut in ((), ("--words", 3), ("--words", 8), ("--words", 5, "--overlap", 2)):
+        for verb in (
+            ("build", documents, "--model", old_folder, "--out", gallery),
+            ("upgrade", gallery, "--model", newer, "--backfill", documents),
+            ("doctor", gallery, "--model", old_folder, "--texts", documents),
+        ):
+            code, _, err = run(*verb, *cut)
+            assert code == 2 and err.count("\n") == 1 and "holds these texts cut otherwise" in err and "'doc-" in err
+    assert run("build", documents, "--model", old_folder, "--out", tmp_path / "whole")[0] == 0
+    code, _, err = run("build", documents, "--model", old_folder, "--out", tmp_path / "whole", *CUT)
+    assert code == 2 and "cut otherwise (it has 'doc-0'" in err
+    assert Gallery.open(gallery).generation == before
+    others = write_documents(tmp_path / "others.jsonl.gz", range(100, 103))
+    code, _, err = run("upgrade", gallery, "--model", newer, "--backfill", others, *CUT)
+    assert code == 2 and "texts is in" in err and "ids are what --id-column, --words and --overlap made" in err
+    code, out, _ = run("add", gallery, others, "--model", old_folder, *CUT)
+    assert code == 0 and "texts added" in out
+
+
+@pytest.mark.parametrize("dies_at", [1, 4])
+def test_a_build_that_was_killed_goes_on_to_the_same_gallery(
+    dies_at: int, documents: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
+    monkeypatch.setattr(originals, "TEXTS_AT_ONCE", 16)
+    texts, embedder = load_originals(documents, words=5, overlap=1), load_embedder(old_folder)
+    whole = Gallery.create(tmp_path / "whole", embedder)
+    ingest(whole, texts, embedder)
+    killed, parts = Gallery.create(tmp_path / "killed", embedder), iter(range(dies_at))
+    metadata = texts.metadata
+
+    def dies(rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
+        if next(parts, None) is None:
+            raise KeyboardInterrupt
+        return metadata(rows)
+
+    monkeypatch.setattr(texts, "metadata", dies)
+    with pytest.raises(KeyboardInterrupt):
+        ingest(killed, texts, embedder)
+    killed.close()
+    monkeypatch.setattr(texts, "metadata", metadata)
+    resumed = Gallery.open(tmp_path / "killed")
+    assert len(resumed) == 16 * dies_at
+    added = ingest(resumed, texts, embedder)
+    assert (added.present, added.added) == (16 * dies_at, len(whole) - 16 * dies_at)
+    assert resumed.damage() == [] and list(rows_of(resumed)) == list(rows_of(whole)) == texts.ids
+    for (mine, about), (theirs, told) in zip(rows_of(resumed).values(), rows_of(whole).values(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        assert about == told
+
+
+@pytest.mark.parametrize(("factor", "message"), [(np.nan, "is not finite"), (0.0, "is zero and has no direction")])
+def test_embeddings_that_are_none_are_named(
+    factor: float, message: str, documents: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder, texts = load_embedder(old_folder), load_originals(documents)
+    embed = texts.embed
+
+    def spoilt(*arguments: Any) -> Any:
+        for rows, embeds in embed(*arguments):
+            embeds[7] *= factor
+            yield rows, embeds
+
+    monkeypatch.setattr(texts, "embed", spoilt)
+    gallery = Gallery.create(tmp_path / "gallery", embedder)
+    with pytest.raises(XcompatError, match=f"the embedding of 'doc-7' {message}"):
+        ingest(gallery, texts, embedder)
+    gallery.close()
+    assert len(Gallery.open(gallery.path)) == 0
+
+
+def test_texts_that_are_too_long_are_counted_once(run: Run, tmp_path: Path, old_folder: str) -> None:
+    (tmp_path / "docs.txt").write_text("a bear\n" + "a bear in winter " * 30 + "\n" + "an ant at work " * 30 + "\n")
+    code, out, _ = run("build", tmp_path / "docs.txt", "--model", old_folder, "--out", tmp_path / "g")
+    assert code == 0 and out.count("lost their end") == 1
+    assert "2 of 3 texts are longer than the 16 tokens" in out and "--words cuts texts into passages" in out
+
+
+def write_sources(folder: Path) -> None:
+    """Write every kind of source, each under a name that says what it holds."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    picture = Image.new("RGB", (8, 8), "red")
+    for name in ("pictures", "pictures with captions", "pictures beside a text"):
+        (folder / name).mkdir()
+        picture.save(folder / name / "a.png")
+    (folder / "pictures with captions" / "captions.csv").write_text("image,caption\na.png,a red square\n")
+    (folder / "pictures beside a text" / "README.txt").write_text("about these\n")
+    for name in ("texts", "texts called metadata"):
+        (folder / name).mkdir()
+    (folder / "texts" / "a.txt").write_text("one\ntwo\n")
+    (folder / "texts called metadata" / "metadata.jsonl").write_text('{"path": "a.md", "text": "one"}\n')
+    (folder / "texts.csv").write_text("path,caption\ndocs/a.md,one\n")
+    (folder / "pictures.csv").write_text("file_name,text\npictures/a.png,one\n")
+    pq.write_table(pa.table({"text": ["one"]}), folder / "texts.parquet")
+    bytes_ = (folder / "pictures" / "a.png").read_bytes()
+    pq.write_table(pa.table({"image": [{"bytes": bytes_, "path": "a.png"}], "text": ["one"]}), folder / "pictures.parquet")
+    hf.Dataset.from_dict({"text": ["one"]}).save_to_disk(folder / "texts saved")
+    hf.Dataset.from_dict({"photo": [picture], "text": ["one"]}).save_to_disk(folder / "pictures saved")
+
+
+def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    found = {path.name: holds_pictures(str(path)) for path in tmp_path.iterdir()}
+    assert len(found) == 11 and all(pictures == name.startswith("pictures") for name, pictures in found.items()), found
+    assert isinstance(load_originals(tmp_path / "pictures.csv"), Pictures)
+    assert isinstance(load_originals(tmp_path / "pictures.csv", text_column="text"), Texts)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(XcompatError, match="nothing: no shards"):
+        holds_pictures(str(tmp_path / "nothing"))
+
+
+def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
+    run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str
+) -> None:
+    code, _, err = run("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
+    assert code == 2 and err.count("\n") == 1 and "embeds pictures only, and these are texts" in err
+    texts_only = SimpleNamespace(name="m", processor=SimpleNamespace(image_size=(0, 0), max_length=16))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(XcompatError, match="m embeds texts only, and these are pictures"):
+        load_originals(tmp_path / "a.png").require(cast("Embedder", texts_only))
+    for options, message in (
+        (("--words", 3, "--overlap", 3), "overlap is 3 words and words is 3"),
+        (("--text-column", "txt"), "did you mean 'text'?"),
+    ):
+        code, _, err = run("build", documents, "--model", old_folder, "--out", tmp_path / "g", *options)
+        assert code == 2 and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "g").exists()
+    code, _, err = run("upgrade", tmp_path, "--model", "m", "--words", 3)
+    assert code == 2 and "--words is of texts to embed anew: name them with --backfill" in err

@@ -1,0 +1,74 @@
+"""What a source of items holds: pictures or texts."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
+from xcompat.data.sources import (
+    IMAGE_SUFFIXES,
+    PairSource,
+    captions_files,
+    expand_folders,
+    files_with,
+    has_suffix,
+    local_files,
+    locate,
+)
+from xcompat.data.table_rows import ROW_SUFFIXES, read_rows
+from xcompat.errors import XcompatError
+
+FILE_COLUMNS = ("file_name", "filename", "path")
+"""Columns that name a picture's file in tables of pictures, and any other file in tables of texts."""
+
+
+def holds_pictures(path: str) -> bool:
+    """Return whether a source holds pictures; if not, it holds texts.
+
+    Folders with pictures or shards hold pictures, and so do tables and data sets with a picture, or its path, in their first row.
+
+    Args:
+        path: as in :class:`~xcompat.data.sources.DataSource`.
+
+    Raises:
+        XcompatError: it holds neither, or cannot be read.
+
+    Example:
+        >>> holds_pictures("glyphs:test")
+        True
+    """
+    source = PairSource(path=path)
+    try:
+        form, paths = locate(source)
+    except XcompatError:
+        if any(has_suffix(file, ROW_SUFFIXES) for file in expand_folders(local_files(path) or [])):
+            return False
+        raise
+    if form == "datasets":
+        return _data_set_holds_pictures(source, paths)
+    tables = {"captions": captions_files, "parquet": lambda given: files_with(given, (".parquet",))}
+    if form not in tables:
+        return True
+    return any(_holds_picture(row) for _, row in islice(read_rows(tables[form](paths)[0]), 1))
+
+
+def _data_set_holds_pictures(source: PairSource, paths: list[Path]) -> bool:
+    import datasets
+
+    found: Any = load_raw(source, paths)
+    if any(isinstance(feature, datasets.Image) for feature in found.features.values()):
+        return True
+    return any(_holds_picture(row) for row in islice(found, 1))
+
+
+def _holds_picture(row: dict[str, Any]) -> bool:
+    """Return whether a row has a picture: bytes, or the path of one."""
+    for name in EXTRA_IMAGE_COLUMNS:
+        value = row.get(name)
+        if value and isinstance(value, str) and name in FILE_COLUMNS:
+            value = has_suffix(value, IMAGE_SUFFIXES) or not Path(value).suffix
+        if value:
+            return True
+    return False

@@ -1,0 +1,226 @@
+"""What the embeddings of a gallery are made of: pictures or texts, read and embedded alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+import datasets as hf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from pydantic import ValidationError
+
+from xcompat.data import BadSamples, PairSource, TextSource, holds_pictures, load_items_of_text, load_pairs
+from xcompat.data.schema import CAPTION, ID, METADATA, TEXT, captions_of
+from xcompat.embedding import embed_blocks, embed_rows, images_per_batch
+from xcompat.errors import XcompatError
+from xcompat.progress import Waiting
+
+if TYPE_CHECKING:
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.gallery import Gallery
+
+PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # that a process embeds before it waits for their copy to the CPU
+TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # the more are sorted at once, the less padding
+Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Row numbers, and the embeddings of these rows."""
+
+
+class Originals(Protocol):
+    """Pictures or texts, numbered from 0, each with an id."""
+
+    kind: ClassVar[str]
+    """What messages call them."""
+    ids_are: ClassVar[str]
+    """What messages say of their ids."""
+    ids: Sequence[str]
+
+    def require(self, embedder: Embedder) -> None:
+        """Refuse a model that does not embed these."""
+
+    def require_same(self, gallery: Gallery) -> None:
+        """Refuse a gallery that holds other parts of these under the same ids."""
+
+    def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
+        """Return what a gallery keeps beside the embeddings of rows."""
+
+    def part(self, embedder: Embedder) -> int:
+        """Return how many rows a process embeds before others get the results."""
+
+    def embed(
+        self, embedder: Embedder, rows: NDArray[np.int64], bad: BadSamples | None = None, waiting: Waiting | None = None
+    ) -> Parts:
+        """Embed rows, in parts of :meth:`part`, leaving out those that cannot be read.
+
+        Args:
+            embedder: the model.
+            rows: the rows to embed, in this order.
+            bad: counts what cannot be read.
+            waiting: counts the seconds in which the model waits for data.
+        """
+
+
+class Pictures:
+    """Pictures, whose first caption becomes metadata.
+
+    Args:
+        dataset: from :func:`load_pictures`.
+    """
+
+    kind: ClassVar[str] = "pictures"
+    ids_are: ClassVar[str] = "the paths below the folder that the gallery was built from"
+
+    def __init__(self, dataset: hf.Dataset) -> None:
+        self.dataset, self.ids = dataset, dataset[ID][:]
+
+    def require(self, embedder: Embedder) -> None:
+        """See :meth:`Originals.require`."""
+        if not any(embedder.processor.image_size):
+            raise XcompatError(
+                f"{embedder.name} embeds texts only, and these are pictures; take an image-text model such as CLIP"
+            )
+
+    def require_same(self, gallery: Gallery) -> None:
+        """See :meth:`Originals.require_same`: pictures have no parts."""
+
+    def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
+        """See :meth:`Originals.metadata`."""
+        if CAPTION not in self.dataset.column_names:
+            return [None] * len(rows)
+        found = map(captions_of, self.dataset.select_columns([CAPTION])[rows][CAPTION])
+        return [{CAPTION: texts[0]} if texts else None for texts in found]
+
+    def part(self, embedder: Embedder) -> int:
+        """See :meth:`Originals.part`: whole batches."""
+        size = images_per_batch(embedder.processor, embedder.device)
+        return size * -(-(PICTURES_AT_ONCE if embedder.device.type == "cpu" else PICTURES_OF_A_GPU) // size)
+
+    def embed(
+        self,
+        embedder: Embedder,
+        rows: NDArray[np.int64],
+        bad: BadSamples | None = None,
+        waiting: Waiting | None = None,
+        prepare: Callable[[list[Image]], torch.Tensor] | None = None,
+    ) -> Parts:
+        """See :meth:`Originals.embed`; ``prepare`` is as in :func:`~xcompat.embedding.embed_rows`."""
+        size = images_per_batch(embedder.processor, embedder.device)
+        embedded = embed_rows(embedder, self.dataset, rows.tolist(), size, bad=bad, waiting=waiting, prepare=prepare)
+        while made := list(islice(embedded, self.part(embedder) // size)):
+            yield np.concatenate([kept for kept, _ in made]), torch.cat([embeds for _, embeds in made]).numpy(force=True)
+
+
+class Texts:
+    """Texts, whole or in passages.
+
+    Args:
+        dataset: from :func:`~xcompat.data.load_items_of_text`.
+        cut: whether they are passages of documents, called ``DOCUMENT#0`` and so on.
+    """
+
+    kind: ClassVar[str] = "texts"
+    ids_are: ClassVar[str] = "what --id-column, --words and --overlap made of the texts that the gallery was built from"
+
+    def __init__(self, dataset: hf.Dataset, cut: bool = False) -> None:
+        self.dataset, self.ids, self.cut = dataset, dataset[ID][:], cut
+
+    def require(self, embedder: Embedder) -> None:
+        """See :meth:`Originals.require`."""
+        if not embedder.processor.max_length:
+            raise XcompatError(f"{embedder.name} embeds pictures only, and these are texts; take a model with a text tower")
+
+    def require_same(self, gallery: Gallery) -> None:
+        """Refuse a gallery whose passages were cut otherwise: the same id would stand for another text.
+
+        A build that was killed leaves one document in part. Where several are, or the gallery has passages that these documents
+        have not, they were cut to another length.
+        """
+        counts = self._passages()
+        others = [name for document, count in counts.items() for name in _others(document, count)]
+        foreign = [name for name, version in zip(others, gallery.find(others), strict=True) if version is not None]
+        foreign = sorted(set(foreign) - set(self.ids)) if foreign else []
+        ends = [(f"{document}#0", f"{document}#{count - 1}") for document, count in counts.items() if count > 1]
+        first, last = (gallery.find([pair[place] for pair in ends]) for place in range(2))
+        partly = [ends[row][1] for row in range(len(ends)) if first[row] is not None and last[row] is None]
+        if foreign or len(partly) > 1:
+            named = f"it has {foreign[0]!r}, these have not" if foreign else f"these have {partly[0]!r}, it has not"
+            raise XcompatError(
+                f"{gallery.path} holds these texts cut otherwise ({named}): give --text-column, --words and --overlap as when it "
+                "was built; to cut them anew, build another gallery"
+            )
+
+    def _passages(self) -> dict[str, int]:
+        """Return the number of passages of each document, 0 for whole texts."""
+        if not self.cut:
+            return dict.fromkeys(self.ids, 0)
+        parts = (name.rpartition("#") for name in self.ids)
+        return {document: int(place) + 1 for document, _, place in parts}  # the last place stays
+
+    def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
+        """See :meth:`Originals.metadata`."""
+        found = self.dataset.select_columns([METADATA])[rows][METADATA]
+        return [None if about is None else json.loads(about) for about in found]
+
+    def part(self, embedder: Embedder) -> int:
+        """See :meth:`Originals.part`."""
+        return TEXTS_AT_ONCE if embedder.device.type == "cpu" else TEXTS_OF_A_GPU
+
+    def embed(
+        self, embedder: Embedder, rows: NDArray[np.int64], bad: BadSamples | None = None, waiting: Waiting | None = None
+    ) -> Parts:
+        """See :meth:`Originals.embed`; each part is sorted by length, or so that its texts share beginnings."""
+        size, only_texts = self.part(embedder), self.dataset.select_columns([TEXT])
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        embedded = embed_blocks(embedder, (only_texts[part][TEXT] for part in parts), waiting or Waiting())
+        for part, batches in zip(parts, embedded, strict=True):
+            places, embeds = zip(*batches, strict=True)
+            yield part, torch.cat(embeds).numpy(force=True)[np.argsort(np.concatenate(places))]
+
+
+def _others(document: str, count: int) -> tuple[str, ...]:
+    """Return ids that a gallery has only if it holds other parts of a document: the passage after the last, or the whole."""
+    return (f"{document}#{count}", document) if count else (f"{document}#0",)
+
+
+def load_originals(path: str | Path, **options: Any) -> Originals:  # noqa: ANN401 - see the arguments
+    """Read pictures or texts, whatever a path holds.
+
+    Args:
+        path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
+        options: fields of a text source; if there are any, the path holds texts.
+
+    Returns:
+        Pictures if there are any, else texts.
+
+    Raises:
+        XcompatError: there is neither, something is damaged, or an option does not fit.
+    """
+    if not options and holds_pictures(str(path)):
+        return Pictures(load_pictures(path))
+    try:
+        source = TextSource(path=str(path), **{"keep_text": True, **options})
+    except ValidationError as error:
+        raise XcompatError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    return Texts(load_items_of_text(source), cut=source.words is not None)
+
+
+def load_pictures(path: str | Path) -> hf.Dataset:
+    """Read pictures, with captions if the source has any.
+
+    Args:
+        path: as in :class:`~xcompat.data.PairSource`.
+
+    Returns:
+        A data set with the columns ``image`` and ``id``, and ``caption`` if there are captions.
+    """
+    try:
+        dataset = load_pairs(PairSource(path=str(path)))
+    except XcompatError:  # perhaps there are no captions; any other fault is raised again here
+        dataset = load_pairs(PairSource(path=str(path), captions=False))
+    assert isinstance(dataset, hf.Dataset)
+    return dataset
