@@ -1,4 +1,4 @@
-"""Galleries of texts: built, continued, upgraded and examined as those of pictures are."""
+"""Galleries of texts: built, continued, upgraded and examined as those of pictures are, and searched by document."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from transformers import pipeline
 
-from xcompat import XbtModel, XcompatError
+from xcompat import Fingerprint, XbtModel, XcompatError, progress
 from xcompat.data import holds_pictures
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, ingestion, originals
+from xcompat.retrieval import Gallery, Hit, ingestion, originals, searching
+from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import Pictures, Texts, load_originals
 
@@ -80,7 +82,7 @@ def test_a_gallery_holds_each_text_as_the_model_embeds_it_alone(
     assert code == 0 and f"0 texts added to {gallery}, {DOCUMENTS} were there already" in out
     code, out, _ = run("search", gallery, document(7), "--model", old_folder, "--where", "year=2001", "--top-k", 3)
     rows = [line for line in out.splitlines() if "doc-" in line]
-    assert code == 0 and len(rows) == 3 and "1.000" in rows[0]
+    assert code == 0 and len(rows) == 3 and "1.000" in rows[0] and document(7) in rows[0]
 
 
 def test_texts_are_left_out_of_the_metadata_and_columns_chosen_as_asked(run: Run, tmp_path: Path, old_folder: str) -> None:
@@ -250,3 +252,134 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
     assert not (tmp_path / "g").exists()
     code, _, err = run("upgrade", tmp_path, "--model", "m", "--words", 3)
     assert code == 2 and "--words is of texts to embed anew: name them with --backfill" in err
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+OLD = Fingerprint.from_string("old")
+
+
+@pytest.fixture(scope="module", params=["faiss", "milvus"])
+def grouped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """Return a gallery of three segments, of documents with many passages and with few, and of items without a document."""
+    folder = tmp_path_factory.mktemp("grouped")
+    made = Gallery.create(folder / "g", OLD, dim=6, milvus=str(folder / "v.db") if request.param == "milvus" else None)
+    rng = np.random.default_rng(0)
+    for segment in range(3):
+        ids = [f"{segment}-{number}" for number in range(80)]
+        named = [{"document": f"d{min(int(rng.exponential(8)), 30)}", "even": number % 2 == 0} for number in range(80)]
+        about = [None if number % 20 == 19 else each for number, each in enumerate(named)]
+        made.add(rng.normal(size=(80, 6)) + np.array([3, 0, 0, 0, 0, 0]) * (segment == 0), ids, about)
+        made.commit()
+    made.remove(["0-3", "2-70"])
+    made.commit()
+    return made
+
+
+def naive_groups(hits: list[Hit], top_k: int) -> list[tuple[str, Any]]:
+    best: list[tuple[str, Any]] = []
+    for hit in hits:
+        group = hit.metadata["document"] if hit.metadata else None
+        if group is None or group not in [known for _, known in best]:
+            best.append((hit.id, group))
+    return best[:top_k]
+
+
+@pytest.mark.parametrize("where", [None, {"even": True}, {"document": ["d0", "d1"]}, {"document": "none"}])
+@pytest.mark.parametrize("top_k", [1, 5, 25, 100])
+def test_groups_are_those_of_the_whole_ranking(
+    top_k: int, where: dict[str, Any] | None, grouped: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "HITS_AT_ONCE", 30)  # queries in several turns
+    queries = np.random.default_rng(1).normal(size=(7, 6))
+    everything = grouped.search(queries, OLD, 1000, where)
+    found = grouped.search(queries, OLD, top_k, where, group_by="document")
+    assert [[(hit.id, hit.group) for hit in hits] for hits in found] == [naive_groups(hits, top_k) for hits in everything]
+    scores = {hit.id: hit.score for hit in everything[0]}
+    assert all(hit.score == pytest.approx(scores[hit.id], abs=1e-6) for hit in found[0])
+    assert grouped.search(np.empty((0, 6)), OLD, top_k, where, group_by="document") == []
+
+
+@pytest.mark.parametrize("merge", ["raw", "standardised", "rank"])
+def test_groups_of_several_versions_make_one_ranking(
+    merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str
+) -> None:
+    old, new = load_embedder(old_folder), load_embedder(newer)
+    texts, gallery = load_originals(documents, words=4), Gallery.create(tmp_path / "g", old)
+    ingest(gallery, texts, old)
+    Backfill(gallery, texts, new, 60).run()
+    queries = new.embed(new.processor.texts(["a bear in winter", "ants at work"]), "own")
+    everything = gallery.search(queries, new.model, 1000, merge=merge)
+    found = gallery.search(queries, new.model, 9, merge=merge, group_by="document")
+    assert [[(hit.id, hit.group) for hit in hits] for hits in found] == [naive_groups(hits, 9) for hits in everything]
+    assert len({hit.version for hit in everything[0]}) == 2
+
+
+def test_where_the_nearest_items_are_of_few_groups_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(searching, "GROUPED_AT_MOST", 50)
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    progress.notice_once.cache_clear()
+    gallery = Gallery.create(tmp_path / "g", OLD, dim=2)
+    angles = np.linspace(0, 1, 100)
+    about = [{"document": number // 60, "tags": [number // 60]} for number in range(100)]
+    gallery.add(np.stack([np.cos(angles), np.sin(angles)], 1), [str(number) for number in range(100)], about)
+    gallery.commit()
+    (hits,) = gallery.search([[1.0, 0.0]], OLD, 2, group_by="document")
+    assert [hit.group for hit in hits] == [0] and "the 50 items nearest to a query have fewer than 2 values" in caplog.text
+    (hits,) = gallery.search([[1.0, 0.0]], OLD, 60, group_by="tags")  # as many as are asked for are always looked through
+    assert [hit.group for hit in hits] == [[0]]
+    (hits,) = gallery.search([[0.0, 1.0]], OLD, 2, group_by="tags")
+    assert [hit.group for hit in hits] == [[1], [0]]
+
+
+def test_the_command_and_the_pipeline_group(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
+    gallery = tmp_path / "gallery"
+    assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
+    code, out, _ = run("search", gallery, "a bear", "--model", newer, "--group-by", "document", "--top-k", 20)
+    rows = [line.split("│") for line in out.splitlines() if "#" in line]
+    assert code == 0 and len(rows) == 20 and len({cells[4].strip() for cells in rows}) == 20
+    assert all(cells[3].strip().startswith(cells[4].strip() + "#") for cells in rows) and "document: " not in out
+    code, out, _ = run("search", gallery, "a bear", "--model", newer, "--group-by", "documnt")
+    assert code == 0 and "no hit has 'documnt' in its metadata" in out
+    find = pipeline("compatible-retrieval", model=newer, gallery=str(gallery), group_by="document")
+    assert [hit.group for hit in find("a bear", top_k=20)] == [cells[4].strip() for cells in rows]
+
+
+# ------------------------------------------------------------------------------------------------------------ queries
+
+
+def test_queries_that_are_no_texts_to_search_for_are_one_line(
+    run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs.txt").write_text("[red]bears[/red] " + "sleep " * 30 + "\nants work\n")
+    assert run("build", "docs.txt", "--model", old_folder, "--out", "g")[0] == 0
+    for query, message in (
+        ("", "the query is empty"),
+        (" \n", "the query is empty"),
+        ("docs.txt", "docs.txt is a file, and no picture"),
+    ):
+        code, _, err = run("search", "g", query, "--model", old_folder)
+        assert code == 2 and err.count("\n") == 1 and message in err
+    code, out, _ = run("search", "g", "photos/bear.png", "--model", old_folder)
+    assert code == 0 and "there is no file photos/bear.png: this is searched for as a text" in out
+    code, out, _ = run("search", "g", "bears sleep " * 100, "--model", old_folder)  # no file has so long a name
+    assert code == 0 and "the query is longer than the 16 tokens" in out
+    (row,) = [line for line in out.splitlines() if "bears" in line]
+    assert "[red]bears[/red] sleep sleep" in row and " … " in row and row.count("sleep") < 15
+
+
+def test_the_pipeline_says_so_too(
+    tmp_path: Path, newer: str, old_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    progress.notice_once.cache_clear()
+    (tmp_path / "docs.txt").write_text("bears sleep\nants work\n")
+    old = load_embedder(old_folder)
+    ingest(Gallery.create(tmp_path / "g", old), load_originals(tmp_path / "docs.txt"), old)
+    find = pipeline("compatible-retrieval", model=newer, gallery=str(tmp_path / "g"))
+    with pytest.raises(XcompatError, match="the query is empty"):
+        find("  ")
+    assert len(find("bears sleep " * 100)) == 2 and "queries longer than the 16 tokens" in caplog.text

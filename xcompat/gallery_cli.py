@@ -93,6 +93,10 @@ def search(
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
     where: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Show only the best hit of each value in the metadata, such as of each document."),
+    ] = None,
     fallback: Annotated[str, typer.Option(help="The old model, asked instead where the new one is not sure.")] = "",
     fallback_below: Annotated[float | None, typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,
 ) -> None:
@@ -103,7 +107,7 @@ def search(
     if fallback_below is not None and not fallback:
         raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
     old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-    commands.search(_open(gallery), query, _load(model), top_k, where or [], old)
+    commands.search(_open(gallery), query, _load(model), top_k, where or [], old, group_by)
 
 
 @app.command()

@@ -24,6 +24,16 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "/" in rest or Path(name).exists() or bool(slash and Path(folder).is_dir())
 
 
+def is_file(text: str) -> bool:
+    """Return whether a text is the path of a file; it may be of any length, and may be no path at all.
+
+    Example:
+        >>> is_file(__file__), is_file("a red shoe " * 1000)
+        (True, False)
+    """
+    return os.path.isfile(text)  # noqa: PTH113 - Path raises for overlong names
+
+
 def model_folder(name: str | os.PathLike[str]) -> str:
     """Return where a model lies: the folder ``model`` of a run that ended with one, and any other name as it is.
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 from rich.table import Table
 
-from xcompat.data.images import open_image
+from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.schema import TEXT
+from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix
 from xcompat.distributed import barrier, is_main_process
 from xcompat.embedding import notice_cut_short
 from xcompat.errors import GenerationGoneError, XcompatError
@@ -17,6 +19,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.paths import is_file
 from xcompat.progress import console, literal
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backend import milvus_uri
@@ -35,10 +38,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.encoders.processor import Processor
+    from xcompat.retrieval.searching import Hit
     from xcompat.retrieval.versions import Model
 
 
 SHOWN = 10
+SNIPPET = 80
+"""Characters of a hit's text that are printed."""
 
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
@@ -116,7 +122,13 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
 
 
 def search(
-    gallery: Gallery, query: str, embedder: Embedder, top_k: int, where: list[str], fallback: Fallback | None = None
+    gallery: Gallery,
+    query: str,
+    embedder: Embedder,
+    top_k: int,
+    where: list[str],
+    fallback: Fallback | None = None,
+    group_by: str | None = None,
 ) -> None:
     """Print the items nearest to a text or a picture, and the query's confidence if its model has one."""
     wanted, model = dict(map(wanted_values, where)), asking(embedder)
@@ -128,18 +140,48 @@ def search(
         old = fallback.model
         old_1d = fallback.old_queries(model, gallery.manifest, embeds_1D, lambda _: old.embed(_query_batch(old.processor, query)))
         old_queries = OldQueries(old, old_1d, fallback.share)
-    hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries)[0]
-    table = Table("", "score", "id", "version", "metadata")
-    for place, hit in enumerate(hits, 1):
-        about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items())
-        table.add_row(str(place), f"{hit.score:.3f}", literal(hit.id), literal(short(hit.version)), literal(about))
-    console.print(table if hits else "nothing found")
+    hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries, group_by=group_by)[0]
+    console.print(_listed(hits, group_by) if hits else "nothing found")
+    if hits and group_by is not None and all(hit.group is None for hit in hits):
+        console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: each stands for itself")
     if hits and (confidence := hits[0].confidence) is not None:
         instead = ""
         if fallback is not None and confidence < fallback.below:
             instead = f"; {literal(fallback.model.name)} was asked instead"
         said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
         console.print(said, soft_wrap=True)
+
+
+def _listed(hits: list[Hit], group_by: str | None) -> Table:
+    """Return the table of hits: with a column for the groups, if there are any, and one for texts that were kept."""
+    with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
+    apart = {group_by, TEXT if with_text else None}
+    table = Table(
+        "", "score", "id", *([literal(group_by)] if group_by else []), "version", "metadata", *([TEXT] if with_text else [])
+    )
+    for place, hit in enumerate(hits, 1):
+        about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart)
+        cells = [
+            str(place),
+            f"{hit.score:.3f}",
+            hit.id,
+            *(["" if hit.group is None else hit.group] if group_by else []),
+            short(hit.version),
+            about,
+        ]
+        table.add_row(*map(literal, cells), *([literal(snippet((hit.metadata or {}).get(TEXT, "")))] if with_text else []))
+    return table
+
+
+def snippet(text: object) -> str:
+    r"""Return the beginning of a text in one line.
+
+    Example:
+        >>> snippet("bears sleep\n in winter"), len(snippet("a " * 1000)) == SNIPPET
+        ('bears sleep in winter', True)
+    """
+    line = " ".join(str(text).split())
+    return line if len(line) <= SNIPPET else f"{line[: SNIPPET - 2].rstrip()} …"
 
 
 def wanted_values(pair: str) -> tuple[str, list[Any]]:
@@ -163,13 +205,25 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
 
 def query_embeddings(embedder: Embedder, query: str) -> Tensor:
     """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
-    return embedder.embed(_query_batch(embedder.processor, query), "own")
+    if not query.strip():
+        raise XcompatError("the query is empty; give a text, or the path of a picture")
+    if has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
+        console.print(f"[yellow]![/] there is no file {literal(query)}: this is searched for as a text")
+    before = embedder.processor.count_truncated
+    embeds_1D = embedder.embed(_query_batch(embedder.processor, query), "own")
+    if embedder.processor.count_truncated > before:
+        longest = embedder.processor.max_length
+        console.print(f"[yellow]![/] the query is longer than the {longest} tokens that the model takes, and lost its end")
+    return embeds_1D
 
 
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
-    if Path(query).is_file():
+    if not is_file(query):
+        return processor.for_queries().texts([query])
+    try:
         return {"pixel_values": processor.images([open_image(query)])}
-    return processor.for_queries().texts([query])
+    except UnusableSampleError as error:
+        raise XcompatError(f"{query} is a file, and no picture that can be read ({error}); name a picture, or a text") from None
 
 
 def asking(embedder: Embedder) -> Model:

@@ -23,12 +23,14 @@ from xcompat.methods import METHODS
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput
+from xcompat.paths import is_file
+from xcompat.progress import notice_once
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.fetching import fetch, shown_address
 from xcompat.retrieval.gallery import Gallery
 
 TASK = "compatible-retrieval"
-_SEARCH = ("top_k", "where", "merge", "parameters")
+_SEARCH = ("top_k", "where", "merge", "parameters", "group_by")
 
 
 class Found(dict[str, Any]):
@@ -53,7 +55,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
     searched at once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
-    ``version``, ``metadata``, ``confidence``.
+    ``version``, ``metadata``, ``confidence``, ``group``.
 
     Args:
         gallery: a gallery, or its folder.
@@ -61,8 +63,8 @@ class CompatibleRetrievalPipeline(Pipeline):
             that embedded the gallery, used for the queries of which the new model is not sure.
         allow_private_addresses: whether a URL may lead to this machine or into a private network. Leave it off if strangers
             choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
-        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge`` and ``parameters`` become defaults for
-            :meth:`~xcompat.retrieval.gallery.Gallery.search`.
+        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
+            defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
     Example:
         ``find = pipeline("compatible-retrieval", model="user/model", gallery="gallery"); find("a red shoe", top_k=5)``
@@ -167,7 +169,11 @@ def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed:
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
     parts = []
     if of_texts:
-        parts.append(embed(processor.for_queries().texts(list(of_texts.values()))))
+        asked = processor.for_queries()
+        before = asked.count_truncated
+        parts.append(embed(asked.texts(list(of_texts.values()))))
+        if asked.count_truncated > before:
+            notice_once(f"queries longer than the {asked.max_length} tokens that the model takes lose their end")
     if of_images:
         parts.append(embed({"pixel_values": processor.images(list(of_images.values()))}))
     order = np.argsort([*of_texts, *of_images])
@@ -185,9 +191,11 @@ def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image
         The picture in mode RGB.
 
     Raises:
-        XcompatError: the query has another type, or its picture cannot be read.
+        XcompatError: the query is empty or has another type, or its picture cannot be read.
     """
     name, found = str(query), query
+    if isinstance(query, str) and not query.strip():
+        raise XcompatError("the query is empty; give a text, or a picture")
     try:
         if isinstance(query, np.ndarray):
             name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
@@ -195,7 +203,7 @@ def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image
             name = shown_address(query)
             found = fetch(query, allow_private_addresses)
         elif isinstance(query, str):
-            found = Path(query) if len(query) < 4096 and Path(query).is_file() else None
+            found = Path(query) if is_file(query) else None
         elif not isinstance(query, Image.Image | Path):
             raise XcompatError(f"a query is a text, a picture, an array or a path, not {type(query).__name__}")
         return None if found is None else open_image(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
+from xcompat.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.segment import Segment
@@ -24,6 +26,10 @@ Merge = Literal["raw", "standardised", "rank"]
 
 SAMPLE = 2048
 """Stored embeddings of each version from which mean and deviation of a query's scores are estimated."""
+GROUPED_HITS, GROUPED_AT_MOST = 4, 16384
+"""Hits that are looked through for each group that is asked for, and the most if they are of too few groups (Milvus's limit)."""
+HITS_AT_ONCE = 2**20
+"""Hits of several queries that are in memory at once when they are grouped."""
 _RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack et al. 2009)
 
 
@@ -36,6 +42,7 @@ class Hit(NamedTuple):
         version: the model that made the item's embedding.
         metadata: the item's metadata.
         confidence: probability that the query finds no less than the old model's own query; None if unknown.
+        group: the value of the metadata key by which hits are grouped; None if they are not, or the item has no such key.
     """
 
     id: str
@@ -43,6 +50,7 @@ class Hit(NamedTuple):
     version: Fingerprint
     metadata: dict[str, Any] | None
     confidence: float | None = None
+    group: Any = None
 
 
 class Candidates(NamedTuple):
@@ -61,6 +69,24 @@ class Candidates(NamedTuple):
     sample_QS: NDArray[np.float32] | None = None
 
 
+class Queries(NamedTuple):
+    """Queries in the space of one version.
+
+    Args:
+        version: the version.
+        embeds_Qd: (Q, d) float32, checked.
+        sample_QS: as in :class:`Candidates`.
+    """
+
+    version: VersionRecord
+    embeds_Qd: NDArray[np.float32]
+    sample_QS: NDArray[np.float32] | None = None
+
+    def of(self, rows: NDArray[np.int64]) -> Queries:
+        """Return some of the queries."""
+        return Queries(self.version, self.embeds_Qd[rows], None if self.sample_QS is None else self.sample_QS[rows])
+
+
 class Search:
     """Searches one state of a gallery; samples of its versions are cached."""
 
@@ -77,6 +103,7 @@ class Search:
         merge: Merge,
         parameters: str | None,
         old_queries: OldQueries | None,
+        group_by: str | None,
     ) -> list[list[Hit]]:
         """Search all versions; the arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
@@ -85,7 +112,7 @@ class Search:
             self._set_parameters(parameters)
         views = query_views(model, embeds_QD, self.manifest)
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
-        found = []
+        asked = []
         for version, queries_Qd in views:
             if old_queries is not None:
                 queries_Qd = old_queries.among(model, version, queries_Qd)
@@ -94,17 +121,46 @@ class Search:
                     f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
                 )
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
-            candidates = self._candidates(version, queries_Qd, top_k, where)
-            if merge == "standardised" and len(views) > 1:
-                candidates = candidates._replace(sample_QS=self._scores(queries_Qd, self._sample(version.digest)))
-            found.append(candidates)
-        if not found:
+            standardised = merge == "standardised" and len(views) > 1
+            sample_QS = self._scores(queries_Qd, self._sample(version.digest)) if standardised else None
+            asked.append(Queries(version, queries_Qd, sample_QS))
+        if not asked:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
-        hits = self._hits(*merge_candidates(found, top_k, merge))
+        hits = (
+            self._ranked(asked, top_k, where, merge) if group_by is None else self._grouped(asked, top_k, where, merge, group_by)
+        )
         if confidence_Q is None:
             return hits
         sure = zip(hits, confidence_Q.tolist(), strict=True)
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
+
+    def _ranked(self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge) -> list[list[Hit]]:
+        """Return the k best hits of each query."""
+        found = [
+            self._candidates(queries.version, queries.embeds_Qd, k, where)._replace(sample_QS=queries.sample_QS)
+            for queries in asked
+        ]
+        return self._hits(*merge_candidates(found, k, merge))
+
+    def _grouped(self, asked: list[Queries], top_k: int, where: dict[str, Any] | None, merge: Merge, key: str) -> list[list[Hit]]:
+        """Return each query's best hits of different groups: look through more and more hits until there are enough groups."""
+        best: list[list[Hit]] = [[] for _ in asked[0].embeds_Qd]
+        open_n, k, most = np.arange(len(best)), top_k, max(top_k, GROUPED_AT_MOST)
+        while len(open_n):
+            k, wanting = min(k * GROUPED_HITS, most), []
+            for part in np.array_split(open_n, -(-len(open_n) * k // HITS_AT_ONCE)):
+                found = self._ranked([queries.of(part) for queries in asked], k, where, merge)
+                for row, hits in zip(part.tolist(), found, strict=True):
+                    best[row] = best_of_groups(hits, key)[:top_k]
+                    if len(best[row]) < top_k and len(hits) == k:
+                        wanting.append(row)
+            open_n = np.array(wanting, np.int64)
+            if len(open_n) and k == most:
+                notice_once(
+                    f"the {most:,} items nearest to a query have fewer than {top_k} values of {key!r}: no more were looked at"
+                )
+                break
+        return best
 
     def _set_parameters(self, parameters: str) -> None:
         """Set the search effort of the approximate indexes; if there are none, of the exact ones, which refuse it."""
@@ -169,6 +225,30 @@ class Search:
             ]
             for columns in queries
         ]
+
+
+def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
+    """Return the first hit of each group, with its :attr:`Hit.group`; an item without the key is a group of its own.
+
+    Args:
+        hits: the best first.
+        key: of the metadata.
+
+    Example:
+        >>> about = [{"document": "a"}, {"document": "a"}, None, {"document": "b"}]
+        >>> hits = [Hit(str(row), 1.0, Fingerprint("0", "m"), each) for row, each in enumerate(about)]
+        >>> [(hit.id, hit.group) for hit in best_of_groups(hits, "document")]
+        [('0', 'a'), ('2', None), ('3', 'b')]
+    """
+    seen: set[str] = set()
+    best = []
+    for hit in hits:
+        group = (hit.metadata or {}).get(key)
+        known = json.dumps(group, sort_keys=True)  # values may be lists
+        if group is None or known not in seen:
+            seen.add(known)
+            best.append(hit._replace(group=group))
+    return best
 
 
 def merge_candidates(

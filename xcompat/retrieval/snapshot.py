@@ -91,6 +91,7 @@ class Snapshot:
         merge: Merge = "standardised",
         parameters: str | None = None,
         old_queries: OldQueries | None = None,
+        group_by: str | None = None,
     ) -> list[list[Hit]]:
         """Find the nearest items of each query, comparing it with each stored version in the view that both share.
 
@@ -102,6 +103,8 @@ class Snapshot:
             merge: how to rank hits of several versions, see :func:`~xcompat.retrieval.searching.merge_candidates`.
             parameters: search effort of approximate indexes, such as ``nprobe=32,efSearch=128``.
             old_queries: queries of the old model, used where the new model is not sure.
+            group_by: key of the metadata, such as ``document``: of each of its values only the best item is a hit, and items
+                without it are hits of their own. There are ``top_k`` hits if the 16,384 nearest items are of so many groups.
 
         Returns:
             Hits for each query, the best first.
@@ -111,7 +114,7 @@ class Snapshot:
             XcompatError: a query is zero, not finite or of another dimension, or ``top_k`` is less than 1.
         """
         with self.reading():
-            return self._search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries)
+            return self._search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries, group_by)
 
     def verify(self) -> None:
         """Compare every file with its checksum; vectors in a Milvus are counted, not compared.
