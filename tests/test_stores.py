@@ -19,6 +19,7 @@ from xcompat.cli import app
 from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.stores import Store, migration
 from xcompat.stores.migration import Mapping
@@ -375,6 +376,22 @@ def test_the_command_line_migrates(store: Store, server: str, database: Any, mod
         result = run(app, ["migrate", verb, uri, *given])
         assert result.exit_code == 0 and said in " ".join(result.stdout.split()), (verb, result.stdout, result.exception)
     assert opened(server).describe()["dim"] == NEW_DIM
+
+
+def test_the_command_line_searches(server: str, database: Any, folder_of: dict[str, str]) -> None:
+    """A text finds what its own embedding is nearest to."""
+    embedder = load_embedder(folder_of["clip"])
+    texts = [f"a thing called {word}" for word in ("cat", "dog", "bird", "shoe")]
+    found = embedder.embed(embedder.processor.texts(texts)).numpy()
+    filled(database, found, f"vector({embedder.dim})")
+    opened(server).name_model("embedding", embedder.fingerprint)
+    uri, named = server + "&table=items", ["--model", folder_of["clip"]]
+    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--top-k", "1"])
+    assert result.exit_code == 0 and "│ 2 " in result.stdout.replace("┃", "│"), result.stdout
+    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--where", "price > 90"])
+    assert "nothing found" in result.stdout
+    for given in (["--group-by", "price"], ["--where", "price > 1", "--where", "price < 3"]):
+        assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
 
 
 def test_an_address_is_shown_without_what_is_secret() -> None:

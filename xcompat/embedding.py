@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,27 +14,20 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples, iterate_images
 from xcompat.data.schema import ID, PIXEL_VALUES
-from xcompat.distributed import barrier, gather_objects, is_main_process, rank, world_size
 from xcompat.embedding_cache import (
     CacheInfo,
-    DamagedShardError,
     EmbeddingCache,
-    MissingShardError,
-    open_shard,
-    read_info,
-    write_shard,
 )
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, listed, read_json, write_json
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.progress import Waiting, notice, progress_bar, rate_of
+from xcompat.progress import Waiting, notice
 from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -54,12 +45,9 @@ __all__ = [
     "embed_in_memory",
     "embed_rows",
     "embed_texts",
-    "fill_cache",
     "images_per_batch",
     "notice_cut_short",
 ]
-Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
-"""Row numbers, and the embeddings of these rows."""
 
 
 def embed_texts(
@@ -287,100 +275,6 @@ def _embed(
     return fill_cache(info, path, embed_shards, bad)
 
 
-def fill_cache(
-    info: CacheInfo, path: Path, embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]], bad: BadSamples
-) -> EmbeddingCache:
-    """Write the shards of a cache that are missing or damaged, each as soon as its embeddings are there.
-
-    Args:
-        info: the cache.
-        path: its folder.
-        embed_shards: yields for each of some shards the batches of its rows, which are numbered from 0.
-        bad: counts what could not be read.
-
-    Returns:
-        The cache.
-    """
-    if not info.rows:
-        raise XcompatError(f"there are no {info.kind} to embed; check the data section")
-    _check_plan(path, info)
-    if is_main_process():
-        clear_leftovers(path)  # of killed processes; files of live ones stay
-    mine = _to_embed(path, info)
-    if mine:
-        _embed_shards(path, info, mine, embed_shards)
-    bad.share()  # waits until all ranks have written
-    if is_main_process() and not _is_finished(path, info):
-        write_json(path / "cache.json", asdict(info))
-    barrier()
-    return EmbeddingCache(path)
-
-
-def _to_embed(path: Path, info: CacheInfo) -> list[int]:
-    """List this process's missing or damaged shards; a notice names those that are damaged on any process."""
-    begun = not (path / "cache.json").exists()  # in an unfinished cache missing shards are no damage
-    missing, damaged = [], []
-    for shard in range(rank(), info.shards, world_size()):
-        try:
-            open_shard(path, shard, info)
-        except DamagedShardError as error:
-            missing.append(shard)
-            if not (begun and isinstance(error, MissingShardError)):
-                damaged.append(str(error))
-    for reasons in gather_objects(damaged, shared=True):
-        for reason in reasons:
-            notice(f"{reason}; this part is embedded again")
-    return missing
-
-
-def _embed_shards(
-    path: Path,
-    info: CacheInfo,
-    shards: list[int],
-    embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
-) -> None:
-    slices = [slice(shard * info.shard_rows, min((shard + 1) * info.shard_rows, info.rows)) for shard in shards]
-    total = sum(part.stop - part.start for part in slices)
-    with progress_bar() as bar, ThreadPoolExecutor(1) as writer:
-        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=total, rate="")
-        waiting = Waiting()
-        writing: Future[None] | None = None
-        for shard, part, batches in zip(shards, slices, embed_shards(slices, waiting), strict=True):
-            places, parts = [], []
-            for places_B, embeds_BD in batches:
-                places.append(places_B)
-                parts.append(embeds_BD)  # stays on its device: a GPU copies once per shard
-                rate_of(bar, task, len(places_B), info.kind, waiting)
-            if writing is not None:
-                writing.result()  # at most one shard is being written while the model goes on
-            writing = writer.submit(_write_shard, path, shard, info, part.stop - part.start, places, parts)
-        if writing is not None:
-            writing.result()
-
-
-def _is_finished(path: Path, info: CacheInfo) -> bool:
-    """Return whether ``cache.json`` exists and describes this cache."""
-    try:
-        return replace(read_info(path), name=info.name) == info
-    except XcompatError:
-        return False
-
-
-def _write_shard(
-    path: Path, shard: int, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]
-) -> None:
-    """Write one shard; rows without an embedding are NaN."""
-    embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
-    if parts:
-        embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
-    if (np.abs(embeds_ND) > np.finfo(info.dtype).max).any():
-        raise XcompatError(
-            f"{info.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of length 1 "
-            "(options.input: embedding)"
-        )
-    write_shard(path, shard, info, embeds_ND)
-
-
 def _as_fast_as_it_goes(embedder: Embedder) -> AbstractContextManager[None]:
     """Pack the weights of a float32 model on a CPU (:func:`packed_linears`); autocast computes in another precision."""
     return nullcontext() if embedder.autocast is not None else packed_linears(embedder.model)
@@ -390,25 +284,3 @@ def _sharing(embedder: Embedder) -> Encoder | None:
     """Return the encoder that shares prefixes of texts; None if it cannot, and on a GPU, which would wait for the trees."""
     encoder = embedder.model.text_encoder
     return encoder if encoder is not None and encoder.shares_prefixes and embedder.device.type == "cpu" else None
-
-
-def _check_plan(path: Path, info: CacheInfo) -> None:
-    """Refuse to continue a cache of another model or other data."""
-    written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
-    if written:
-        begun: Any = read_json(written[0])
-        wanted = asdict(info)
-        if not isinstance(begun, dict):
-            raise XcompatError(f"{written[0]} does not say what {path} holds; delete {path} and embed again")
-        different = [key for key in wanted if key != "name" and begun.get(key) != wanted[key]]
-        if different:
-            key = different[0]
-            raise XcompatError(
-                f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
-                "choose another folder or delete it"
-            )
-    elif listed(path, "shard-*.npy"):
-        raise XcompatError(f"{path} holds embeddings, and nothing that says of what; choose another folder or delete it")
-    elif is_main_process():
-        write_json(path / "plan.json", asdict(info))
-    barrier()

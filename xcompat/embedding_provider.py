@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples
-from xcompat.embedding import Batches, EmbeddingCache, fill_cache
-from xcompat.embedding_cache import CacheInfo
+from xcompat.embedding_cache import CacheInfo, EmbeddingCache
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint

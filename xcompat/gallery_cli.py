@@ -88,11 +88,14 @@ def build(
 
 @app.command()
 def search(
-    gallery: Folder,
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
     query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
-    where: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that a hit's metadata must have.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE that a hit's metadata must have; of a store, a condition in its own language."),
+    ] = None,
     group_by: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Show only the best hit of each value in the metadata, such as of each document."),
@@ -106,8 +109,15 @@ def search(
 
     if fallback_below is not None and not fallback:
         raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
+    if "://" in gallery:
+        from xcompat.stores.commands import search as search_store
+
+        if fallback or group_by is not None:
+            raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
+        search_store(gallery, query, _load(model), top_k, where or [])
+        return
     old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-    commands.search(_open(gallery), query, _load(model), top_k, where or [], old, group_by)
+    commands.search(_open(Path(gallery)), query, _load(model), top_k, where or [], old, group_by)
 
 
 @app.command()

@@ -137,11 +137,11 @@ def search(
         fallback.require(model, gallery.manifest)
     embeds_1D, old_queries = query_embeddings(embedder, query), None
     if fallback is not None:
-        old = fallback.model
-        old_1d = fallback.old_queries(model, gallery.manifest, embeds_1D, lambda _: old.embed(_query_batch(old.processor, query)))
+        old, asked = fallback.model, fallback.model.processor.for_queries()
+        old_1d = fallback.old_queries(model, gallery.manifest, embeds_1D, lambda _: old.embed(_query_batch(asked, query)))
         old_queries = OldQueries(old, old_1d, fallback.share)
     hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries, group_by=group_by)[0]
-    console.print(_listed(hits, group_by) if hits else "nothing found")
+    console.print(hit_table(hits, group_by) if hits else "nothing found")
     if hits and group_by is not None and all(hit.group is None for hit in hits):
         console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: each stands for itself")
     if hits and (confidence := hits[0].confidence) is not None:
@@ -152,7 +152,7 @@ def search(
         console.print(said, soft_wrap=True)
 
 
-def _listed(hits: list[Hit], group_by: str | None) -> Table:
+def hit_table(hits: list[Hit], group_by: str | None) -> Table:
     """Return the table of hits: with a column for the groups, if there are any, and one for texts that were kept."""
     with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
     apart = {group_by, TEXT if with_text else None}
@@ -209,17 +209,18 @@ def query_embeddings(embedder: Embedder, query: str) -> Tensor:
         raise XcompatError("the query is empty; give a text, or the path of a picture")
     if has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
         console.print(f"[yellow]![/] there is no file {literal(query)}: this is searched for as a text")
-    before = embedder.processor.count_truncated
-    embeds_1D = embedder.embed(_query_batch(embedder.processor, query), "own")
-    if embedder.processor.count_truncated > before:
-        longest = embedder.processor.max_length
+    processor = embedder.processor.for_queries()
+    before = processor.count_truncated
+    embeds_1D = embedder.embed(_query_batch(processor, query), "own")
+    if processor.count_truncated > before:
+        longest = processor.max_length
         console.print(f"[yellow]![/] the query is longer than the {longest} tokens that the model takes, and lost its end")
     return embeds_1D
 
 
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
     if not is_file(query):
-        return processor.for_queries().texts([query])
+        return processor.texts([query])
     try:
         return {"pixel_values": processor.images([open_image(query)])}
     except UnusableSampleError as error:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from rich.filesize import decimal
 from rich.table import Table
 
+import xcompat.stores
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
+from xcompat.retrieval.commands import asking, hit_table, query_embeddings
 from xcompat.stores import migration
 from xcompat.stores.base import Store
 from xcompat.stores.migration import Mapping
+
+
+def search(uri: str, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
+    """Print the items of a store that are nearest to a text or a picture; nothing is written."""
+    if len(where) > 1:
+        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
+    store = xcompat.stores.open(uri)
+    hits = store.find(query_embeddings(embedder, query), asking(embedder), top_k, where[0] if where else None)[0]
+    console.print(hit_table(hits, None) if hits else "nothing found")
 
 
 def name_model(store: Store, name: str | None) -> None:
