@@ -172,7 +172,7 @@ def test_the_next_shard_is_embedded_while_one_is_written(
             begun.set()
         return tokenize(self, texts)
 
-    monkeypatch.setattr(embedding, "_write_shard", write_late)
+    monkeypatch.setattr(cache_filling, "_write_shard", write_late)
     monkeypatch.setattr(type(embedder.processor), "tokenize", tokenize_and_tell)
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
 

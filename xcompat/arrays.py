@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError, what_failed
 
-_TOGETHER = 2048  # rows
+_TOGETHER = 256  # rows: a fault may map 2 MiB around each
 
 
 def map_array(path: Path) -> NDArray[Any]:

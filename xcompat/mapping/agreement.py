@@ -18,8 +18,8 @@ from xcompat.mapping.held_out import HeldOut, Measured, Queries
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models.old_knowledge import Rows
 
-LEARNED = 50_000
-"""Most items that a fold learns from: of 2,048 dimensions they take 400 MB of each side."""
+LEARNED = 25_000
+"""Most items that a fold learns from: of 2,048 dimensions in float32 they take 200 MB of each side."""
 SEARCHED = 10_000
 """Most held-out items that are searched."""
 FEWEST = 40

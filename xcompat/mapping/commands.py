@@ -93,11 +93,9 @@ def map_embeddings(
     require_replaceable(out, MADE_BY, overwrite, read)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        found = _pairs(old, new, out, texts)
-    pairs = found.pairs
+        pairs = (found := _pairs(old, new, out, texts)).pairs
     _require_codec(codec, pairs)
-    described = _described_old(old_model, old, found)
-    encoder = _described_new(new_model, found)
+    described, encoder = _described_old(old_model, old, found), _described_new(new_model, found)
     theirs = read_imported(start, pairs, described, encoder) if start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
@@ -107,8 +105,9 @@ def map_embeddings(
         model = fit(decided.candidate, Known(pairs, described, lines, codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        document = _document(decided, pairs, model, theirs) | {"old": described, "new": encoder or _service(new, texts)}
-        document |= {"searched_classes": searched, "seed": seed, "seconds": seconds, "run": provenance()}
+        asked = encoder or (texts.service_named(new) if texts is not None else None)
+        document = _document(decided, pairs, model, theirs) | {"old": described, "new": asked, "searched_classes": searched}
+        document |= {"seed": seed, "seconds": seconds, "run": provenance()}
         write_json(temporary / "report.json", document)
     _say(decided, out)
     return decided.beats
@@ -121,11 +120,6 @@ def _say(decided: _Decision, out: Path) -> None:
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
-
-
-def _service(new: Path, texts: Texts | None) -> dict[str, str] | None:
-    """Describe the service that embeds the queries, if one does."""
-    return {"name": str(new), "service": texts.embed_with} if texts is not None and texts.embed_with else None
 
 
 def _require_codec(codec: str | None, pairs: Paired) -> None:

@@ -57,6 +57,10 @@ class Texts:
             if value is not None and self.embed_with is None:
                 raise XcompatError(f"--{option} is about a service: name its function with --embed-with, or leave it out")
 
+    def service_named(self, name: Path) -> dict[str, str] | None:
+        """Describe the service, whose model has a name, for a report; None for a model."""
+        return {"name": str(name), "service": self.embed_with} if self.embed_with is not None else None
+
 
 @dataclass(frozen=True)
 class TextPairs:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from xcompat.arrays import rows_of
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.heads import slerp
@@ -285,7 +286,7 @@ class HeldOutCaptions(HeldOut):
 
 def _stay(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
     """Return the items' own embeddings in the searched space."""
-    return side.old_Nd[rows_Q]
+    return rows_of(side.old_Nd, rows_Q)
 
 
 def _joined(parts: Sequence[Measured]) -> Values:

@@ -79,7 +79,7 @@ class PairedEmbeddings:
 
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return the inputs of a map for some of the items: new embeddings."""
-        return (self.new_ND[rows_R],)
+        return (rows_of(self.new_ND, rows_R),)
 
 
 @dataclass(frozen=True)
