@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xcompat import embedding
+from xcompat import cache_filling
 from xcompat.data import load_pairs, load_texts
 from xcompat.embedding import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
 from xcompat.encoders.onednn import packed_linears
@@ -161,7 +161,7 @@ def test_the_next_shard_is_embedded_while_one_is_written(
     embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = embed_texts(embedder, TEXTS, tmp_path / "whole", "digest", shard_rows=5)[:]
-    begun, write, tokenize = threading.Event(), embedding._write_shard, type(embedder.processor).tokenize
+    begun, write, tokenize = threading.Event(), cache_filling._write_shard, type(embedder.processor).tokenize
 
     def write_late(*args: Any) -> None:
         assert begun.wait(60), "the second shard waits for the first to be written"
