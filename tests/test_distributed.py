@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"
 PAIRS = 28  # fills three batches of 8 and a half
 LORA = {"adapters": {"lora": {"rank": 2, "dropout": 0}, "prompts": 2}}
-SAME = ("phi", "phi_images", "pair", "shards", "direct", "parts", "scale_parts")
+SAME = ("phi", "phi_images", "pair", "shards", "texts", "direct", "parts", "scale_parts")
 STREAMS = {"stream": [8, 8, 8, 8], "stream_uneven": [5, 9, 6], "stream_one_shard": [32]}
 
 # What the command line runs, with small shards of the caches, and with a record of every batch that reaches the model.
@@ -98,9 +98,19 @@ def write_classes(folder: Path) -> str:
     return str(folder)
 
 
+def write_text_pairs(file: Path) -> str:
+    """Write queries of which several have the same passage, and mined negatives that are others' passages."""
+    rows = [{"query": f"is it {n}", "passage": f"{n % 9} it is", "negatives": [f"{(n + 1) % 9} it is"]} for n in range(PAIRS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     (folder / "texts.txt").write_text("\n".join(f"dog {number}" for number in range(60)) + "\n")
     pair: dict[str, Any] = {"method": "xbt", "projection": "stage:phi", "options": LORA, "evaluation": None}
+    source = {"path": write_text_pairs(folder / "text_pairs.jsonl"), "negative_column": "negatives"}
+    texts: dict[str, Any] = {"options": {"adapters": {"lora": LORA["adapters"]["lora"]}}}
+    texts["data"] = {"pairs": None, "text_pairs": source}
     stages: list[dict[str, Any]] = [
         {"name": "phi", "method": "projection", "options": {"noise_std": 0}},
         {
@@ -114,6 +124,8 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
         {**pair, "name": "shards", "data": {"pairs": {"path": write_shards(folder / "shards", [8, 8, 8, 4])}}},
         {"name": "direct", "method": "direct", "options": LORA, "evaluation": None},
         {**pair, "name": "parts", "mini_batch_size": 2},
+        {**pair, **texts, "name": "texts"},
+        {**pair, **texts, "name": "texts_parts", "mini_batch_size": 2},
         {"name": "chosen", "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
         {"name": "remembering", "method": "projection", "options": {"noise_std": 0}, "memory": "pairs", "evaluation": None},
         {
@@ -198,7 +210,7 @@ def test_losses_and_weights_are_those_of_one_process(name: str, runs: tuple[Path
     assert_equal_weights(weights(runs[1], name), weights(runs[0], name))
 
 
-@pytest.mark.parametrize(("whole", "parts"), [("pair", "parts"), ("scale", "scale_parts")])
+@pytest.mark.parametrize(("whole", "parts"), [("pair", "parts"), ("texts", "texts_parts"), ("scale", "scale_parts")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_mini_batches_give_the_weights_of_whole_batches(whole: str, parts: str, ranks: int, runs: tuple[Path, Path]) -> None:
     run = runs[ranks - 1]

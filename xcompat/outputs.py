@@ -21,6 +21,8 @@ class CompatOutput(ModelOutput):
         image_embeds: (B, d) what the loss compares for the images, L2-normalised; None without images. Of a map that is given
             images in place of embeddings, what its encoder makes of them.
         text_embeds: (B, d) the same for the texts; None without texts.
+        passage_embeds: (B, d) the same for passages, which stand where images do when texts search texts; None without passages.
+        negative_embeds: (B, d) the same for passages that were mined as negatives; None without them.
         features: (B, D) embeddings of the images before normalisation, where the loss reads them.
         logits_per_image: (B, T) scaled cosines of every image with every text; None unless asked for, as in zero-shot use.
     """
@@ -28,5 +30,14 @@ class CompatOutput(ModelOutput):
     loss: Tensor | None = None
     image_embeds: Tensor | None = None
     text_embeds: Tensor | None = None
+    passage_embeds: Tensor | None = None
+    negative_embeds: Tensor | None = None
     features: Tensor | None = None
     logits_per_image: Tensor | None = None
+
+    @property
+    def searched(self) -> Tensor:
+        """Return the embeddings of what texts search: passages, or images."""
+        embeds = self.passage_embeds if self.passage_embeds is not None else self.image_embeds
+        assert embeds is not None
+        return embeds

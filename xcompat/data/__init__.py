@@ -12,6 +12,7 @@ from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, st
 from xcompat.data.problems import BadSamples
 from xcompat.data.scenarios import Subset, old_and_new_rows, select
 from xcompat.data.sources import PairSource
+from xcompat.data.text_pairs import TextPairCollator, TextPairDataset, TextPairSource, load_text_pairs
 from xcompat.data.texts import TextSource, load_items_of_text, passages
 from xcompat.data.transforms import Augmentation, build_transform
 
@@ -27,6 +28,9 @@ __all__ = [
     "PairDataset",
     "PairSource",
     "Subset",
+    "TextPairCollator",
+    "TextPairDataset",
+    "TextPairSource",
     "TextSource",
     "UnusableSampleError",
     "build_transform",
@@ -38,6 +42,7 @@ __all__ = [
     "load_items_of_text",
     "load_labelled",
     "load_pairs",
+    "load_text_pairs",
     "load_texts",
     "old_and_new_rows",
     "open_image",

@@ -69,7 +69,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         self.seed = seed
         self.bad = bad or BadSamples(total=len(dataset))
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
-        self._rows_of_id = _rows_of_ids(self.dataset) if one_per_id else None
+        self._rows_of_id = rows_of_ids(self.dataset) if one_per_id else None
         self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
         n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
         for extra, rows in ((self.image_extra, len(dataset)), (self.caption_extra, n_captions)):
@@ -123,7 +123,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         raise XcompatError(f"none of {len(self.dataset)} samples can be used; check the data set")
 
 
-def _rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
+def rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
     """List the rows of each id, ids in sorted order."""
     if ID not in dataset.column_names:
         raise XcompatError(f"one_per_id needs the column {ID!r}; set id_column")

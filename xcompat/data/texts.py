@@ -86,13 +86,13 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
     import pyarrow as pa
 
     source = source if isinstance(source, TextSource) else TextSource(path=str(source))
-    raw, files = _opened(source)
+    raw, files = open_rows(source)
     features = datasets.Features({name: datasets.Value("string") for name in (ID, TEXT, METADATA)})
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         record |= {"documents": 0, "items": 0, "empty": []}
         seen = Seen()
-        for items in _in_batches(_items(_rows(raw, files), source, record)):
+        for items in _in_batches(_items(rows_of(raw, files), source, record)):
             _require_new([item[ID] for item in items], seen, source)
             record["items"] += len(items)
             yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
@@ -127,8 +127,18 @@ def passages(text: str, words: int, overlap: int = 0) -> list[str]:
     return [text[part[0][0] : part[-1][1]] for part in parts if part]
 
 
-def _opened(source: TextSource) -> tuple[datasets.Dataset | None, list[Path]]:
-    """Return a data set of the library, or files."""
+def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
+    """Find the rows of a source.
+
+    Args:
+        source: the source.
+
+    Returns:
+        A data set of the library, or files, for :func:`rows_of`.
+
+    Raises:
+        XcompatError: there is none.
+    """
     paths = local_files(source.path)
     if paths is None or (len(paths) == 1 and is_saved_dataset(paths[0])):
         raw: Any = load_raw(source, paths or [])
@@ -140,7 +150,8 @@ def _opened(source: TextSource) -> tuple[datasets.Dataset | None, list[Path]]:
     return None, files
 
 
-def _rows(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
+def rows_of(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of what :func:`open_rows` found, each with its place for messages."""
     if raw is not None:
         yield from ((f"row {number}", dict(row)) for number, row in enumerate(raw))
     for file in files:

@@ -253,6 +253,12 @@ class Encoder(nn.Module, EmbedsBatches):
             if id(parameter) not in texts and not name.startswith(beside) and not any(word in name for word in self.unused)
         ]
 
+    def freeze_images(self) -> None:
+        """Freeze what embeds images, adapters included, where texts alone are learned from; the text tower stays as it is."""
+        if "image" in self.towers:
+            for parameter in self.image_parameters():
+                parameter.requires_grad_(False)
+
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
         """Compute with the original weights alone, bit for bit, inside the block."""

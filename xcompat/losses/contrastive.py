@@ -11,7 +11,14 @@ from xcompat.errors import XcompatError
 from xcompat.losses.classification import loss_dtype, mean_of_known
 
 
-def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> Tensor:
+def clip_contrastive_loss(
+    a_BD: Tensor,
+    b_BD: Tensor,
+    scale: Tensor | float,
+    items_B: Tensor | None = None,
+    mined_BD: Tensor | None = None,
+    mined_items_B: Tensor | None = None,
+) -> Tensor:
     """Symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in xbt.txt Eqns. 3 and 5).
 
     Each rank computes its own B rows and B columns against the whole batch. Embeddings are gathered with gradients, and
@@ -22,6 +29,10 @@ def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> 
         a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
         b_BD: their partners, (B, D).
         scale: factor on the cosine similarities (CLIP's exponentiated logit scale).
+        items_B: (B,) int64, equal for rows of ``b_BD`` that are one item: these are no negatives of each other's partners. None
+            if every row is another item.
+        mined_BD: rows that ``a_BD`` searches beside ``b_BD``: negatives alone, and of all ranks.
+        mined_items_B: (B,) int64 items of these rows; one that is a row's own item is not among its negatives.
 
     Returns:
         Scalar, in nats.
@@ -38,8 +49,16 @@ def clip_contrastive_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float) -> 
     all_a_GD, all_b_GD = gather_with_grad(a_BD), gather_with_grad(b_BD)
     owners_B = _owners(a_BD)
     with torch.autocast(a_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/16 at scale 14
-        a_to_b = F.cross_entropy(scale * a_BD @ all_b_GD.T, owners_B)
-        b_to_a = F.cross_entropy(scale * b_BD @ all_a_GD.T, owners_B)
+        a_to_b_BG, b_to_a_BG = scale * a_BD @ all_b_GD.T, scale * b_BD @ all_a_GD.T
+        if items_B is not None:
+            twice_BG = (items_B[:, None] == gather_with_grad(items_B)).scatter(1, owners_B[:, None], False)
+            a_to_b_BG, b_to_a_BG = (logits.masked_fill(twice_BG, -torch.inf) for logits in (a_to_b_BG, b_to_a_BG))
+        if mined_BD is not None:
+            mined_BM = scale * a_BD @ gather_with_grad(mined_BD).T
+            if items_B is not None and mined_items_B is not None:
+                mined_BM = mined_BM.masked_fill(items_B[:, None] == gather_with_grad(mined_items_B), -torch.inf)
+            a_to_b_BG = torch.cat([a_to_b_BG, mined_BM], dim=1)
+        a_to_b, b_to_a = F.cross_entropy(a_to_b_BG, owners_B), F.cross_entropy(b_to_a_BG, owners_B)
     return _global_value((a_to_b + b_to_a) / 2)
 
 

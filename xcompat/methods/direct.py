@@ -29,5 +29,6 @@ class DirectModel(ProjectedModel):
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         scale = self.config.logit_scale
-        of_images = clip_contrastive_loss(output["image_embeds"], batch["old_text_embeds"], scale)
-        return of_images + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale)
+        items_B = batch.get("passage_ids")
+        of_searched = clip_contrastive_loss(batch["old_text_embeds"], output.searched, scale, items_B)
+        return of_searched + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale, items_B)

@@ -14,9 +14,11 @@ from typing_extensions import override
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import record_model
 from xcompat.errors import XcompatError
-from xcompat.losses import clip_contrastive_loss, siglip_loss
+from xcompat.losses import siglip_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.learning import PASSAGES
+from xcompat.models.pair_contrast import pair_contrast
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -54,6 +56,7 @@ class IndependentModel(ClassifiedModel):
 
     config_class = IndependentConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    columns_if_known = PASSAGES
     loss_of_embeddings = True
     compares_with_old = False
     citation = "Radford et al., Learning transferable visual models from natural language supervision, ICML 2021"
@@ -91,7 +94,7 @@ class IndependentModel(ClassifiedModel):
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         """Return the classification loss, or without classes the contrastive loss of images and texts."""
         if self.config.classes is None:
-            return self._contrast(output["image_embeds"], output["text_embeds"])
+            return self._contrast(output, batch)
         if not isinstance(output, MixedOutput):
             return super().loss(output, batch)
         # L = λ·CE(W, f, y) + (1 − λ)·CE(W, f, y'), f of λx + (1 − λ)x', λ ~ Beta(α, α) (Zhang et al. 2018, mixup)
@@ -99,16 +102,18 @@ class IndependentModel(ClassifiedModel):
         own, other = (self.classification_loss(output["features"], wanted) for wanted in (labels_B, other_B))
         return share * own + (1 - share) * other
 
-    def _contrast(self, image_embeds: Tensor, text_embeds: Tensor) -> Tensor:
+    def _contrast(self, output: CompatOutput, batch: Batch) -> Tensor:
         """Return the loss of the encoder's family: sigmoid if it has a logit bias (SigLIP), else softmax."""
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         bias = getattr(self.encoder.model, "logit_bias", None)
         if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none
-            return clip_contrastive_loss(image_embeds, text_embeds, self.config.logit_scale)
+            return pair_contrast(output, batch, self.config.logit_scale)
+        if bias is not None and output.passage_embeds is not None:
+            raise XcompatError("SigLIP's loss is one of images with texts; take another encoder for data.text_pairs")
         if bias is not None:
-            return siglip_loss(image_embeds, text_embeds, log_scale.exp(), bias)
+            return siglip_loss(output["image_embeds"], output["text_embeds"], log_scale.exp(), bias)
         # CLIP clips the scale at 100, so that one batch cannot make the logits explode
-        return clip_contrastive_loss(image_embeds, text_embeds, log_scale.clamp(max=math.log(100)).exp())
+        return pair_contrast(output, batch, log_scale.clamp(max=math.log(100)).exp())
 
     def export(self, folder: str | Path) -> None:
         """Write an image-text encoder in its own library's format; a classified model with its projection and classifier."""

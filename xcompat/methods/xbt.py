@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.losses import clip_contrastive_loss
+from xcompat.models.pair_contrast import pair_contrast
 from xcompat.models.projected import ProjectedConfig, ProjectedModel, TrainedPart
 from xcompat.outputs import Batch, CompatOutput
 
@@ -35,4 +35,4 @@ class XbtModel(ProjectedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        return clip_contrastive_loss(output["image_embeds"], output["text_embeds"], self.config.logit_scale)
+        return pair_contrast(output, batch, self.config.logit_scale)

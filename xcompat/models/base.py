@@ -208,13 +208,15 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     def embed_inputs(self, batch: Batch) -> CompatOutput:
         """Embed images and texts as :meth:`embed_images` and :meth:`embed_texts` do (see :meth:`LearningModel.embed_inputs`)."""
-        images, texts = batch.get("pixel_values"), batch.get("input_ids")
-        if images is None and texts is None:
+        # images first: the draws of dropout are in this order
+        kinds = {"text_embeds": "", "passage_embeds": "passage_", "negative_embeds": "negative_"}
+        embeds = {"image_embeds": self.embed_images(batch["pixel_values"])} if "pixel_values" in batch else {}
+        for name, kind in kinds.items():
+            if f"{kind}input_ids" in batch:
+                embeds[name] = self.embed_texts(batch[f"{kind}input_ids"], batch.get(f"{kind}attention_mask"))
+        if not embeds:
             self.require_columns(batch, self.embedded)
-        return CompatOutput(
-            image_embeds=self.embed_images(images) if images is not None else None,
-            text_embeds=self.embed_texts(texts, batch.get("attention_mask")) if texts is not None else None,
-        )
+        return CompatOutput(**embeds)
 
     @property
     def embed_layers(self) -> Iterable[nn.Module] | None:

@@ -15,6 +15,16 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput
 
+PASSAGES = (
+    "passage_input_ids",
+    "passage_attention_mask",
+    "passage_ids",
+    "negative_input_ids",
+    "negative_attention_mask",
+    "negative_ids",
+)
+"""Columns of a batch of texts that search texts; those that stand in place of ``pixel_values``."""
+
 
 class LearningModel(SpacesModel):
     """A model that can be trained: a method says in ``columns`` what it learns from, and writes ``loss``."""
@@ -168,7 +178,7 @@ class LearningModel(SpacesModel):
         batch = {name: column for name, column in given.items() if column is not None}
         wanted = self._learns_from(batch) if return_loss is None else return_loss
         if wanted:
-            self.require_columns(batch, self.columns)
+            self.require_columns(batch, self.columns_of(batch))
         has_no_source = self.embeds_in_memory and batch.keys().isdisjoint(self.embedded)  # pictures and texts, given to a map
         output = self.embed_inputs(batch) if has_no_source else self.embed_batch(batch)
         if wanted:
@@ -214,6 +224,11 @@ class LearningModel(SpacesModel):
             Scalar.
         """
         raise TypeError(f"{type(self).__name__} is not trained")
+
+    def columns_of(self, batch: Batch) -> list[str]:
+        """Return the columns that the loss of a batch needs: passages in place of images, if the batch holds passages."""
+        passages = PASSAGES[0]
+        return [passages if name == "pixel_values" and passages in batch else name for name in self.columns]
 
     def require_columns(self, batch: Batch, names: Iterable[str]) -> None:
         """Refuse a batch that lacks columns.

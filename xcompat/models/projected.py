@@ -13,6 +13,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
+from xcompat.models.learning import PASSAGES
 from xcompat.outputs import Batch, CompatOutput
 
 TrainedPart = Literal["none", "layer_norm", "all"]
@@ -61,6 +62,7 @@ class ProjectedModel(PhiModel):
     config_class = ProjectedConfig
     encoder: Encoder
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
+    columns_if_known = PASSAGES
     loss_of_embeddings = True
 
     def set_trainable(self) -> None:

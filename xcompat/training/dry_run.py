@@ -122,6 +122,8 @@ def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         data.pop(key, None)
     if data.get("judged_texts"):
         data["judged_texts"] = _tiny_judgements(folder)
+    if data.get("text_pairs"):
+        data["text_pairs"] = _tiny_text_pairs(folder, data["text_pairs"])
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
     data.pop("zero_shot", None)
@@ -160,6 +162,15 @@ def _tiny_judgements(folder: Path) -> dict[str, Any]:
     qrels = folder / "qrels.txt"
     qrels.write_text("".join(f"{row} 0 {row} 1\n" for row in range(PAIRS)), encoding="utf-8")
     return {name: {"path": str(folder / f"{name}.jsonl")} for name in named} | {"qrels": str(qrels)}
+
+
+def _tiny_text_pairs(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
+    """Write queries with passages, negatives if the recipe names some, and ids."""
+    file = folder / "text_pairs.jsonl"
+    rows = [{"query": f"cow {row}", "passage": f"hen {row}", "negatives": f"fox {row}", "id": str(row)} for row in range(PAIRS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    columns = {"negative_column": "negatives", "id_column": "id"}
+    return {"path": str(file)} | {key: name for key, name in columns.items() if named.get(key) is not None}
 
 
 def _tiny_texts(folder: Path) -> str:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import set_seed
 
-from xcompat.data import load_pairs
-from xcompat.data.schema import OLD_EMBEDS, SECOND_PIXEL_VALUES
+from xcompat.data import TextPairCollator, TextPairDataset, TextPairSource, flatten_captions, load_pairs, load_text_pairs
+from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY, SECOND_PIXEL_VALUES
+from xcompat.embedding import EmbeddingCache
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
-from xcompat.training.overlap import warn_of_shared_captions
+from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.stage import Stage, StageModels
-from xcompat.training.trainer import pair_data
-
-if TYPE_CHECKING:
-    from xcompat.training.trainer import Data
+from xcompat.training.trainer import Data, pair_data
 
 
 def pair_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
@@ -27,6 +25,8 @@ def pair_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
         XcompatError: the recipe names no pairs, no new encoder, or no φ to start from.
     """
     settings, models, data = stage.settings, stage.models, stage.data
+    if settings.data.text_pairs is not None:
+        return _text_model_and_data(stage, settings.data.text_pairs)
     source = settings.data.pairs
     if source is None:
         raise XcompatError(
@@ -36,15 +36,33 @@ def pair_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     model = _model(stage)
     pairs = load_pairs(source)
     if not source.streaming:
-        warn_of_shared_captions(data, pairs, "data.pairs")
+        warn_of_shared_texts(data, flatten_captions(pairs)[0], "data.pairs")
     two_views = SECOND_PIXEL_VALUES in model.columns
     return model, pair_data(settings.data, pairs, model.processor, stage.seed, old_caches, two_views)
 
 
 def fill_pair_caches(stage: Stage, role: str) -> None:
-    """Embed images and captions with the old model, if the method reads its embeddings."""
+    """Embed images and captions, or passages and queries, with the old model, if the method reads its embeddings."""
     if role == "old" and OLD_EMBEDS in stage.models.method.columns:
-        stage.data.pair_caches(stage.models.embedder(role))
+        old, source = stage.models.embedder(role), stage.settings.data.text_pairs
+        if source is None:
+            stage.data.pair_caches(old)
+        else:
+            stage.data.text_pair_caches(old, load_text_pairs(source))
+
+
+def _text_model_and_data(stage: Stage, source: TextPairSource) -> tuple[CompatModel, Data]:
+    """Return a stage's model and its queries with passages."""
+    pairs, data, models = load_text_pairs(source), stage.data, stage.models
+    extra: dict[str, EmbeddingCache] = {}
+    if OLD_EMBEDS in models.method.columns:
+        extra = dict(zip((OLD_EMBEDS, OLD_TEXT_EMBEDS), data.text_pair_caches(models.embedder("old"), pairs), strict=True))
+    model = _model(stage)
+    assert model.encoder is not None
+    model.encoder.freeze_images()
+    warn_of_shared_texts(data, [*pairs[QUERY], *pairs[PASSAGE]], "data.text_pairs")
+    dataset = TextPairDataset(pairs, extra=extra, one_per_id=stage.settings.data.one_per_id, seed=stage.seed)
+    return model, Data(dataset, TextPairCollator(model.processor))
 
 
 def _model(stage: Stage) -> CompatModel:

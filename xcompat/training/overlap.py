@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from xcompat.data import flatten_captions
 from xcompat.data.corpora import normalise
 from xcompat.data.overlap import shared_images
 from xcompat.distributed import is_main_process
 from xcompat.progress import notice
 from xcompat.training.evaluation_sets import judged_images
 from xcompat.training.stage import StageData
-
-if TYPE_CHECKING:
-    import datasets
 
 
 def warn_of_shared_images(data: StageData) -> None:
@@ -25,16 +21,16 @@ def warn_of_shared_images(data: StageData) -> None:
             notice(f"{shared} of {len(searched)} images of data.{key} are in data.images too: the result will flatter the model")
 
 
-def warn_of_shared_captions(data: StageData, pairs: datasets.Dataset, key: str) -> None:
-    """Warn if texts of the test set are also training captions; text corpora leave them out.
+def warn_of_shared_texts(data: StageData, texts: Iterable[str], key: str) -> None:
+    """Warn if texts of the test set are also learned from; text corpora leave them out.
 
     Args:
         data: the stage's data.
-        pairs: its training pairs.
+        texts: its training captions, or queries and passages.
         key: their key in the recipe.
     """
     test = {normalise(text) for text in data.test_texts()}
-    shared = test & {normalise(text) for text in flatten_captions(pairs)[0]} if test else set()
+    shared = test & {normalise(text) for text in texts} if test else set()
     if shared:
         of = "texts of data.judged_texts" if data.settings.data.judged_texts is not None else "captions of data.test"
         notice(f"{len(shared)} of {len(test)} {of} are in {key} too: the result will flatter the model")

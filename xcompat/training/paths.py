@@ -82,7 +82,8 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
 
 def _judged(data: DataSettings) -> DataSettings:
     """Return the data section without training data."""
-    return data.model_copy(update={"pairs": None, "remembered": None, "texts": [], "images": None, "subset": None})
+    learned_from = ("pairs", "text_pairs", "remembered", "images", "subset")
+    return data.model_copy(update={**dict.fromkeys(learned_from), "texts": []})
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
         yield f"texts.{number}", source
     if data.zero_shot is not None:
         yield "zero_shot.images", data.zero_shot.images
-    for key in ("pairs", "remembered", "images", "test", "queries", "gallery"):
+    for key in ("pairs", "text_pairs", "remembered", "images", "test", "queries", "gallery"):
         if (source := getattr(data, key)) is not None:
             yield key, source
     if data.judged_texts is not None:

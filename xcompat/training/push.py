@@ -31,7 +31,7 @@ from xcompat.training.yaml_files import read_yaml
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
 HELD_OUT = "what was held out of its training set"
-_PARTS = ("images", "pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
+_PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
 
 class _Pushed(NamedTuple):

@@ -23,7 +23,7 @@ from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
 from xcompat.progress import console, literal, notice
 from xcompat.training.caches import cached_captions, cached_images
-from xcompat.training.overlap import warn_of_shared_captions
+from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.stage import Stage, StageData, StageModels
 
@@ -151,7 +151,7 @@ def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
     assert source is not None
     pairs = load_pairs(source)
     if stage.settings.data.remembered is not None:  # for data.pairs, training has warned already
-        warn_of_shared_captions(stage.data, pairs, "data.remembered")
+        warn_of_shared_texts(stage.data, flatten_captions(pairs)[0], "data.remembered")
     texts, text_ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = grouped(pairs[ID], text_ids, texts)
     _, rows_M = np.unique(texts, return_index=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextSource
+from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextPairSource, TextSource
 
 
 class Section(BaseModel):
@@ -48,6 +48,7 @@ class DataSettings(Section):
 
     Args:
         pairs: images with captions.
+        text_pairs: queries with the passages that answer them, in place of ``pairs``, for methods that learn from both.
         texts: text-only corpora for pretraining φ and for maps; texts of ``test`` and ``judged_texts`` are always left out.
         texts_limit: use the first so many texts.
         remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
@@ -70,6 +71,7 @@ class DataSettings(Section):
     """
 
     pairs: PairSource | None = None
+    text_pairs: TextPairSource | None = None
     texts: list[CorpusSource | PairSource] = []
     texts_limit: int | None = Field(None, ge=1)
     remembered: PairSource | None = None
@@ -92,6 +94,16 @@ class DataSettings(Section):
     def tests(self) -> bool:
         """Return whether there is a test set."""
         return self.test is not None or self.queries is not None or self.judged_texts is not None
+
+    @model_validator(mode="after")
+    def _one_kind_of_pairs(self) -> DataSettings:
+        if self.text_pairs is None:
+            return self
+        if self.pairs is not None:
+            raise ValueError("text_pairs and pairs are two training sets, and a stage learns from one; leave one out")
+        if self.one_per_id and self.text_pairs.id_column is None:
+            raise ValueError("one_per_id: text_pairs names no id_column; set it, or leave one_per_id out")
+        return self
 
     @model_validator(mode="after")
     def _one_test_set(self) -> DataSettings:

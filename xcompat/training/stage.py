@@ -6,10 +6,12 @@ import hashlib
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from xcompat.data import LabelledImages, flatten_captions, load_labelled, load_pairs, load_texts, select
+from xcompat.data.schema import PASSAGE, QUERY
 from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
@@ -30,6 +32,9 @@ from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
+
+if TYPE_CHECKING:
+    import datasets
 
 STORED_ROLES = ("old", "side_info", "new_side_info")
 """Roles in which stored embeddings can replace the model."""
@@ -251,6 +256,11 @@ class StageData:
         pairs = load_pairs(source)
         captions, _ = flatten_captions(pairs)
         return cached_images(old, pairs, self.cache_dir, source.max_bad_share), cached_captions(old, captions, self.cache_dir)
+
+    def text_pair_caches(self, old: Embedder, pairs: datasets.Dataset) -> tuple[EmbeddingCache, EmbeddingCache]:
+        """Embed the passages of text pairs, and their queries as queries."""
+        passages = cached_captions(old, pairs[PASSAGE][:], self.cache_dir)
+        return passages, cached_captions(old.for_queries(), pairs[QUERY][:], self.cache_dir)
 
 
 class Stage:

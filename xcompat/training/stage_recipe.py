@@ -12,6 +12,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
+from xcompat.models.learning import PASSAGES
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
 
@@ -222,6 +223,22 @@ class StageRecipe(Section):
             )
         if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
             raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _text_pairs_are_read(self) -> StageRecipe:
+        pairs, method = self.data.text_pairs, method_class(self.method)
+        if pairs is None or method.embeds_in_memory:
+            return self
+        if not set(PASSAGES) <= set(method.columns_if_known):
+            raise ValueError(f"data.text_pairs: method {self.method} does not learn from texts that search texts; leave them out")
+        if pairs.negative_column is not None and "old_embeds" in method.columns:
+            raise ValueError(
+                f"data.text_pairs: method {self.method} compares with old embeddings of the pairs, of which negatives have none; "
+                "leave negative_column out"
+            )
+        if (self.options.get("adapters") or {}).get("prompts"):
+            raise ValueError("options.adapters.prompts are of images, and data.text_pairs has none; leave prompts out")
         return self
 
     @model_validator(mode="after")

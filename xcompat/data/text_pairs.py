@@ -1,0 +1,207 @@
+"""Pairs of texts: queries with the passages that answer them, and perhaps mined negatives, for training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
+from xcompat.data.pairs import RowArray, rows_of_ids
+from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, pick_column
+from xcompat.data.sources import DataSource
+from xcompat.data.texts import open_rows, rows_of
+from xcompat.errors import XcompatError
+from xcompat.progress import notice
+
+if TYPE_CHECKING:
+    import datasets
+
+    from xcompat.encoders.processor import Processor
+
+QUERY_COLUMNS = (QUERY, "question", "anchor", "claim", "sentence1")
+PASSAGE_COLUMNS = (PASSAGE, "positive", "answer", "document", "context", "text", "sentence2")
+
+
+class TextPairSource(DataSource):
+    """A source of queries with their passages, with the fields of :class:`DataSource` and these.
+
+    Files are JSON lines, CSV, TSV or Parquet. Columns that are not named are found by their usual names.
+
+    Args:
+        query_column: the column with the query.
+        passage_column: the column with the passage that answers it.
+        negative_column: the column with mined negatives, one text or a list; each query gets one of its own in every epoch.
+        id_column: the column with the id of what a pair is about, for ``one_per_id``.
+        limit: number of pairs to use, the first ones.
+    """
+
+    query_column: str | None = None
+    passage_column: str | None = None
+    negative_column: str | None = None
+    id_column: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+
+
+def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
+    """Load queries with their passages.
+
+    Rows that lack a text are left out, and a message counts them.
+
+    Args:
+        source: what to load.
+
+    Returns:
+        A memory-mapped data set with the columns ``query``, ``passage``, ``negatives`` (a list, empty unless a column is named)
+        and, if a column is named, ``id``.
+
+    Raises:
+        XcompatError: something is missing, empty or damaged, or a column is not there.
+    """
+    import datasets
+
+    raw, files = open_rows(source)
+    text = datasets.Value("string")
+    features = datasets.Features({QUERY: text, PASSAGE: text, NEGATIVES: datasets.List(text)})
+    if source.id_column is not None:
+        features[ID] = text
+
+    def build(record: dict[str, Any]) -> Iterator[Any]:
+        record |= {"read": 0, "kept": 0, "lacking": []}
+        yield from rows_to_batches(_pairs(rows_of(raw, files), source, record), features.arrow_schema)
+        if not record["kept"]:
+            raise XcompatError(f"{source.path} holds no pair of texts; it needs a query and a passage in each row")
+
+    key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
+    dataset, record = cached_dataset("text_pairs", key, features, build)
+    if lacking := record["lacking"]:
+        notice(f"{len(lacking):,} of {record['read']:,} rows lack a text and are left out, such as {lacking[0]}")
+    return dataset
+
+
+def _pairs(
+    rows: Iterator[tuple[str, dict[str, Any]]], source: TextPairSource, record: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    for where, row in rows:
+        if record["read"] == source.limit:
+            return
+        record["read"] += 1
+        columns = list(row)
+        query = pick_column(source.query_column, QUERY_COLUMNS, columns, "query_column", where)
+        passage = pick_column(source.passage_column, PASSAGE_COLUMNS, columns, "passage_column", where)
+        pair: dict[str, Any] = {
+            QUERY: _text(row[query], query, where),
+            PASSAGE: _text(row[passage], passage, where),
+            NEGATIVES: [],
+        }
+        if source.negative_column is not None:
+            pick_column(source.negative_column, (), columns, "negative_column", where)
+            pair[NEGATIVES] = [text for text in captions_of(row[source.negative_column]) if text != pair[PASSAGE]]
+        if source.id_column is not None:
+            pair[ID] = str(row[pick_column(source.id_column, (), columns, "id_column", where)])
+        if not (pair[QUERY] and pair[PASSAGE] and (pair[NEGATIVES] or source.negative_column is None)):
+            record["lacking"].append(where)
+            continue
+        record["kept"] += 1
+        yield pair
+
+
+def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
+    if value is not None and not isinstance(value, str):
+        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, which is no text; name another column")
+    return (value or "").strip()
+
+
+class TextPairDataset(Dataset[dict[str, Any]]):
+    """Queries with a passage and perhaps a mined negative each.
+
+    The negative of a sample (and, with ``one_per_id``, its row) depends only on seed, epoch and index, so a resumed run and any
+    number of workers and processes draw the same. ``accelerate`` and the Trainer call :meth:`set_epoch`.
+
+    Args:
+        dataset: as :func:`load_text_pairs` returns it.
+        extra: more columns, one row for each row of ``dataset``, such as embeddings of the old model.
+        one_per_id: whether an index stands for an id, of whose rows one is drawn.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, dataset: datasets.Dataset, *, extra: Mapping[str, RowArray] | None = None, one_per_id: bool = False, seed: int = 0
+    ) -> None:
+        self.dataset, self.extra, self.seed = dataset, dict(extra or {}), seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
+        self._rows_of_id = rows_of_ids(dataset) if one_per_id else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose negatives are drawn next."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of ids."""
+        return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``{query: str, passage: str, negatives: list of none or one, ...}``."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the items of a batch with one read; a data loader calls this."""
+        draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
+        rows = list(indices)
+        if self._rows_of_id is not None:
+            rows = [int(draw.choice(self._rows_of_id[index])) for draw, index in zip(draws, indices, strict=True)]
+        columns = self.dataset[rows]
+        items = []
+        for place, draw in enumerate(draws):
+            negatives = columns[NEGATIVES][place]
+            drawn = [negatives[int(draw.integers(len(negatives)))]] if negatives else []
+            items.append({QUERY: columns[QUERY][place], PASSAGE: columns[PASSAGE][place], NEGATIVES: drawn})
+        for name, array in self.extra.items():
+            for item, values in zip(items, array[np.array(rows, dtype=np.int64)], strict=True):
+                item[name] = values
+        return items
+
+
+class TextPairCollator:
+    """Tokenise and stack samples of a :class:`TextPairDataset`.
+
+    Args:
+        processor: the model's own preprocessing; its prompt of queries is put before queries alone.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self.asking, self.answering = processor.for_queries(), processor
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Make a batch.
+
+        Args:
+            items: B samples.
+
+        Returns:
+            Of queries ``input_ids`` (B, L), of passages ``passage_input_ids``, perhaps of negatives ``negative_input_ids``, each
+            with a mask where the model takes one; ``passage_ids`` and ``negative_ids`` (B,) int64, equal for equal texts; every
+            extra column stacked, as float32.
+        """
+        batch = dict(self.asking.texts([item[QUERY] for item in items]))
+        sides = {"passage": [item[PASSAGE] for item in items], "negative": [text for item in items for text in item[NEGATIVES]]}
+        for side, texts in sides.items():
+            if texts:
+                batch |= {f"{side}_{name}": tensor for name, tensor in self.answering.texts(texts).items()}
+                batch[f"{side}_ids"] = torch.from_numpy(identities(texts))
+        for name in items[0].keys() - {QUERY, PASSAGE, NEGATIVES}:
+            batch[name] = torch.from_numpy(np.stack([item[name] for item in items])).float()
+        return batch
+
+
+def identities(texts: Sequence[str]) -> NDArray[np.int64]:
+    """Return a number for each text, equal for equal texts, the same in every process."""
+    from pandas.util import hash_array
+
+    return hash_array(np.array(texts, dtype=object), categorize=False).view(np.int64)
