@@ -24,7 +24,7 @@ from xcompat.report import Report, load_report
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.evaluation_sets import load_test_set
-from xcompat.training.judged_texts import SNIPPET, JudgedTestSet, load_judged_texts
+from xcompat.training.judged_texts import SHOWN, JudgedTestSet, load_judged_texts
 from xcompat.training.push import run_facts
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
@@ -189,7 +189,7 @@ def test_maps_of_galleries_learn_where_new_passages_lie(
     assert "new/old" in cases_of(report) and "mapped towards the new model" in " ".join(report.notes)
 
 
-def test_texts_that_are_judged_on_are_not_learned_from(
+def test_queries_that_are_judged_on_are_not_learned_from(
     raw: dict[str, Any], judged: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, undrawn: None
 ) -> None:
     corpus = tmp_path / "corpus.txt"
@@ -197,9 +197,9 @@ def test_texts_that_are_judged_on_are_not_learned_from(
     corpus.write_text("\n".join([QUERIES[5].upper(), " ".join(PASSAGES[3].split()), *learned]) + "\n")
     raw["data"]["texts"] = [{"path": str(corpus)}]
     run_recipe(recipe_of(raw))
-    assert "30 distinct texts of 32 (0 duplicates and 2 held-out captions left out)" in " ".join(capsys.readouterr().out.split())
+    assert "31 distinct texts of 32 (0 duplicates and 1 held-out captions left out)" in " ".join(capsys.readouterr().out.split())
     kept = load_texts(str(corpus), exclude=load_judged_texts(recipe_of(raw).stages[0].data.judged_texts).texts())
-    assert kept["text"][:] == learned
+    assert kept["text"][:] == [" ".join(PASSAGES[3].split()), *learned]
 
 
 @pytest.mark.parametrize("method", ["map", "procrustes"])
@@ -271,7 +271,7 @@ def test_a_long_text_is_cut_to_one_line(raw: dict[str, Any], tmp_path: Path, und
     write_rows(tmp_path / "passages.jsonl", rows)
     run_recipe(recipe_of(raw))
     hit = load_report(tmp_path / "run").examples[0].rows[0].hits[0]
-    assert len(hit.caption) <= SNIPPET + 1 and hit.caption.endswith("…") and "\n" not in hit.caption
+    assert len(hit.caption) <= SHOWN and hit.caption.endswith("…") and "\n" not in hit.caption
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,21 @@ def literal(text: object) -> str:
     return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
 
 
+def snippet(text: object, longest: int = 80) -> str:
+    r"""Return the beginning of a text as one line.
+
+    Args:
+        text: of any length.
+        longest: most characters of the line.
+
+    Example:
+        >>> snippet("bears sleep\n in winter"), len(snippet("long " * 1000, 20))
+        ('bears sleep in winter', 20)
+    """
+    line = " ".join(str(text).split())
+    return line if len(line) <= longest else f"{line[: longest - 2].rstrip()} …"
+
+
 class _Console(logging.Handler):
     """Shows what the library logs as the command line shows its own lines."""
 

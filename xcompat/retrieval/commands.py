@@ -20,7 +20,7 @@ from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.paths import is_file
-from xcompat.progress import console, literal
+from xcompat.progress import console, literal, snippet
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 
 SHOWN = 10
-SNIPPET = 80
-"""Characters of a hit's text that are printed."""
 
 
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
@@ -171,17 +169,6 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
         ]
         table.add_row(*map(literal, cells), *([literal(snippet((hit.metadata or {}).get(TEXT, "")))] if with_text else []))
     return table
-
-
-def snippet(text: object) -> str:
-    r"""Return the beginning of a text in one line.
-
-    Example:
-        >>> snippet("bears sleep\n in winter"), len(snippet("a " * 1000)) == SNIPPET
-        ('bears sleep in winter', True)
-    """
-    line = " ".join(str(text).split())
-    return line if len(line) <= SNIPPET else f"{line[: SNIPPET - 2].rstrip()} …"
 
 
 def wanted_values(pair: str) -> tuple[str, list[Any]]:

@@ -14,6 +14,7 @@ from xcompat.data.schema import ID, TEXT
 from xcompat.evaluation import EmbeddedTexts
 from xcompat.evaluation.graded import Qrels
 from xcompat.models.frozen import FrozenModel
+from xcompat.progress import snippet
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_TEXTS, cached_texts
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
@@ -22,7 +23,7 @@ from xcompat.training.sections import JudgedTexts
 if TYPE_CHECKING:
     import datasets
 
-SNIPPET = 160
+SHOWN = 160
 """Most characters of a text in an example search."""
 
 
@@ -41,8 +42,8 @@ class JudgedTestSet(EvaluationSet):
     qrels: Qrels
 
     def texts(self) -> list[str]:
-        """Return all texts, from which nothing may be learned."""
-        return [*self.queries[TEXT], *self.passages[TEXT]]
+        """Return the texts from which nothing may be learned: the queries; passages lie in the old gallery and are known."""
+        return list(self.queries[TEXT])
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTexts:
@@ -67,9 +68,9 @@ class JudgedTestSet(EvaluationSet):
                 hits = []
                 for passage in best_rows(gallery.passages(), np.asarray(queries.query_embeds_QD)[query]):
                     gain = gains.get(passage_ids[passage], 0)
-                    hits.append(Hit(None, snippet(self.passages[passage][TEXT]), gain > 0, gain if gain > 0 else None))
+                    hits.append(Hit(None, snippet(self.passages[passage][TEXT], SHOWN), gain > 0, gain if gain > 0 else None))
                 rows.append(ExampleRow(label, hits))
-            examples.append(Example(snippet(self.queries[query][TEXT]), rows))
+            examples.append(Example(snippet(self.queries[query][TEXT], SHOWN), rows))
         return examples
 
 
@@ -83,14 +84,3 @@ def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:
         XcompatError: a file is missing, empty or damaged.
     """
     return JudgedTestSet(load_items_of_text(settings.queries), load_items_of_text(settings.passages), read_qrels(settings.qrels))
-
-
-def snippet(text: str) -> str:
-    r"""Return the start of a text as one line.
-
-    Example:
-        >>> snippet("two\n lines"), snippet("long " * 100)[-6:]
-        ('two lines', 'long …')
-    """
-    line = " ".join(text.split())
-    return line if len(line) <= SNIPPET else f"{line[: SNIPPET - 1].rstrip()} …"

@@ -49,11 +49,12 @@ class DataSettings(Section):
     Args:
         pairs: images with captions.
         text_pairs: queries with the passages that answer them, in place of ``pairs``, for methods that learn from both.
-        texts: text-only corpora for pretraining φ and for maps; texts of ``test`` and ``judged_texts`` are always left out.
+        texts: text-only corpora for pretraining φ and for maps; captions of ``test`` and queries of ``judged_texts`` are always
+            left out.
         texts_limit: use the first so many texts.
         remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
         test: images with captions that no stage trains on.
-        judged_texts: texts with judgements that no stage trains on, in place of ``test`` and ``queries``.
+        judged_texts: texts with judgements, on whose queries no stage trains, in place of ``test`` and ``queries``.
         zero_shot: labelled images for classification from prompts.
         images: labelled images, for methods that learn from classes.
         subset: which classes and samples of ``images`` the stage learns from.
