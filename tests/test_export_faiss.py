@@ -166,6 +166,7 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
         ("query_map", {"shape": "residual"}),
         ("query_map", {"shape": "projection"}),
         ("residual_mlp", {}),
+        ("drift_adapter", {}),
         ("rbt", {}),
     ],
 )

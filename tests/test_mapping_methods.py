@@ -26,6 +26,8 @@ from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import alignment, classifier_kl_loss, nt_xent_loss
 from xcompat.methods import (
     METHODS,
+    DriftAdapterConfig,
+    DriftAdapterModel,
     FctConfig,
     FctModel,
     IndependentModel,
@@ -186,6 +188,90 @@ def test_residual_mlp_begins_at_ridge(direction: str) -> None:
     assert loss.item() == pytest.approx(naive, rel=1e-5)
     loss.backward()
     assert model.skip.weight.grad is None and model.residual[2].weight.grad.abs().max() > 0
+
+
+def drift_adapter(variant: str, **options: Any) -> DriftAdapterModel:
+    torch.manual_seed(0)
+    model = DriftAdapterModel(DriftAdapterConfig(old=OLD, embedding_dim=7, variant=variant, hidden=5, **options)).eval()
+    model.prepare(*knowledge())
+    return model
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+@pytest.mark.parametrize("variant", ["orthogonal", "low_rank", "mlp"])
+def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
+    model = drift_adapter(variant, direction=direction, rank=3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    backward = direction == "old_to_new"
+    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
+    total = 0.0
+    for x, y in zip(source.double(), target.double(), strict=True):
+        h = weights["linear.0.weight"] @ x
+        if variant == "low_rank":
+            assert len(h) == 3
+            h = weights["linear.1.weight"] @ h + weights["linear.1.bias"]
+        if variant == "mlp":
+            hidden = torch.stack(
+                [v * (1 + torch.erf(v / math.sqrt(2))) / 2 for v in weights["network.0.weight"] @ x + weights["network.0.bias"]]
+            )
+            h = h + weights["network.2.weight"] @ hidden + weights["network.2.bias"]
+        g = weights["scaling"] * h
+        total += 1 - float(g @ y) / float(g.norm() * y.norm())
+    given = {name: rows for name, rows in batch().items() if name != "labels"}
+    assert model(**given).loss.item() == pytest.approx(total / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+@pytest.mark.parametrize("variant", ["orthogonal", "low_rank", "mlp"])
+def test_drift_adapter_begins_at_least_squares(variant: str, direction: str) -> None:
+    model = drift_adapter(variant, direction=direction, rank=3)
+    backward = direction == "old_to_new"
+    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
+    if variant == "low_rank":
+        weight, bias = solve_ridge(Moments.of([(source, target)]), 0.01, 3)
+        expected = source.double() @ weight + bias
+    else:
+        rotated = source.double() @ solve_procrustes(Moments.of([(source, target)]))[0]
+        factors = [
+            float(np.linalg.lstsq(r[:, None].numpy(), y.numpy())[0][0]) for r, y in zip(rotated.T, target.double().T, strict=True)
+        ]
+        expected = rotated * torch.tensor(factors)
+    mapped = model.upgrade(source) if backward else model.view(source)
+    torch.testing.assert_close(mapped.double(), F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
+    assert model.scaling.requires_grad and model.linear[0].weight.requires_grad is (variant == "low_rank")
+
+
+def test_drift_adapter_golden_trajectory() -> None:
+    """Recorded losses of the three variants: a change here changes every result and is to be justified."""
+    given = {name: rows for name, rows in batch().items() if name != "labels"}
+    found = {}
+    for variant in DRIFT_ADAPTER:
+        model, losses = drift_adapter(variant, rank=2).train(), []
+        optimiser = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], 1e-2)
+        for _ in range(4):
+            losses.append(model(**given).loss)
+            losses[-1].backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        found[variant] = torch.stack(losses).tolist()
+    for variant, losses in DRIFT_ADAPTER.items():
+        np.testing.assert_allclose(found[variant], losses, atol=1e-5, err_msg=f"{variant}: {found[variant]}")
+
+
+DRIFT_ADAPTER = {
+    "orthogonal": [0.229619, 0.229393, 0.229214, 0.229092],
+    "low_rank": [0.237279, 0.231185, 0.227415, 0.224287],
+    "mlp": [0.229619, 0.22346, 0.217986, 0.213301],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [("rank", 0), ("hidden", -1)])
+def test_drift_adapter_refuses_sizes_below_one(option: str, value: int) -> None:
+    with pytest.raises(XcompatError, match=f"options.{option} is {value}; give a number from 1, or leave it out"):
+        DriftAdapterModel(DriftAdapterConfig(old=OLD, embedding_dim=7, **{option: value}))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -116,6 +116,7 @@ WEARING = {
     "procrustes": {},
     "ridge": {},
     "residual_mlp": {},
+    "drift_adapter": {},
     "query_map": {"shape": "residual"},
     "projection": {},
     "lce": {},

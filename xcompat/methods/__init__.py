@@ -10,6 +10,7 @@ from xcompat.methods.bct import BctConfig, BctModel
 from xcompat.methods.bt2 import Bt2Config, Bt2Model
 from xcompat.methods.contrast import ContrastConfig, ContrastModel
 from xcompat.methods.direct import DirectConfig, DirectModel
+from xcompat.methods.drift_adapter import DriftAdapterConfig, DriftAdapterModel
 from xcompat.methods.fct import FctConfig, FctModel
 from xcompat.methods.independent import IndependentConfig, IndependentModel
 from xcompat.methods.l2 import L2Config, L2Model
@@ -37,6 +38,7 @@ METHODS: dict[str, type[CompatModel]] = {
         Bt2Model,
         ContrastModel,
         DirectModel,
+        DriftAdapterModel,
         FctModel,
         IndependentModel,
         L2Model,
@@ -75,6 +77,8 @@ __all__ = [
     "ContrastModel",
     "DirectConfig",
     "DirectModel",
+    "DriftAdapterConfig",
+    "DriftAdapterModel",
     "FctConfig",
     "FctModel",
     "IndependentConfig",

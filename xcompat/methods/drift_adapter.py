@@ -1,0 +1,118 @@
+"""Drift-Adapter: a rotation, an affine map of low rank or a small network, with a factor on every dimension of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.losses import angular_alignment_loss
+from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
+from xcompat.models.mapped import LearnedMapModel, MappedConfig
+from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.outputs import Batch, CompatOutput
+
+DAMPING = 0.01
+"""λ of the ridge regression that an affine map begins at, in units of the mean variance of the source's dimensions."""
+
+
+class DriftAdapterConfig(MappedConfig):
+    """Configuration of :class:`DriftAdapterModel`.
+
+    Args:
+        variant: what the factors are applied to: ``orthogonal``, a rotation; ``low_rank``, an affine map; ``mlp``, a rotation and
+            a network beside it.
+        rank: greatest rank of the affine map.
+        hidden: width of the network.
+    """
+
+    model_type = "xcompat-drift_adapter"
+
+    variant: Literal["orthogonal", "low_rank", "mlp"] = "mlp"
+    rank: int = 64
+    hidden: int = 256
+
+
+class DriftAdapterModel(LearnedMapModel):
+    """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025).
+
+    h(x) is xR, x·U·Vᵀ + t, or xR + W2·GELU(W1·x + b1) + b2. R is solved by Procrustes and stays fixed. The others begin where
+    least squares leads: U·Vᵀ and t at the ridge regression of that rank, W2 and b2 at 0, and s, where there is a rotation, at its
+    best factors. The paper begins at random, has x in place of xR, which needs equal dimensions, and a mean square error, which
+    on unit vectors is this loss up to a factor.
+    """
+
+    config_class = DriftAdapterConfig
+    citation = "Vejendla, Drift-Adapter: near zero-downtime embedding model upgrades in vector databases, EMNLP 2025"
+
+    def __init__(self, config: DriftAdapterConfig, encoder: Encoder | None = None) -> None:
+        for name in ("rank", "hidden"):
+            if getattr(config, name) < 1:
+                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or leave it out")
+        super().__init__(config, encoder)
+        source, target = self.source_dim, self.target_dim
+        self.linear = nn.Sequential(nn.Linear(source, target, bias=False))
+        self.rank = min(config.rank, source, target)
+        if config.variant == "low_rank":
+            self.linear = nn.Sequential(nn.Linear(source, self.rank, bias=False), nn.Linear(self.rank, target))
+        self.network: nn.Sequential | None = None
+        if config.variant == "mlp":
+            last = nn.Linear(config.hidden, target)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            self.network = nn.Sequential(nn.Linear(source, config.hidden), nn.GELU(), last)
+        self.scaling = nn.Parameter(torch.ones(target))
+        self.set_trainable()
+        self.post_init()
+
+    def set_trainable(self) -> None:
+        """Train everything but the rotation, which is solved."""
+        self.linear.requires_grad_(self.config.variant == "low_rank")
+
+    @override
+    @torch.no_grad()
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
+        """Solve the rotation and its factors, or the affine map."""
+        assert new_ND is not None
+        moments = Moments.of(readable_pairs(*self.ordered(new_ND, old.embeddings("drift_adapter"))))
+        if self.config.variant == "low_rank":
+            down, up = self.linear
+            weight_ST, bias_T = solve_ridge(moments, DAMPING, self.rank)
+            left, values, right = torch.linalg.svd(weight_ST, full_matrices=False)
+            down.load_state_dict({"weight": (left[:, : self.rank] * values[: self.rank]).T})
+            up.load_state_dict({"weight": right[: self.rank].T, "bias": bias_T})
+        else:
+            rotation_ST, _ = solve_procrustes(moments)
+            self.linear[0].load_state_dict({"weight": rotation_ST.T})
+            common = (moments.new_old_Dd, moments.new_new_DD @ rotation_ST)
+            agreed_T, spread_T = ((rotation_ST.T @ each).diagonal() for each in common)
+            self.scaling.copy_(agreed_T / spread_T.clamp(min=torch.finfo(spread_T.dtype).tiny))
+
+    @override
+    def map(self, embeds: Tensor) -> Tensor:
+        mapped = self.linear(embeds)
+        if self.network is not None:
+            mapped = mapped + self.network(embeds)
+        return F.normalize((self.scaling * mapped).float(), dim=-1)
+
+    @property
+    @override
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        if self.network is not None:
+            return None
+        with torch.no_grad():
+            eye_SS = torch.eye(self.source_dim, dtype=self.dtype, device=self.device)
+            bias_T, weight_ST = (self.scaling * self.linear(rows) for rows in (torch.zeros_like(eye_SS[0]), eye_SS))
+            layer = nn.Linear(self.source_dim, self.target_dim)
+            layer.load_state_dict({"weight": (weight_ST - bias_T).T, "bias": bias_T})
+        return (layer,)
+
+    @override
+    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        return angular_alignment_loss(output["image_embeds"], self.target(batch))
