@@ -222,6 +222,10 @@ def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
         total += 1 - float(g @ y) / float(g.norm() * y.norm())
     given = {name: rows for name, rows in batch().items() if name != "labels"}
     assert model(**given).loss.item() == pytest.approx(total / 8, rel=1e-4)
+    layers = model.own_view_layers
+    assert (layers is None) is (variant == "mlp")
+    if layers is not None:
+        torch.testing.assert_close(F.normalize(nn.Sequential(*layers)(source), dim=-1), model.map(source))
 
 
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
