@@ -90,6 +90,62 @@ def test_vectors_are_planted_where_they_are_said_to_be(benchmark: Any) -> None:
     assert (vectors[parts["a"]] == 1).all() and (vectors[parts["b"]] == 2).all() and not own.any()
 
 
+def test_the_study_of_texts_at_toy_size(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts, maps, tasks = benchmark("texts"), benchmark("texts_maps"), benchmark("texts_tasks")
+    centres = np.random.default_rng(0).normal(size=(60, 16))
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(24, 16)))[0].T
+
+    def old(given: list[str]) -> Any:  # a text is the number of its group and a seed
+        rows = [centres[int(text.split()[0])] + np.random.default_rng(int(text.split()[1])).normal(size=16) for text in given]
+        return (np.stack(rows) / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+    monkeypatch.setattr(texts, "words", lambda _: old)
+    monkeypatch.setattr(maps, "STEPS", 2)
+    searched = {f"{group}/{place}": f"{group} {10 * group + place}" for group in range(20) for place in (1, 2)}
+    asked = {str(group): f"{group} {10 * group}" for group in range(20)}
+    learn = [[f"{group} {10 * group + place}" for place in range(3)] for group in range(20, 60)]
+    task = tasks.Task("Captions", searched, asked, {str(g): {f"{g}/1": 1.0, f"{g}/2": 1.0} for g in range(20)}, learn, apart=True)
+    contest, new = texts.Contest(task), texts.Kept("new", lambda: lambda given: old(given) @ turn.astype(np.float32))
+    cells = {row.split("|")[1].strip(): row.split("|")[2:] for row in texts.all_maps(contest, new, trained=True)}
+    assert len(cells) == 2 + 1 + 1 + len(maps.LINES) + len(maps.TRAINED) + 1 + 1
+    floor, rotated = cells["old/old"], cells["new/old, Procrustes"]
+    assert rotated[0] == floor[0] == cells["new/new"][0] and rotated[1].strip() == "+0.0 (0.0 to 0.0)", "a rotation is found"
+    assert float(cells["independent/old, first 16 dimensions"][0]) < float(floor[0])
+    monkeypatch.setattr(texts, "COUNTS", (60, 120))
+    monkeypatch.setattr(texts, "STORED", (30,))
+    tables = {
+        "count": lambda: texts.by_count(contest, new),
+        "domain": lambda: texts.by_domain([contest], new, [task]),
+        "stored": lambda: texts.without_old_model(contest, new),
+    }
+    for name, table in tables.items():
+        texts.kept(name, table)
+        printed = capsys.readouterr().out
+        assert printed.count("\n|") >= 5
+        texts.kept(name, lambda: pytest.fail("it is kept"))
+        assert capsys.readouterr().out == printed
+
+
+def test_transformers_of_the_study_of_texts_are_made_once(benchmark: Any, tmp_path: Path) -> None:
+    texts, models = benchmark("texts"), benchmark("texts_models")
+    groups = [["a red apple", "an apple that is red"], ["a blue sky", "the sky is blue"], ["green tea", "tea that is green"]]
+    given = [text for group in groups for text in group]
+    made = {}
+    for name, peaks in (("mean", False), ("peaks", True)):
+        model = models.Transformer(tmp_path / name, peaks)
+        made[name] = model.learn(given, texts.pairs_of([groups]), steps=(2, 1), batch=2)(given)
+        again = models.Transformer(tmp_path / name, peaks).learn([], None, steps=(2, 1), batch=2)
+        np.testing.assert_array_equal(again(given), made[name])
+        np.testing.assert_allclose(np.linalg.norm(made[name], axis=1), 1, atol=1e-5)
+    assert [made[name].shape for name in made] == [(6, 256), (6, 512)]
+    assert texts.halves(["One sentence of words. Another one of words. Short.", "Alone it stands here."]) == [
+        ["One sentence of words", "Another one of words"]
+    ]
+
+
 def test_memory_is_measured_in_a_fresh_process(benchmark: Any) -> None:
     absolute, relative = benchmark("ranking_memory").measure(items=200, classes=5, dim=8)
     assert 0 < absolute.ratio < 1
