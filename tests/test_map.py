@@ -351,6 +351,31 @@ def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
         assert said in str(CliRunner().invoke(app, [*command, "--memory-codec", codec]).exception)
 
 
+def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:
+    """A query leans towards the old embeddings of items by the softmax of its cosines to their new ones."""
+    pairs = made()
+    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
+        np.save(tmp_path / f"{name}.npy", embeds)
+    command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*command, "--remember-items"])
+    assert done.exit_code == 0 and f"of the {len(pairs)} items that they resemble" in " ".join(done.output.split()), done.output
+    model = AutoModel.from_pretrained(tmp_path / "out" / "model")
+    assert model.memory.entries == len(pairs) and not model.is_confident
+    queries = normalised(np.random.default_rng(5).standard_normal((7, NEW)))
+    values = pairs.old_Nd - pairs.old_Nd.mean(0)
+    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    own = model.own_view(torch.from_numpy(queries)).detach().numpy()
+    for query, line, found in zip(queries, own, model.view(torch.from_numpy(queries)).detach().numpy(), strict=True):
+        weights = np.exp(60 * (pairs.new_ND @ query))
+        expected = line + 0.8 * (weights[:, None] * values).sum(0) / weights.sum()
+        np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
+    labelled = [write(tmp_path / f"{name}_items", embeds) for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items()]
+    for folder in labelled:
+        (folder / "labels.txt").write_text("".join(f"class {label}\n" for label in pairs.labels_N))
+    named = ["map", "--old", str(labelled[0]), "--new", str(labelled[1]), "--out", str(tmp_path / "two"), "--remember-items"]
+    assert "what is remembered is chosen; leave it out" in str(CliRunner().invoke(app, named).exception)
+
+
 def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:
     pairs, ids = made(), [f"item {row}" for row in range(CLASSES * EACH)]
     old, new = write(tmp_path / "old", pairs.old_Nd), captioned(tmp_path / "new", pairs.new_ND, pairs.new_ND, ids, ids)

@@ -86,6 +86,9 @@ def map_(
         str | None,
         typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
     ] = None,
+    remember_items: Annotated[
+        bool, typer.Option("--remember-items", help="Lean queries towards stored items they resemble; give most of the gallery.")
+    ] = False,
     start_from: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
@@ -107,7 +110,7 @@ def map_(
     text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
     was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
     """
-    from xcompat.mapping.commands import map_embeddings
+    from xcompat.mapping.commands import Remembering, map_embeddings
     from xcompat.mapping.from_texts import Texts
     from xcompat.mapping.imported import Start
 
@@ -118,7 +121,8 @@ def map_(
         raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
-    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, given, start)
+    remembering = Remembering(memory_codec, remember_items)
+    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, remembering, given, start)
 
 
 @app.command()

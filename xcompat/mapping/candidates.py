@@ -88,6 +88,8 @@ class Candidate:
         return ", ".join([self.kind, *settings])
 
 
+OF_ITEMS = 60.0, 0.8
+"""β and λ of a memory of stored items, in the middle of what is tried for others: without questions nothing can choose them."""
 GUESS = Candidate("procrustes")
 """The candidate if no items can be held out."""
 
@@ -133,7 +135,8 @@ class Known:
         if isinstance(pairs, CaptionedEmbeddings):
             new, old = ((getattr(pairs.images, side), getattr(pairs.texts, side)) for side in ("new_ND", "old_Nd"))
             return RememberedPairs.of(new, old, pairs.groups)
-        assert pairs.labels_N is not None
+        if pairs.labels_N is None:
+            return RememberedPairs.of_items(pairs.new_ND, pairs.old_Nd)
         return RememberedClasses.of(*self._statistics, pairs.new_ND, pairs.labels_N)
 
     def _metric(self, candidate: Candidate) -> QueryMetric:

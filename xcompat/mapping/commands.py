@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.candidates import GUESS, LINES, Candidate, Known, Paired, Solver, fit
+from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.folds import Searched
@@ -54,6 +54,40 @@ class _Decision(NamedTuple):
         return self.choice is not None and self.choice.chosen.worst > 0
 
 
+class Remembering(NamedTuple):
+    """What queries remember beyond what is chosen on classes or captions.
+
+    Args:
+        codec: how entries are kept, as in :meth:`RememberedClasses.memory`.
+        items: whether queries lean towards the old embeddings of all given items that they resemble.
+    """
+
+    codec: str | None = None
+    items: bool = False
+
+    def require(self, pairs: Paired) -> None:
+        """Refuse what does not go with what is known of the items."""
+        require_codec(self.codec)
+        unknown = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
+        if self.items and not unknown:
+            raise XcompatError("--remember-items: with classes or captions what is remembered is chosen; leave it out")
+        if self.codec is not None and unknown and not self.items:
+            raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
+
+    def added_to(self, decided: _Decision, items: int) -> _Decision:
+        """Return what is taken, with a memory of the items if one is asked for."""
+        if not self.items:
+            return decided
+        sharpness, share = OF_ITEMS
+        said = (
+            f"Queries lean towards the old embeddings of those of the {items:,} items that they resemble, which nothing was held "
+            "out to choose. Give what the gallery holds, most of it: of a small part of it they find less than without."
+        )
+        return decided._replace(
+            candidate=replace(decided.candidate, sharpness=sharpness, share=share), said=[*decided.said, said]
+        )
+
+
 def map_embeddings(
     old: Path,
     new: Path,
@@ -63,7 +97,7 @@ def map_embeddings(
     searched: Searched,
     seed: int,
     overwrite: bool,
-    codec: str | None = None,
+    remembering: Remembering,
     texts: Texts | None = None,
     start: Start | None = None,
 ) -> bool:
@@ -78,7 +112,7 @@ def map_embeddings(
         searched: what is known of the classes that will be searched.
         seed: of the folds.
         overwrite: whether anything at ``out`` may be replaced.
-        codec: of the memory's entries, as in :meth:`RememberedClasses.memory`.
+        remembering: what queries remember where neither classes nor captions are known, and how.
         texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
         start: a map that exists already, tried like those that are solved.
 
@@ -94,15 +128,15 @@ def map_embeddings(
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         pairs = (found := _pairs(old, new, out, texts)).pairs
-    _require_codec(codec, pairs)
+    remembering.require(pairs)
     described, encoder = _described_old(old_model, old, found), _described_new(new_model, found)
     theirs = read_imported(start, pairs, described, encoder) if start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        decided = _decide(pairs, lines, theirs, searched, seed)
+        decided = remembering.added_to(_decide(pairs, lines, theirs, searched, seed), len(pairs))
     with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
-        model = fit(decided.candidate, Known(pairs, described, lines, codec), decided.confidence)
+        model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
         asked = encoder or (texts.service_named(new) if texts is not None else None)
@@ -120,12 +154,6 @@ def _say(decided: _Decision, out: Path) -> None:
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
-
-
-def _require_codec(codec: str | None, pairs: Paired) -> None:
-    require_codec(codec)
-    if codec is not None and isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-        raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
 
 
 def _decide(

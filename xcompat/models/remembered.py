@@ -183,6 +183,17 @@ class RememberedPairs:
         images, captions = (_GroupMeans.of(old[kind], groups[kind]) for kind in (0, 1))
         return cls((new[1], new[0]), (groups[1], groups[0]), (images, captions))
 
+    @classmethod
+    def of_items(cls, new_ND: Rows, old_Nd: Rows) -> Self:
+        """Compute the contents from stored items of one kind: the value of each is its own old embedding.
+
+        Args:
+            new_ND: new embeddings of the items, all readable.
+            old_Nd: old embeddings of the same items, which are searched.
+        """
+        each, means = np.arange(len(new_ND)), _GroupMeans.of(old_Nd, np.arange(len(new_ND)))
+        return cls((new_ND, new_ND[:0]), (each, each[:0]), (means, means))
+
     def memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
         """Return the memory for a metric of queries.
 
