@@ -27,6 +27,7 @@ from PIL import Image
 from xcompat import cli
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel
+from xcompat.progress import console
 from xcompat.retrieval import Gallery, faiss_probe, probing
 
 # pytorch-metric-learning, which tests compare with, would put another search in the place of faiss's own for all tests after it
@@ -170,6 +171,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs a command of ``xcompat gallery`` and returns exit code, output and errors."""
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(console, "_width", 400)  # which it took from COLUMNS when it was made, if that was set then
 
     def called(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", *map(str, arguments)])

@@ -37,6 +37,9 @@ class StubProcessor:
     image_size = (8, 8)
     interpolation = "bicubic"
 
+    def require_images(self) -> None:
+        """It reads images."""
+
     def images(self, images: Sequence[Image.Image]) -> torch.Tensor:
         return torch.stack([torch.from_numpy(np.array(image.resize((8, 8)))).permute(2, 0, 1).float() for image in images])
 

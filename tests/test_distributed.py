@@ -36,6 +36,7 @@ WRAPPER = """
 import hashlib, json, os
 from pathlib import Path
 import torch
+import xcompat.cache_filling as cache_filling
 import xcompat.embedding as embedding
 from xcompat.data import PairCollator
 from xcompat.cli import main
@@ -43,7 +44,7 @@ from xcompat.distributed import is_distributed
 
 embedding.embed_texts.__kwdefaults__["shard_rows"] = 16
 embedding.embed_images.__kwdefaults__["shard_rows"] = 8
-collate, barrier = PairCollator.__call__, embedding.barrier
+collate, barrier = PairCollator.__call__, cache_filling.barrier
 rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), Path(os.environ["SEEN"])
 
 def collate_and_record(self, items):
@@ -57,7 +58,7 @@ def barrier_that_waits():
     assert is_distributed() == (ranks > 1)
     barrier()
 
-embedding.barrier = barrier_that_waits
+cache_filling.barrier = barrier_that_waits
 PairCollator.__call__ = collate_and_record
 main()
 """

@@ -29,6 +29,7 @@ from xcompat.evaluation import Criterion, EmbeddedImages
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.lineage import Ancestor, draw
+from xcompat.hub.metadata import Gain
 from xcompat.markdown import as_block, as_code, as_text
 from xcompat.progress import literal
 from xcompat.report import Example, ExampleRow, Hit, ModelInfo, Report, print_report, render_html, render_markdown
@@ -157,7 +158,9 @@ def card_of(name: str, kind: str) -> str:
     base = f"/models/{name}" if kind == "map" else name  # which is on no Hub
     described = {"name": base, "revision": name, "fingerprint": "0" * 64, "library": "transformers"}
     model = ModelFacts("xbt", name, Fingerprint.from_string("a"), 16, [old], described, embeds_texts=True, **facts)
-    run = RunFacts("", {name: [name], "texts": [name]}, [name], f"name: plain\n{name}", 90.0, name, {name: name})
+    data, recipe = {name: [name], "texts": [name]}, f"name: plain\n{name}"
+    gains = [Gain(name, name, 0.5, 0.6, 0.1, (0.05, 0.15))]
+    run = RunFacts("", gains, name, data, [name], recipe, 90.0, name, {name: name})
     return str(model_card("me/model", model, None, run, name, [name]))
 
 

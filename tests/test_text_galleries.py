@@ -79,7 +79,7 @@ def test_a_gallery_holds_each_text_as_the_model_embeds_it_alone(
         np.testing.assert_allclose(embeds, alone, atol=1e-5)
         assert about == {"year": 2000 + number % 3, "text": document(number)}
     code, out, _ = run("build", documents, "--model", old_folder, "--out", gallery)
-    assert code == 0 and f"0 texts added to {gallery}, {DOCUMENTS} were there already" in out
+    assert code == 0 and f"0 texts added to {gallery}, {DOCUMENTS} were there already" in " ".join(out.split())
     code, out, _ = run("search", gallery, document(7), "--model", old_folder, "--where", "year=2001", "--top-k", 3)
     rows = [line for line in out.splitlines() if "doc-" in line]
     assert code == 0 and len(rows) == 3 and "1.000" in rows[0] and document(7) in rows[0]

@@ -36,8 +36,11 @@ def holds_pictures(path: str) -> bool:
         XcompatError: it holds neither, or cannot be read.
 
     Example:
-        >>> holds_pictures("glyphs:test")
-        True
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "questions.txt"
+        >>> _ = file.write_text("what is green?")
+        >>> holds_pictures(str(file))
+        False
     """
     source = PairSource(path=path)
     try:
