@@ -236,12 +236,12 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path, undrawn: None) ->
     assert changed and all("text" in name for name in changed)
 
 
-def test_texts_that_are_judged_on_are_named(raw: dict[str, Any], pairs_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queries_that_are_judged_on_are_named(raw: dict[str, Any], pairs_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(pairs_file).open("a") as file:
         file.write(json.dumps({"query": "50 BIRD", "passage": "any", "wrong": "other", "about": 99}) + "\n")
     run_recipe(recipe_of(raw, stages=raw["stages"][:2], evaluation=None))
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 28 texts of data.judged_texts are in data.text_pairs too: the result will flatter the model" in said
+    assert "1 of 8 queries of data.judged_texts are in data.text_pairs too: the result will flatter the model" in said
 
 
 def test_a_dry_run(raw: dict[str, Any], undrawn: None) -> None:

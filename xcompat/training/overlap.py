@@ -32,5 +32,5 @@ def warn_of_shared_texts(data: StageData, texts: Iterable[str], key: str) -> Non
     test = {normalise(text) for text in data.test_texts()}
     shared = test & {normalise(text) for text in texts} if test else set()
     if shared:
-        of = "texts of data.judged_texts" if data.settings.data.judged_texts is not None else "captions of data.test"
+        of = "queries of data.judged_texts" if data.settings.data.judged_texts is not None else "captions of data.test"
         notice(f"{len(shared)} of {len(test)} {of} are in {key} too: the result will flatter the model")
