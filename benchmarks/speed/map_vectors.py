@@ -23,7 +23,15 @@ from measuring import KEPT, Row, main, medians, timed
 from xcompat.models.embedder import load_checkpoint
 
 BLOCK, SAMPLE, QUERIES = 8192, 65_536, 1000
-COMMAND = "import sys; from xcompat.cli import app; app(sys.argv[1:])"
+COMMAND = """
+import sys
+from pathlib import Path
+from xcompat.cli import app
+try:
+    app(sys.argv[2:])
+finally:
+    Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())
+"""
 
 
 def write(file: Path, items: int, dim: int, dtype: str, seed: int) -> Path:
@@ -39,12 +47,14 @@ def write(file: Path, items: int, dim: int, dtype: str, seed: int) -> Path:
 
 def run(old: Path, new: Path, out: Path) -> tuple[float, float, float]:
     """Run the command; return its seconds, those of its processors, and its peak memory in GiB."""
-    command = [sys.executable, "-c", COMMAND, "map", "--old", old, "--new", new, "--out", out]
+    said = out.with_name("status")  # by the command itself: what the system says of a child holds its parent's memory too
+    command = [sys.executable, "-c", COMMAND, said, "map", "--old", old, "--new", new, "--out", out]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert not status
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+    peak = next(line.split()[1] for line in said.read_text().splitlines() if line.startswith("VmHWM"))
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, int(peak) / 2**20
 
 
 def sums(old: Path, new: Path) -> float:
