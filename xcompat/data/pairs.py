@@ -34,11 +34,42 @@ class RowArray(Protocol):
         """Return rows by number, in the given order."""
 
 
-class PairDataset(Dataset[dict[str, Any]]):
+class DrawnDataset(Dataset[dict[str, Any]]):
+    """Samples of which something is drawn anew in every epoch, the same in a resumed run, in any worker and process.
+
+    A draw depends on seed, epoch and index alone. ``accelerate`` and the Trainer call :meth:`set_epoch`.
+
+    Args:
+        dataset: the rows.
+        one_per_id: whether an index stands for an id, of whose rows one is drawn.
+        seed: of the draws.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, one_per_id: bool, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
+        self._rows_of_id = rows_of_ids(dataset) if one_per_id else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next draws."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of ids."""
+        return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
+
+    def drawn(self, indices: Sequence[int]) -> tuple[list[int], list[np.random.Generator]]:
+        """Return the row that each index stands for in this epoch, and the generator of its further draws."""
+        draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
+        if self._rows_of_id is None:
+            return list(indices), draws
+        return [int(draw.choice(self._rows_of_id[index])) for draw, index in zip(draws, indices, strict=True)], draws
+
+
+class PairDataset(DrawnDataset):
     """Images with one caption each.
 
-    Caption, augmentation (and, with ``one_per_id``, row) of a sample depend only on seed, epoch and index, so a resumed run and
-    any number of workers and processes draw the same. ``accelerate`` and the Trainer call `set_epoch`.
+    Caption, augmentation (and, with ``one_per_id``, row) of a sample are drawn as :class:`DrawnDataset` says.
 
     Args:
         dataset: as `xcompat.data.load_pairs` returns it.
@@ -64,12 +95,9 @@ class PairDataset(Dataset[dict[str, Any]]):
         seed: int = 0,
         bad: BadSamples | None = None,
     ) -> None:
-        self.dataset = _only_pairs(dataset)
+        super().__init__(_only_pairs(dataset), one_per_id, seed)
         self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
-        self.seed = seed
         self.bad = bad or BadSamples(total=len(dataset))
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
-        self._rows_of_id = rows_of_ids(self.dataset) if one_per_id else None
         self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
         n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
         for extra, rows in ((self.image_extra, len(dataset)), (self.caption_extra, n_captions)):
@@ -77,24 +105,13 @@ class PairDataset(Dataset[dict[str, Any]]):
                 if len(array) != rows:
                     raise XcompatError(f"{name} has {len(array)} rows, the data set {rows}; embed this data set again")
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose captions and views are drawn next."""
-        self._epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        """Return the number of rows, or of ids."""
-        return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``{image: PIL RGB, caption: str, index: its row, ...}``."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the items of a batch with one read; a data loader calls this."""
-        draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
-        rows = list(indices)
-        if self._rows_of_id is not None:
-            rows = [int(draw.choice(self._rows_of_id[index])) for draw, index in zip(draws, indices, strict=True)]
+        rows, draws = self.drawn(indices)
         columns = self.dataset[rows]
         items = [
             self._usable({name: values[place] for name, values in columns.items()}, row, draw)

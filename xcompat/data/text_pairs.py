@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.pairs import RowArray, rows_of_ids
+from xcompat.data.pairs import DrawnDataset, RowArray
 from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, pick_column
 from xcompat.data.sources import DataSource
 from xcompat.data.texts import open_rows, rows_of
@@ -118,11 +117,10 @@ def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cel
     return (value or "").strip()
 
 
-class TextPairDataset(Dataset[dict[str, Any]]):
+class TextPairDataset(DrawnDataset):
     """Queries with a passage and perhaps a mined negative each.
 
-    The negative of a sample (and, with ``one_per_id``, its row) depends only on seed, epoch and index, so a resumed run and any
-    number of workers and processes draw the same. ``accelerate`` and the Trainer call :meth:`set_epoch`.
+    The negative of a sample (and, with ``one_per_id``, its row) is drawn as :class:`DrawnDataset` says.
 
     Args:
         dataset: as :func:`load_text_pairs` returns it.
@@ -134,17 +132,8 @@ class TextPairDataset(Dataset[dict[str, Any]]):
     def __init__(
         self, dataset: datasets.Dataset, *, extra: Mapping[str, RowArray] | None = None, one_per_id: bool = False, seed: int = 0
     ) -> None:
-        self.dataset, self.extra, self.seed = dataset, dict(extra or {}), seed
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with worker processes that outlive an epoch
-        self._rows_of_id = rows_of_ids(dataset) if one_per_id else None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose negatives are drawn next."""
-        self._epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        """Return the number of rows, or of ids."""
-        return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
+        super().__init__(dataset, one_per_id, seed)
+        self.extra = dict(extra or {})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``{query: str, passage: str, negatives: list of none or one, ...}``."""
@@ -152,10 +141,7 @@ class TextPairDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the items of a batch with one read; a data loader calls this."""
-        draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
-        rows = list(indices)
-        if self._rows_of_id is not None:
-            rows = [int(draw.choice(self._rows_of_id[index])) for draw, index in zip(draws, indices, strict=True)]
+        rows, draws = self.drawn(indices)
         columns = self.dataset[rows]
         items = []
         for place, draw in enumerate(draws):
