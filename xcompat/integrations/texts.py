@@ -96,7 +96,9 @@ def _loaded(model: Source, device: str | None) -> Embedder:
     if device is not None:
         raise XcompatError(f"the model is loaded already: load it on {device}, or give its name")
     if isinstance(model, Embedder):
-        return Embedder.of(model.model, "stored", model.autocast) if isinstance(model.model, CompatModel) else model
+        if isinstance(model.model, CompatModel):
+            return Embedder.of(model.model, "stored", model.autocast)
+        return model.passages or model  # one that asks puts the prompt of queries before documents too
     if isinstance(model, CompatModel):
         return Embedder.of(model.for_inference(), "stored")
     raise XcompatError(f"model is a folder, a name, or a model that xcompat has loaded, not {type(model).__name__}")
