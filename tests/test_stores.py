@@ -22,7 +22,7 @@ from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.stores import Store, migration
-from xcompat.stores.migration import Mapping
+from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown
 
 psycopg = pytest.importorskip("psycopg")
@@ -343,6 +343,15 @@ def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
     with pytest.raises(XcompatError, match='column "prize" does not exist'):
         store.search(vectors[:1], filter="prize < 3")
     assert stored(database, "embedding")[0].shape == (N, OLD_DIM)
+
+
+def test_inner_products_of_vectors_of_other_lengths_are_not_migrated(
+    store: Store, server: str, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    database.execute("UPDATE items SET embedding = %s WHERE id = 3", (text(2 * vectors[3]),))
+    with pytest.raises(XcompatError, match="the vector of '3' is of length 2"):
+        migration.start(opened(server, metric="ip"), Mapping(model))
+    assert migration.start(store, Mapping(model)).written == N, "cosines do not depend on it"
 
 
 def test_whoever_may_only_read_searches_and_does_not_migrate(

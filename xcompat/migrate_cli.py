@@ -10,7 +10,7 @@ from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
-    from xcompat.stores.migration import Mapping
+    from xcompat.stores.mapping import Mapping
 
 app = typer.Typer(help="Bring the vectors of a database to a new model, where they are.", no_args_is_help=True)
 
@@ -102,7 +102,7 @@ def _mapping(model: str) -> Mapping:
     from xcompat.distributed import device
     from xcompat.models.embedder import load_checkpoint
     from xcompat.progress import silence_libraries
-    from xcompat.stores.migration import Mapping
+    from xcompat.stores.mapping import Mapping
 
     if not model:
         raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")

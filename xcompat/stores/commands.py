@@ -13,7 +13,7 @@ from xcompat.progress import console, literal
 from xcompat.retrieval.commands import asking, hit_table, query_embeddings
 from xcompat.stores import migration
 from xcompat.stores.base import Store
-from xcompat.stores.migration import Mapping
+from xcompat.stores.mapping import Mapping
 
 
 def search(uri: str, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.items import checked_embeddings
-from xcompat.retrieval.versions import identity, upgraded_version
-from xcompat.stores.base import BEFORE, Rows, Store
+from xcompat.retrieval.versions import identity
+from xcompat.stores.base import BEFORE, Store
+from xcompat.stores.mapping import Mapping, checked
 
 if TYPE_CHECKING:
-    from xcompat.models.base import CompatModel
+    pass
 
 RECORD = "migration"
 """Key of the record that a store holds of its migration."""
@@ -102,46 +98,6 @@ class Checked(NamedTuple):
         return not self.missing and not self.wrong and self.compared > 0
 
 
-@dataclass(frozen=True)
-class Mapping:
-    """A map of stored vectors: what a migration writes, and for which model's vectors it was made.
-
-    Args:
-        model: maps galleries (``direction: old_to_new``, fct, …).
-    """
-
-    model: CompatModel
-
-    def __post_init__(self) -> None:
-        """Refuse a model that maps queries, or needs more than vectors."""
-        if not self.model.maps_galleries:
-            raise XcompatError(
-                f"{identity(self.model)} maps queries, so nothing needs to be written: search with it as the store is "
-                "(`xcompat gallery search URI … --model RUN`)"
-            )
-        if self.model.reads_side_info:
-            raise XcompatError(
-                f"{identity(self.model)} also reads side-information, which a store of vectors alone does not hold"
-            )
-
-    @property
-    def old(self) -> Fingerprint:
-        """The model whose vectors it maps."""
-        return self.model.compatible_with[0]
-
-    @property
-    def made(self) -> tuple[Fingerprint, int]:
-        """What the mapped vectors are, and their dimension."""
-        version = upgraded_version(self.model)
-        return Fingerprint(version.digest, version.name), version.dim
-
-    def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Map stored vectors (N, d), of any length, to (N, D) float32, L2-normalised."""
-        with torch.inference_mode():
-            given = torch.from_numpy(vectors_ND).to(self.model.device)
-            return self.model.upgrade(torch.nn.functional.normalize(given, dim=-1)).float().cpu().numpy()
-
-
 def plan(store: Store, mapping: Mapping, dtype: str = "float32") -> Plan:
     """Estimate a migration from some rows; nothing is written.
 
@@ -156,7 +112,7 @@ def plan(store: Store, mapping: Mapping, dtype: str = "float32") -> Plan:
     _require_fit(store, mapping)
     started, seen = time.perf_counter(), 0
     for rows in store.rows(TRIED):
-        mapping(_checked(store, rows))
+        mapping(checked(store, rows))
         seen = len(rows.ids)
         break
     seconds, vectors, (_, dim) = time.perf_counter() - started, store.count(store.space), mapping.made
@@ -206,7 +162,7 @@ def _fill(store: Store, mapping: Mapping, migration: Migration, batch: int, rows
         for round_ in count():
             from_first, seen = migration.after is None, 0
             for rows in store.rows(batch, migration.after, migration.into):
-                written = store.write(migration.into, rows._replace(vectors_ND=mapping(_checked(store, rows))))
+                written = store.write(migration.into, rows._replace(vectors_ND=mapping(checked(store, rows))))
                 migration.after, migration.written = rows.ids[-1], migration.written + written
                 store.set_record(RECORD, migration.model_dump())
                 seen += len(rows.ids)
@@ -246,7 +202,7 @@ def verify(store: Store, mapping: Mapping, queries: int = ASKED) -> Checked:
     old, missing = store.count(store.space), store.count(store.space, migration.into)
     tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
     rows, stored_ND = store.sample(queries, migration.into)
-    mapped_ND = mapping(_checked(store, rows)) if rows.ids else stored_ND
+    mapped_ND = mapping(checked(store, rows)) if rows.ids else stored_ND
     wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
     found = store.search(rows.vectors_ND, NEIGHBOURS), store.search(mapped_ND, NEIGHBOURS, space=migration.into)
     shares = [len({hit.id for hit in one} & {hit.id for hit in other}) / len(one) for one, other in zip(*found, strict=True)]
@@ -270,7 +226,7 @@ def switch(store: Store, mapping: Mapping) -> Migration:
         _fill(store, mapping, migration, BATCH, None)
         with store.alone():
             for rows in store.rows(BATCH, None, migration.into):
-                migration.written += store.write(migration.into, rows._replace(vectors_ND=mapping(_checked(store, rows))))
+                migration.written += store.write(migration.into, rows._replace(vectors_ND=mapping(checked(store, rows))))
             if lacking := store.count(store.space, migration.into):
                 raise XcompatError(f"{lacking:,} rows of {store.uri} cannot be written; the store is as it was")
             store.switch(migration.into)
@@ -371,13 +327,6 @@ def _require_fit(store: Store, mapping: Mapping) -> None:
     dim = mapping.model.config.old["dim"]
     if own.dim is not None and own.dim != dim:
         raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
-
-
-def _checked(store: Store, rows: Rows) -> NDArray[np.float32]:
-    """Refuse vectors that cannot be mapped; those of length 0 have no direction."""
-    return checked_embeddings(
-        rows.vectors_ND, "cosine", lambda row: f"the vector of {rows.ids[row]!r} in {store.space} of {store.uri}"
-    )
 
 
 class _Throttle:

@@ -1,0 +1,75 @@
+"""A map of stored vectors, and the vectors that it can map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval.items import checked_embeddings
+from xcompat.retrieval.versions import identity, upgraded_version
+from xcompat.stores.base import Rows, Store
+
+if TYPE_CHECKING:
+    from xcompat.models.base import CompatModel
+
+UNIT = 1e-2
+"""Largest deviation of a vector's length from 1 under inner products; half precision rounds by less."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A map of stored vectors: what a migration writes, and for which model's vectors it was made.
+
+    Args:
+        model: maps galleries (``direction: old_to_new``, fct, …).
+    """
+
+    model: CompatModel
+
+    def __post_init__(self) -> None:
+        """Refuse a model that maps queries, or needs more than vectors."""
+        if not self.model.maps_galleries:
+            raise XcompatError(
+                f"{identity(self.model)} maps queries, so nothing needs to be written: search with it as the store is "
+                "(`xcompat gallery search URI … --model RUN`)"
+            )
+        if self.model.reads_side_info:
+            raise XcompatError(
+                f"{identity(self.model)} also reads side-information, which a store of vectors alone does not hold"
+            )
+
+    @property
+    def old(self) -> Fingerprint:
+        """The model whose vectors it maps."""
+        return self.model.compatible_with[0]
+
+    @property
+    def made(self) -> tuple[Fingerprint, int]:
+        """What the mapped vectors are, and their dimension."""
+        version = upgraded_version(self.model)
+        return Fingerprint(version.digest, version.name), version.dim
+
+    def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Map stored vectors (N, d), of any length, to (N, D) float32, L2-normalised."""
+        with torch.inference_mode():
+            given = torch.from_numpy(vectors_ND).to(self.model.device)
+            return self.model.upgrade(torch.nn.functional.normalize(given, dim=-1)).float().cpu().numpy()
+
+
+def checked(store: Store, rows: Rows) -> NDArray[np.float32]:
+    """Refuse vectors that cannot be mapped: of length 0, which have no direction, and of any but 1 under inner products."""
+    lengths_N = np.linalg.norm(rows.vectors_ND, axis=1)
+    if store.metric == "ip" and (wrong := np.flatnonzero(np.abs(lengths_N - 1) > UNIT)).size:
+        raise XcompatError(
+            f"{store.space} of {store.uri} is compared by inner products, and the vector of {rows.ids[wrong[0]]!r} is of length "
+            f"{lengths_N[wrong[0]]:.3g}: a map keeps directions alone; bring the vectors to length 1 first"
+        )
+    return checked_embeddings(
+        rows.vectors_ND, "cosine", lambda row: f"the vector of {rows.ids[row]!r} in {store.space} of {store.uri}"
+    )
