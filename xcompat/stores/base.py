@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -55,12 +55,16 @@ class Rows(NamedTuple):
     Args:
         ids: of the items, as text.
         vectors_ND: (N, D) float32.
-        states: what changes when somebody changes a row, so that a write can tell; one for each.
+        states: what changes when somebody changes a row; one for each.
+        contents: the values of the field that was asked for, one for each; None unless one was.
+        copies: what else a store writes that keeps each space in a collection of its own, in its client's form; None elsewhere.
     """
 
     ids: list[str]
     vectors_ND: NDArray[np.float32]
     states: list[str]
+    contents: list[Any] | None = None
+    copies: list[Any] | None = None
 
 
 class Store(ABC):
@@ -70,11 +74,13 @@ class Store(ABC):
         uri: its address.
         space: the name of the space that is searched.
         metric: how its vectors are compared.
+        locks: whether :meth:`alone` keeps others out.
     """
 
     uri: StoreUri
     space: str
     metric: Metric
+    locks: ClassVar[bool] = False
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -84,7 +90,12 @@ class Store(ABC):
 
     @abstractmethod
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        """Return the number of rows: of all, of those with a vector in a space, or of those among them without one in another."""
+        """Return the number of rows: of all, of those with a vector in a space, or of those among them that another lacks.
+
+        Args:
+            space: its rows; None for all.
+            without: counts only rows that have no vector in this space, or one of what they were before they changed.
+        """
 
     @abstractmethod
     def search(
@@ -107,13 +118,22 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def rows(self, batch: int, after: str | None = None, without: str | None = None) -> Iterator[Rows]:
-        """Read the vectors of the space that is searched, in the order of the ids.
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        """Read the rows of a space that have a vector, always in the same order.
 
         Args:
             batch: rows read at a time.
-            after: the id to begin behind.
-            without: reads only rows that have no vector in this other space.
+            after: the id to begin behind; a store that cannot seek reads all, of which ``without`` leaves out what is done.
+            without: reads only rows that have no vector in this other space, or one of what they were before they changed.
+            space: another space than the one that is searched.
+            content: the field to read with each, such as a text or the path of a picture.
         """
 
     @abstractmethod
@@ -192,19 +212,39 @@ class Store(ABC):
 
     @abstractmethod
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
-        """Add an empty space beside the one that is searched; a row whose vector changes there loses that of the new one."""
+        """Add an empty space beside the one that is searched.
+
+        A row whose vector changes in the searched space afterwards is one that the new space lacks, for :meth:`rows` and
+        :meth:`count`.
+
+        Args:
+            name: of the new space.
+            dim: of its vectors.
+            model: makes them.
+            dtype: how the space keeps their numbers.
+
+        Raises:
+            XcompatError: there is something of that name, or the store cannot add or switch to a space here.
+        """
 
     @abstractmethod
     def write(self, space: str, rows: Rows) -> int:
-        """Write vectors into a space, but not for rows that were changed since they were read.
+        """Write vectors into a space; rows that were changed since they were read are still lacking there afterwards.
 
         Args:
             space: added by :meth:`add_space`.
-            rows: ids, vectors, and the states that :meth:`rows` gave.
+            rows: as :meth:`rows` gave them, with the vectors of this space.
 
         Returns:
             The number of rows that were written.
         """
+
+    def tidy(self, space: str, like: str) -> int:
+        """Delete what :meth:`write` wrote into a space for rows that another has no more; return how many.
+
+        Nothing to do where spaces are parts of one row.
+        """
+        return 0
 
     @abstractmethod
     def index_like(self, space: str) -> list[str]:
@@ -212,11 +252,14 @@ class Store(ABC):
 
     @abstractmethod
     def switch(self, space: str) -> None:
-        """Give a space the name of the one that is searched, at once for all clients; that one is called ``…_before`` then."""
+        """Give a space the name of the one that is searched, at once for all clients; that one is called ``…_before`` then.
+
+        Called again after it was killed, it goes on, or does nothing.
+        """
 
     @abstractmethod
     def switch_back(self, space: str) -> None:
-        """Undo :meth:`switch`."""
+        """Undo :meth:`switch`, also if it was killed half-way; called again, it goes on, or does nothing."""
 
     @abstractmethod
     def drop_space(self, name: str) -> None:
@@ -224,11 +267,22 @@ class Store(ABC):
 
     @abstractmethod
     def alone(self) -> AbstractContextManager[None]:
-        """Keep all others from reading and writing, as short as possible; what is done inside is done as a whole."""
+        """Keep all others from reading and writing, and do what is done inside as a whole, where the store can.
+
+        Where it cannot, as ``locks`` says, what others write meanwhile is caught up after the switch.
+        """
 
     @abstractmethod
     def claimed(self) -> AbstractContextManager[None]:
         """Refuse a second migration while one runs; a process that is killed gives its claim back."""
+
+    def renew_claim(self) -> None:
+        """Say that this migration still runs, where a claim ends by itself.
+
+        Raises:
+            XcompatError: it ended, and another process took it.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -13,11 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.versions import identity
-from xcompat.stores.base import BEFORE, Store
+from xcompat.stores.base import BEFORE, Rows, Store
 from xcompat.stores.mapping import Mapping, checked
-
-if TYPE_CHECKING:
-    pass
 
 RECORD = "migration"
 """Key of the record that a store holds of its migration."""
@@ -38,7 +35,7 @@ class Migration(BaseModel):
         space: the name of the space that is searched.
         into: the name of the new space until the switch, and after a rollback.
         model: the map's digest.
-        state: ``filling`` until the switch, then ``switched``.
+        state: ``filling`` until the switch, then ``switched``; one that was killed between them is in neither.
         after: rows up to this id were seen in the current round.
         written: rows written so far, in all rounds.
     """
@@ -47,7 +44,7 @@ class Migration(BaseModel):
     space: str
     into: str
     model: str
-    state: str = "filling"
+    state: Literal["filling", "switching", "switched", "switching back"] = "filling"
     after: str | None = None
     written: int = 0
 
@@ -162,16 +159,22 @@ def _fill(store: Store, mapping: Mapping, migration: Migration, batch: int, rows
         for round_ in count():
             from_first, seen = migration.after is None, 0
             for rows in store.rows(batch, migration.after, migration.into):
-                written = store.write(migration.into, rows._replace(vectors_ND=mapping(checked(store, rows))))
+                written = _write(store, mapping, migration.into, rows)
                 migration.after, migration.written = rows.ids[-1], migration.written + written
                 store.set_record(RECORD, migration.model_dump())
+                store.renew_claim()
                 seen += len(rows.ids)
                 rate_of(bar, task, written, "rows")
                 throttle.wait(len(rows.ids))
+            store.tidy(migration.into, migration.space)
             migration.after = None  # the next round begins at the first id: others may have changed rows before this one
             store.set_record(RECORD, migration.model_dump())
             if from_first and (seen == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
                 return
+
+
+def _write(store: Store, mapping: Mapping, space: str, rows: Rows) -> int:
+    return store.write(space, rows._replace(vectors_ND=mapping(checked(store, rows))))
 
 
 def status(store: Store) -> tuple[Migration, int]:
@@ -181,7 +184,8 @@ def status(store: Store) -> tuple[Migration, int]:
         XcompatError: there is none.
     """
     migration = migration_of(store)
-    old, new = (store.space, migration.into) if migration.state == "filling" else (migration.before, migration.space)
+    switched = migration.before in store.spaces()
+    old, new = (migration.before, migration.space) if switched else (migration.space, migration.into)
     return migration, store.count(old, new)
 
 
@@ -221,18 +225,35 @@ def switch(store: Store, mapping: Mapping) -> Migration:
     """
     with store.claimed():
         migration = _of(store, mapping)
-        if migration.state != "filling":
-            raise XcompatError(f"{store.uri} has been switched already")
-        _fill(store, mapping, migration, BATCH, None)
-        with store.alone():
-            for rows in store.rows(BATCH, None, migration.into):
-                migration.written += store.write(migration.into, rows._replace(vectors_ND=mapping(checked(store, rows))))
-            if lacking := store.count(store.space, migration.into):
-                raise XcompatError(f"{lacking:,} rows of {store.uri} cannot be written; the store is as it was")
+        if migration.state == "filling":
+            _fill(store, mapping, migration, BATCH, None)
+            with store.alone():
+                _catch_up(store, mapping, migration, migration.space, migration.into)
+                if store.locks and (lacking := store.count(migration.space, migration.into)):
+                    raise XcompatError(f"{lacking:,} rows of {store.uri} cannot be written; the store is as it was")
+                _note(store, migration, "switching")
+                store.switch(migration.into)
+        elif migration.state == "switching":
             store.switch(migration.into)
-            migration.state = "switched"
-            store.set_record(RECORD, migration.model_dump())
+        else:
+            raise XcompatError(
+                f"{store.uri} has been switched{' already' if migration.state == 'switched' else ' back: rollback'}"
+            )
+        _catch_up(store, mapping, migration, migration.before, migration.space)  # what came in the last moment
+        _note(store, migration, "switched")
     return migration
+
+
+def _catch_up(store: Store, mapping: Mapping, migration: Migration, old: str, new: str) -> None:
+    """Write what the new space lacks of the old one, in one round."""
+    for rows in store.rows(BATCH, None, new, old):
+        migration.written += _write(store, mapping, new, rows)
+    store.tidy(new, old)
+
+
+def _note(store: Store, migration: Migration, state: Literal["filling", "switching", "switched", "switching back"]) -> None:
+    migration.state = state
+    store.set_record(RECORD, migration.model_dump())
 
 
 def rollback(store: Store) -> tuple[Migration, int]:
@@ -247,15 +268,13 @@ def rollback(store: Store) -> tuple[Migration, int]:
     with store.claimed():
         migration = migration_of(store)
         if migration.state == "filling":
-            with store.alone():
-                store.drop_space(migration.into)
-                store.set_record(RECORD, None)
+            _drop(store, migration.into)
             return migration, 0
-        lost = store.count(migration.space, migration.before)
+        lost = store.count(migration.space, migration.before) if migration.before in store.spaces() else 0
         with store.alone():
+            _note(store, migration, "switching back")
             store.switch_back(migration.into)
-            migration.state = "filling"
-            store.set_record(RECORD, migration.model_dump())
+            _note(store, migration, "filling")
         return migration, lost
 
 
@@ -272,10 +291,16 @@ def finish(store: Store) -> Migration:
         migration = migration_of(store)
         if migration.state != "switched":
             raise XcompatError(f"{store.uri} has not been switched; `xcompat migrate switch` comes before finish")
-        with store.alone():
-            store.drop_space(migration.before)
-            store.set_record(RECORD, None)
+        _drop(store, migration.before)
     return migration
+
+
+def _drop(store: Store, space: str) -> None:
+    """Delete a space, unless that was done before the process was killed, and the record of the migration."""
+    with store.alone():
+        if space in store.spaces():
+            store.drop_space(space)
+        store.set_record(RECORD, None)
 
 
 def migration_of(store: Store) -> Migration:
@@ -303,17 +328,26 @@ def _begun(store: Store, mapping: Mapping, into: str | None, dtype: str) -> Migr
     """Begin a migration, or continue the one that is there."""
     if store.record(RECORD) is not None:
         migration = _of(store, mapping)
-        if migration.state == "switched":
+        if migration.state != "filling":
             raise XcompatError(f"{store.uri} has been switched; `xcompat migrate finish` or `rollback` comes next")
         if into not in (None, migration.into):
             raise XcompatError(f"{store.uri} is being migrated into {migration.into}, not {into}; leave --into out")
-        return migration
-    _require_fit(store, mapping)
+        if migration.into in store.spaces():
+            return migration
+    else:
+        _require_fit(store, mapping)
+        migration = Migration(space=store.space, into=into or f"{store.space}_new", model=identity(mapping.model).digest)
+        if migration.into in store.spaces():
+            raise XcompatError(f"{store.uri} has a space {migration.into!r} already; choose another name with --into")
     made, dim = mapping.made
-    migration = Migration(space=store.space, into=into or f"{store.space}_new", model=identity(mapping.model).digest)
     with store.alone():
-        store.add_space(migration.into, dim, made, dtype)
         store.set_record(RECORD, migration.model_dump())
+        try:
+            store.add_space(migration.into, dim, made, dtype)
+        except XcompatError:
+            if not store.locks:  # else nothing of this block was done
+                store.set_record(RECORD, None)
+            raise
     return migration
 
 

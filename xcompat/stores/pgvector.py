@@ -9,23 +9,18 @@ from typing import Any, LiteralString
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pgvector import Vector
+from psycopg import sql
+from psycopg.types.json import Jsonb
 from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
-from xcompat.stores.base import BEFORE, UNKNOWN, LostConnectionError, Rows, Space, Store
+from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.postgres import array, connect, explained, numbers
 from xcompat.stores.uri import StoreUri
-
-try:
-    import psycopg
-    from pgvector import HalfVector, Vector
-    from pgvector.psycopg import register_vector
-    from psycopg import sql
-    from psycopg.types.json import Jsonb
-except ImportError:
-    raise XcompatError("postgresql:// needs psycopg and pgvector; install them with `pip install xcompat[pgvector]`") from None
 
 OPTIONS = ("table", "column", "id", "metric")
 OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
@@ -37,9 +32,11 @@ RECORDS = "xcompat_records"
 class PgVectorStore(Store):
     """One table. Every write is one transaction; rows that somebody else changes meanwhile are left for the next round."""
 
+    locks = True
+
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
-        self.connection = _connect(uri)
+        self.connection = connect(uri)
         self.table, self.schema = self._relation(uri.require("table"))
         columns = self._columns()
         vectors = [name for name, kind in columns.items() if kind.partition("(")[0] in TYPES.values()]
@@ -159,7 +156,7 @@ class PgVectorStore(Store):
             sql.Identifier(self.key), distance, self.table, sql.Identifier(own.name), where
         )
         version = own.fingerprint or UNKNOWN
-        with _explained(self.uri), self.connection.pipeline():
+        with explained(self.uri), self.connection.pipeline():
             asking = [self.connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
             found = [cursor.fetchall() for cursor in asking]
         return [[Hit(name, self._score(float(away)), version, None) for name, away in each] for each in found]
@@ -173,31 +170,39 @@ class PgVectorStore(Store):
             "SELECT {key}::text, {own}, xmin::text, {other} FROM {table} TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
             "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}::text) LIMIT %s"
         ).format(key=sql.Identifier(self.key), own=sql.Identifier(self.space), other=sql.Identifier(other), table=self.table)
-        with _explained(self.uri):
+        with explained(self.uri):
             found = self.connection.cursor(binary=True).execute(asked, (share, count)).fetchall()
         ids, own, states, others = zip(*found, strict=True) if found else ((), (), (), ())
-        return Rows(list(ids), _array(own), list(states)), _array(others)
+        return Rows(list(ids), array(own), list(states)), array(others)
 
     def _score(self, distance: float) -> float:
         return {"cosine": 1 - distance, "ip": -distance, "l2": -(distance**2)}[self.metric]
 
     @override
-    def rows(self, batch: int, after: str | None = None, without: str | None = None) -> Iterator[Rows]:
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
-        key, space, kind = sql.Identifier(self.key), sql.Identifier(self.space), sql.SQL(self.key_type)
+        asked_for = sql.SQL(", {}").format(sql.Identifier(content)) if content is not None else sql.SQL("")
+        key, own, kind = sql.Identifier(self.key), sql.Identifier(space or self.space), sql.SQL(self.key_type)
         while True:
             behind = sql.SQL("AND {} > %s::{}").format(key, kind) if after is not None else sql.SQL("")
             asked = sql.SQL(
-                "SELECT t.{0}::text, {1}, xmin::text FROM {2} AS t WHERE {1} IS NOT NULL {3} {4} ORDER BY t.{0} LIMIT %s"
-            ).format(key, space, self.table, lacks, behind)
+                "SELECT t.{0}::text, {1}, xmin::text {5} FROM {2} AS t WHERE {1} IS NOT NULL {3} {4} ORDER BY t.{0} LIMIT %s"
+            ).format(key, own, self.table, lacks, behind, asked_for)
             given = (batch,) if after is None else (after, batch)
-            with _explained(self.uri):
+            with explained(self.uri):
                 found = self.connection.cursor(binary=True).execute(asked, given).fetchall()
             if not found:
                 return
-            ids, vectors, states = zip(*found, strict=True)
+            ids, vectors, states, *contents = zip(*found, strict=True)
             after = ids[-1]
-            yield Rows(list(ids), _array(vectors), list(states))
+            yield Rows(list(ids), array(vectors), list(states), list(contents[0]) if contents else None)
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -205,7 +210,7 @@ class PgVectorStore(Store):
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         if name in self._columns():
             raise XcompatError(f"{self.uri} has a column {name!r} already; choose another name")
-        with _explained(self.uri), self.connection.transaction():
+        with explained(self.uri), self.connection.transaction():
             self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
             self._follow(name)
             self.name_model(name, model)
@@ -222,11 +227,11 @@ class PgVectorStore(Store):
     @override
     def write(self, space: str, rows: Rows) -> int:
         kind = TYPES[self.spaces()[space].dtype]
-        with _explained(self.uri), self.connection.transaction(), self.connection.cursor() as cursor:
+        with explained(self.uri), self.connection.transaction(), self.connection.cursor() as cursor:
             self._do(_ROOM, kind=sql.SQL(kind))
             with cursor.copy("COPY pg_temp.xcompat_rows FROM STDIN WITH (FORMAT BINARY)") as copy:
                 copy.set_types(["text", "text", kind])
-                for row in zip(rows.ids, rows.states, _numbers(rows.vectors_ND, kind), strict=True):
+                for row in zip(rows.ids, rows.states, numbers(rows.vectors_ND, kind), strict=True):
                     copy.write_row(row)
             parts = {"key": sql.Identifier(self.key), "key_type": sql.SQL(self.key_type)}
             cursor.execute(sql.SQL(_UPDATE).format(table=self.table, new=sql.Identifier(space), **parts))
@@ -235,13 +240,17 @@ class PgVectorStore(Store):
 
     @override
     def switch(self, space: str) -> None:
-        with _explained(self.uri), self.connection.transaction():
+        if self.space + BEFORE in self._columns():
+            return
+        with explained(self.uri), self.connection.transaction():
             self._unfollow(space)
             self._rename({self.space: self.space + BEFORE, space: self.space})
 
     @override
     def switch_back(self, space: str) -> None:
-        with _explained(self.uri), self.connection.transaction():
+        if self.space + BEFORE not in self._columns():
+            return
+        with explained(self.uri), self.connection.transaction():
             self._rename({self.space: space, self.space + BEFORE: self.space})
             self._follow(space)
 
@@ -255,7 +264,7 @@ class PgVectorStore(Store):
     @override
     def drop_space(self, name: str) -> None:
         models = self.record("spaces") or {}
-        with _explained(self.uri), self.connection.transaction():
+        with explained(self.uri), self.connection.transaction():
             self._unfollow(name)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
@@ -263,7 +272,7 @@ class PgVectorStore(Store):
     @override
     @contextmanager
     def alone(self) -> Iterator[None]:
-        with _explained(self.uri), self.connection.transaction():
+        with explained(self.uri), self.connection.transaction():
             self._do("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
             yield
 
@@ -312,7 +321,7 @@ class PgVectorStore(Store):
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
-        with _explained(self.uri), self.connection.transaction():
+        with explained(self.uri), self.connection.transaction():
             self._do(_RECORDS, records=self._records)
             self._all(sql.SQL("DELETE FROM {} WHERE relation = %s AND key = %s").format(self._records), self._name, key)
             if value is not None:
@@ -334,7 +343,7 @@ class PgVectorStore(Store):
 
     def _all(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
         """Return the rows of a statement, none if it gives none."""
-        with _explained(self.uri):
+        with explained(self.uri):
             cursor = self.connection.execute(asked, given)
             return cursor.fetchall() if cursor.description is not None else []
 
@@ -363,33 +372,3 @@ WHERE t.{key} = r.id::{key_type} AND t.xmin::text = r.state
 def open_store(uri: str) -> PgVectorStore:
     """Open a table by its address."""
     return PgVectorStore(StoreUri.parse(uri, OPTIONS, passes_on=True))
-
-
-def _connect(uri: StoreUri) -> psycopg.Connection[Any]:
-    with _explained(uri):
-        connection = psycopg.connect(uri.client, autocommit=True)
-        if not connection.execute("SELECT 1 FROM pg_extension WHERE extname = 'vector'").fetchall():
-            raise XcompatError(f"{uri} has no pgvector; run `CREATE EXTENSION vector` there first")
-        register_vector(connection)
-        return connection
-
-
-@contextmanager
-def _explained(uri: StoreUri) -> Iterator[None]:
-    """Turn the errors of PostgreSQL into one line."""
-    try:
-        yield
-    except psycopg.Error as error:
-        said = error.diag.message_primary or " ".join(str(error).split())
-        if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
-            raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
-        raise XcompatError(f"{uri}: {said}") from error
-
-
-def _array(vectors: Sequence[Any]) -> NDArray[np.float32]:
-    """Return vectors as the client gives them as (N, D) float32."""
-    return np.stack([vector.to_numpy() for vector in vectors]).astype(np.float32) if vectors else np.empty((0, 0), np.float32)
-
-
-def _numbers(vectors_ND: NDArray[np.float32], kind: str) -> Iterator[Any]:
-    return (HalfVector(vector) for vector in vectors_ND) if kind == "halfvec" else (Vector(vector) for vector in vectors_ND)

