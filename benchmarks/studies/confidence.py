@@ -35,7 +35,6 @@ from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import load_recipe
-from xcompat.training.remembering import captioned_pairs
 from xcompat.training.stage import Stage
 
 SHARED, OUT = Path("../shared"), Path("runs/confidence")
@@ -189,15 +188,11 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
 
 
 def quickstart(folder: Path) -> Iterator[Asked]:
-    """The trained XBT of a quickstart, with the pairs it learned from remembered."""
-    recipe = load_recipe(folder / "recipe.yaml", ["stages.5.memory=pairs"])
+    """The trained XBT of a quickstart, whose queries remember captioned images."""
+    recipe = load_recipe(folder / "recipe.yaml", [])
     stage = Stage(recipe, recipe.stages[-1])
     model = stage.models.trained(stage.settings.name).eval()
     embedder = Embedder.of(model, "own")
-    pairs = captioned_pairs(stage, embedder)
-    known = Known(pairs, lines={"xbt": lambda *_: model})
-    choice = choose(pairs, lines=known.lines, beside_line=True)
-    model.remember(known.memory(choice.chosen.candidate, choice.confidence))
     assert stage.settings.data.test is not None
     test = load_pair_test_set(stage.settings.data.test)
     new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, stage.models.frozen("old")))
