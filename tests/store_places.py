@@ -58,6 +58,10 @@ class Place(ABC):
         """Insert or change an item, as a service does that knows the searched space alone; its price is 1."""
 
     @abstractmethod
+    def note(self, item: str, value: str | None) -> None:
+        """Set the field ``about`` of an item and leave its vector; None empties it."""
+
+    @abstractmethod
     def delete(self, item: str) -> None:
         """Delete an item, as a service does."""
 
@@ -98,6 +102,11 @@ class PostgresPlace(Place):
         """Insert a row, or change its vector."""
         statement = "INSERT INTO items (id, price, embedding) VALUES (%s, 1, %s) ON CONFLICT (id) DO UPDATE SET embedding = %s"
         self.connection.execute(statement, (item, str(vector_D.tolist()), str(vector_D.tolist())))
+
+    def note(self, item: str, value: str | None) -> None:
+        """Set a column of a row, which the table gets when it is first needed."""
+        self.connection.execute("ALTER TABLE items ADD COLUMN IF NOT EXISTS about text")
+        self.connection.execute("UPDATE items SET about = %s WHERE id = %s", (value, item))
 
     def delete(self, item: str) -> None:
         """Delete a row."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from store_places import PLACES, Place
 from typer.testing import CliRunner
 
@@ -20,8 +21,10 @@ from xcompat.cli import app
 from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.stores import Store, lease, migration
+from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown
 
@@ -318,6 +321,35 @@ def test_a_claim_ends_with_its_process_or_its_time(monkeypatch: pytest.MonkeyPat
     assert Noted.records[lease.RECORD] is None
 
 
+@pytest.mark.parametrize("kind", ["texts", "pictures"])
+def test_rows_are_embedded_anew_from_what_they_hold(
+    place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    """One that cannot be read is named, and stops the switch until it is mended."""
+    place.fill(vectors[:20])
+    embedder, space = load_embedder(folder_of["clip"]), place.open().space
+    pictures = [Image.new("RGB", (8, 8), (12 * row, 99, 250 - 9 * row)) for row in range(20)]
+    abouts = [f"{row}.png" if kind == "pictures" else f"a thing called {row}" for row in range(20)]
+    for row, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{row}.png")
+        place.note(str(row), abouts[row] if row != 7 else None)
+    store, folder = place.open(), tmp_path if kind == "pictures" else None
+    filling = Embedding(embedder, "about", folder)
+    assert migration.plan(store, filling).dim == embedder.dim
+    assert migration.start(store, filling, place.into, batch=8).written == 19
+    assert list(filling.unread) == ["7"]
+    checked = migration.verify(store, filling)
+    assert checked.missing == 1 and checked.wrong == 0 and checked.compared == 19
+    with pytest.raises(XcompatError, match="^1 rows of .* have no new vector; mend or delete them first"):
+        migration.switch(store, filling)
+    place.note("7", abouts[7])
+    migration.switch(store, filling)
+    batch = {"pixel_values": embedder.processor.images(pictures)} if folder else embedder.processor.texts(abouts)
+    found = place.vectors(space)
+    np.testing.assert_allclose([found[str(row)] for row in range(20)], embedder.embed(batch).numpy(), atol=1e-5)
+    assert place.open().describe()["fingerprint"] == embedder.fingerprint.digest
+
+
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
@@ -347,6 +379,14 @@ def test_inner_products_of_vectors_of_other_lengths_are_not_migrated(
     store.name_model(store.space, OLD)
     with pytest.raises(XcompatError, match="the vector of '3' is of length 2"):
         migration.start(store, Mapping(model), place.into)
+
+
+def test_a_model_embeds_what_its_towers_are_for(folder_of: dict[str, str], image_folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="embeds pictures only; say where those that about names are, with --pictures"):
+        Embedding(load_embedder(image_folder_of["vit"]), "about")
+    for given in (["--pictures", "there"], []):
+        result = CliRunner().invoke(app, ["migrate", "plan", "file:///nowhere", *given])
+        assert isinstance(result.exception, XcompatError)
 
 
 def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -10,25 +11,36 @@ from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
-    from xcompat.stores.mapping import Mapping
+    from xcompat.stores.migration import Filling
 
 app = typer.Typer(help="Bring the vectors of a database to a new model, where they are.", no_args_is_help=True)
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="Such as postgresql://user@host/db?table=items&column=embedding.")]
-Model = Annotated[str, typer.Option(help="A run's folder or a checkpoint that maps galleries.")]
+Model = Annotated[str, typer.Option(help="A run's folder or a checkpoint that maps galleries; with --embed, any model.")]
+Embed = Annotated[
+    str | None, typer.Option("--embed", help="Embed rows anew: the field that holds their text, or names their picture.")
+]
+Pictures = Annotated[str | None, typer.Option("--pictures", help="The folder where the paths of pictures begin.")]
 Into = Annotated[str | None, typer.Option(help="Name of the new space; that of the old one with _new unless given.")]
 Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="How the new space keeps its numbers.")]
 From = Annotated[str | None, typer.Option("--from", help="The model that made the stored vectors, where the store does not say.")]
 
 
 @app.command()
-def plan(uri: Uri, model: Model = "", from_: From = None, dtype: Dtype = "float32") -> None:
+def plan(
+    uri: Uri,
+    model: Model = "",
+    from_: From = None,
+    dtype: Dtype = "float32",
+    embed: Embed = None,
+    pictures: Pictures = None,
+) -> None:
     """Say what is there and what a migration takes; the vectors stay as they are."""
     from xcompat.stores import commands
 
     store = _open(uri)
     commands.name_model(store, from_)
-    commands.plan(store, _mapping(model), dtype)
+    commands.plan(store, _filling(model, embed, pictures), dtype)
 
 
 @app.command()
@@ -40,13 +52,15 @@ def start(
     batch: Annotated[int, typer.Option(min=1, help="Rows in a transaction.")] = 10_000,
     rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Most rows written in a second.")] = None,
     dtype: Dtype = "float32",
+    embed: Embed = None,
+    pictures: Pictures = None,
 ) -> None:
     """Fill a new space beside the old one while others read and write; started again, it continues."""
     from xcompat.stores import commands
 
     store = _open(uri)
     commands.name_model(store, from_)
-    commands.start(store, _mapping(model), into, batch, rows_per_second, dtype)
+    commands.start(store, _filling(model, embed, pictures), into, batch, rows_per_second, dtype)
 
 
 @app.command()
@@ -58,20 +72,20 @@ def status(uri: Uri) -> None:
 
 
 @app.command()
-def verify(uri: Uri, model: Model = "") -> None:
+def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
     """Count rows, make a sample anew and compare, and search both spaces; exit with code 1 if something is wrong."""
     from xcompat.stores import commands
 
-    if not commands.verify(_open(uri), _mapping(model)):
+    if not commands.verify(_open(uri), _filling(model, embed, pictures)):
         raise typer.Exit(1)
 
 
 @app.command()
-def switch(uri: Uri, model: Model = "") -> None:
+def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
     """Give the new space the old one's name, at once for all clients; the old one stays until finish."""
     from xcompat.stores import commands
 
-    commands.switch(_open(uri), _mapping(model))
+    commands.switch(_open(uri), _filling(model, embed, pictures))
 
 
 @app.command()
@@ -96,15 +110,20 @@ def _open(uri: str) -> Store:
     return xcompat.stores.open(uri)
 
 
-def _mapping(model: str) -> Mapping:
+def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:
     import torch
 
     from xcompat.distributed import device
-    from xcompat.models.embedder import load_checkpoint
+    from xcompat.models.embedder import load_checkpoint, load_embedder
     from xcompat.progress import silence_libraries
+    from xcompat.stores.embedding import Embedding
     from xcompat.stores.mapping import Mapping
 
     if not model:
         raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
+    if pictures is not None and embed is None:
+        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
     silence_libraries()
+    if embed is not None:
+        return Embedding(load_embedder(model, device()), embed, None if pictures is None else Path(pictures))
     return Mapping(torch.nn.Module.to(load_checkpoint(model), device()))

@@ -137,8 +137,14 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def sample(self, count: int, other: str) -> tuple[Rows, NDArray[np.float32]]:
-        """Read about so many rows, spread over the store, and their vectors (N, D) in another space, of rows that have both."""
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        """Read about so many rows, spread over the store, and their vectors (N, D) in another space, of rows that have both.
+
+        Args:
+            count: of the rows.
+            other: the other space.
+            content: as in :meth:`rows`.
+        """
 
     def stream(self, batch: int = 10_000) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
         """Read all ids and vectors (n, D) float32 of the space that is searched."""

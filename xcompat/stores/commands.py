@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -13,7 +15,9 @@ from xcompat.progress import console, literal
 from xcompat.retrieval.commands import asking, hit_table, query_embeddings
 from xcompat.stores import migration
 from xcompat.stores.base import Store
-from xcompat.stores.mapping import Mapping
+
+if TYPE_CHECKING:
+    from xcompat.stores.migration import Filling
 
 
 def search(uri: str, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
@@ -43,7 +47,7 @@ def name_model(store: Store, name: str | None) -> None:
         store.name_model(store.space, model)
 
 
-def plan(store: Store, mapping: Mapping, dtype: str) -> None:
+def plan(store: Store, mapping: Filling, dtype: str) -> None:
     """Print what is there and what it takes."""
     found = migration.plan(store, mapping, dtype)
     own = store.spaces()[store.space]
@@ -51,10 +55,10 @@ def plan(store: Store, mapping: Mapping, dtype: str) -> None:
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
-    console.print(f"reading and mapping take about {found.seconds / 60:,.1f} minutes, writing comes on top")
+    console.print(f"reading and making them take about {found.seconds / 60:,.1f} minutes, writing comes on top")
 
 
-def start(store: Store, mapping: Mapping, into: str | None, batch: int, rows_per_second: float | None, dtype: str) -> None:
+def start(store: Store, mapping: Filling, into: str | None, batch: int, rows_per_second: float | None, dtype: str) -> None:
     """Fill the new space."""
     done = migration.start(store, mapping, into, batch=batch, rows_per_second=rows_per_second, dtype=dtype)
     console.print(
@@ -70,7 +74,7 @@ def status(store: Store) -> None:
     console.print(f"{literal(found.space)} → {literal(found.into)}: {found.state}, {done}")
 
 
-def verify(store: Store, mapping: Mapping) -> bool:
+def verify(store: Store, mapping: Filling) -> bool:
     """Check a filled space; return whether it may be switched to."""
     found = migration.verify(store, mapping)
     console.print(f"{found.rows:,} rows, {found.missing:,} of them without a new vector")
@@ -83,7 +87,7 @@ def verify(store: Store, mapping: Mapping) -> bool:
     return found.passed
 
 
-def switch(store: Store, mapping: Mapping) -> None:
+def switch(store: Store, mapping: Filling) -> None:
     """Switch to the new space."""
     done = migration.switch(store, mapping)
     console.print(

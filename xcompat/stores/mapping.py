@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.versions import identity, upgraded_version
@@ -31,6 +31,8 @@ class Mapping:
     """
 
     model: CompatModel
+    content: ClassVar[str | None] = None
+    tried: ClassVar[int] = 2_000
 
     def __post_init__(self) -> None:
         """Refuse a model that maps queries, or needs more than vectors."""
@@ -48,6 +50,26 @@ class Mapping:
     def old(self) -> Fingerprint:
         """The model whose vectors it maps."""
         return self.model.compatible_with[0]
+
+    @property
+    def digest(self) -> str:
+        """Identifies the migration's model."""
+        return identity(self.model).digest
+
+    def require_fit(self, store: Store) -> None:
+        """Refuse a store whose vectors another model made than the map is for, or nobody knows which."""
+        own = store.spaces()[store.space]
+        if own.fingerprint is None:
+            raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
+        if own.fingerprint != self.old:
+            raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {self.old}")
+        dim = self.model.config.old["dim"]
+        if own.dim is not None and own.dim != dim:
+            raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
+
+    def of(self, store: Store, rows: Rows) -> Rows:
+        """Return rows with their mapped vectors in the place of those that they have."""
+        return rows._replace(vectors_ND=self(checked(store, rows)))
 
     @property
     def made(self) -> tuple[Fingerprint, int]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.versions import identity
 from xcompat.stores.base import BEFORE, Rows, Store
-from xcompat.stores.mapping import Mapping, checked
+
+if TYPE_CHECKING:
+    from xcompat.stores.embedding import Embedding
+    from xcompat.stores.mapping import Mapping
+
+    Filling: TypeAlias = Mapping | Embedding
 
 RECORD = "migration"
 """Key of the record that a store holds of its migration."""
 BATCH = 10_000
 """Rows in a transaction."""
-TRIED, ASKED, NEIGHBOURS = 2_000, 1_000, 10
-"""Rows that are mapped to estimate the time, queries of a verification, and hits that are compared."""
+ASKED, NEIGHBOURS = 1_000, 10
+"""Queries of a verification, and hits that are compared."""
 ROUNDS, FEW = 3, 1_000
 """Rounds after which so few rows may be left for the moment of the switch, when nobody else writes."""
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -95,21 +99,21 @@ class Checked(NamedTuple):
         return not self.missing and not self.wrong and self.compared > 0
 
 
-def plan(store: Store, mapping: Mapping, dtype: str = "float32") -> Plan:
+def plan(store: Store, mapping: Filling, dtype: str = "float32") -> Plan:
     """Estimate a migration from some rows; nothing is written.
 
     Args:
         store: the store.
-        mapping: the map.
+        mapping: the map, or the model that embeds anew.
         dtype: of the new vectors.
 
     Raises:
         FingerprintMismatchError: the map is for another model's vectors.
     """
-    _require_fit(store, mapping)
+    mapping.require_fit(store)
     started, seen = time.perf_counter(), 0
-    for rows in store.rows(TRIED):
-        mapping(checked(store, rows))
+    for rows in store.rows(mapping.tried, content=mapping.content):
+        mapping.of(store, rows)
         seen = len(rows.ids)
         break
     seconds, vectors, (_, dim) = time.perf_counter() - started, store.count(store.space), mapping.made
@@ -118,7 +122,7 @@ def plan(store: Store, mapping: Mapping, dtype: str = "float32") -> Plan:
 
 def start(
     store: Store,
-    mapping: Mapping,
+    mapping: Filling,
     into: str | None = None,
     *,
     batch: int = BATCH,
@@ -131,7 +135,7 @@ def start(
 
     Args:
         store: the store.
-        mapping: the map.
+        mapping: the map, or the model that embeds anew.
         into: the name of the new space; that of the old one with ``_new`` unless given.
         batch: rows in a transaction.
         rows_per_second: most rows that are written in a second; None for as many as it takes.
@@ -151,15 +155,15 @@ def start(
     return migration
 
 
-def _fill(store: Store, mapping: Mapping, migration: Migration, batch: int, rows_per_second: float | None) -> None:
+def _fill(store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None) -> None:
     """Write the vectors of all rows that lack one, round after round."""
     with progress_bar() as bar:
         task = bar.add_task(f"filling {migration.into}", total=store.count(store.space, migration.into), rate="")
         throttle = _Throttle(rows_per_second)
         for round_ in count():
-            from_first, seen = migration.after is None, 0
-            for rows in store.rows(batch, migration.after, migration.into):
-                written = _write(store, mapping, migration.into, rows)
+            from_first, seen, before = migration.after is None, 0, migration.written
+            for rows in store.rows(batch, migration.after, migration.into, content=mapping.content):
+                written = store.write(migration.into, mapping.of(store, rows))
                 migration.after, migration.written = rows.ids[-1], migration.written + written
                 store.set_record(RECORD, migration.model_dump())
                 store.renew_claim()
@@ -169,12 +173,9 @@ def _fill(store: Store, mapping: Mapping, migration: Migration, batch: int, rows
             store.tidy(migration.into, migration.space)
             migration.after = None  # the next round begins at the first id: others may have changed rows before this one
             store.set_record(RECORD, migration.model_dump())
-            if from_first and (seen == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
+            made = migration.written - before
+            if from_first and (made == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
                 return
-
-
-def _write(store: Store, mapping: Mapping, space: str, rows: Rows) -> int:
-    return store.write(space, rows._replace(vectors_ND=mapping(checked(store, rows))))
 
 
 def status(store: Store) -> tuple[Migration, int]:
@@ -189,12 +190,12 @@ def status(store: Store) -> tuple[Migration, int]:
     return migration, store.count(old, new)
 
 
-def verify(store: Store, mapping: Mapping, queries: int = ASKED) -> Checked:
+def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
     """Count rows, map a sample again and compare, and search both spaces with the same items.
 
     Args:
         store: the store, before the switch.
-        mapping: the map that filled it.
+        mapping: what filled it.
         queries: items that search both spaces; also the number of vectors that are made again.
 
     Raises:
@@ -205,20 +206,25 @@ def verify(store: Store, mapping: Mapping, queries: int = ASKED) -> Checked:
         raise XcompatError(f"{store.uri} has been switched; verify comes before the switch")
     old, missing = store.count(store.space), store.count(store.space, migration.into)
     tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
-    rows, stored_ND = store.sample(queries, migration.into)
-    mapped_ND = mapping(checked(store, rows)) if rows.ids else stored_ND
+    rows, stored_ND = store.sample(queries, migration.into, mapping.content)
+    mapped_ND = stored_ND
+    if rows.ids:
+        made, place = mapping.of(store, rows), {item: row for row, item in enumerate(rows.ids)}
+        kept = [place[item] for item in made.ids]
+        mapped_ND, stored_ND = made.vectors_ND, stored_ND[kept]
+        rows = Rows(made.ids, rows.vectors_ND[kept], made.states)
     wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
     found = store.search(rows.vectors_ND, NEIGHBOURS), store.search(mapped_ND, NEIGHBOURS, space=migration.into)
     shares = [len({hit.id for hit in one} & {hit.id for hit in other}) / len(one) for one, other in zip(*found, strict=True)]
     return Checked(old, missing, len(rows.ids), wrong, float(np.mean(shares)) if shares else None)
 
 
-def switch(store: Store, mapping: Mapping) -> Migration:
+def switch(store: Store, mapping: Filling) -> Migration:
     """Give the new space the name of the old one, at once, after the last changed rows were mapped.
 
     Args:
         store: the store.
-        mapping: the map that filled it.
+        mapping: what filled it.
 
     Raises:
         XcompatError: rows cannot be written, or the migration is another map's.
@@ -228,9 +234,11 @@ def switch(store: Store, mapping: Mapping) -> Migration:
         if migration.state == "filling":
             _fill(store, mapping, migration, BATCH, None)
             with store.alone():
-                _catch_up(store, mapping, migration, migration.space, migration.into)
-                if store.locks and (lacking := store.count(migration.space, migration.into)):
-                    raise XcompatError(f"{lacking:,} rows of {store.uri} cannot be written; the store is as it was")
+                left = _catch_up(store, mapping, migration, migration.space, migration.into)
+                if store.locks:
+                    left = store.count(migration.space, migration.into)
+                if left:
+                    raise XcompatError(f"{left:,} rows of {store.uri} have no new vector; mend or delete them first")
                 _note(store, migration, "switching")
                 store.switch(migration.into)
         elif migration.state == "switching":
@@ -244,11 +252,15 @@ def switch(store: Store, mapping: Mapping) -> Migration:
     return migration
 
 
-def _catch_up(store: Store, mapping: Mapping, migration: Migration, old: str, new: str) -> None:
-    """Write what the new space lacks of the old one, in one round."""
-    for rows in store.rows(BATCH, None, new, old):
-        migration.written += _write(store, mapping, new, rows)
+def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, new: str) -> int:
+    """Write what the new space lacks of the old one, in one round; return how many rows no vector could be made for."""
+    left = 0
+    for rows in store.rows(BATCH, None, new, old, mapping.content):
+        made = mapping.of(store, rows)
+        migration.written += store.write(new, made)
+        left += len(rows.ids) - len(made.ids)
     store.tidy(new, old)
+    return left
 
 
 def _note(store: Store, migration: Migration, state: Literal["filling", "switching", "switched", "switching back"]) -> None:
@@ -314,17 +326,15 @@ def migration_of(store: Store) -> Migration:
     return Migration.model_validate(known)
 
 
-def _of(store: Store, mapping: Mapping) -> Migration:
+def _of(store: Store, mapping: Filling) -> Migration:
     """Return the store's migration, which must be by this map."""
     migration = migration_of(store)
-    if migration.model != identity(mapping.model).digest:
-        raise FingerprintMismatchError(
-            f"the migration of {store.uri} was begun with another model than {identity(mapping.model)}"
-        )
+    if migration.model != mapping.digest:
+        raise FingerprintMismatchError(f"the migration of {store.uri} was begun with another model than {mapping.made[0]}")
     return migration
 
 
-def _begun(store: Store, mapping: Mapping, into: str | None, dtype: str) -> Migration:
+def _begun(store: Store, mapping: Filling, into: str | None, dtype: str) -> Migration:
     """Begin a migration, or continue the one that is there."""
     if store.record(RECORD) is not None:
         migration = _of(store, mapping)
@@ -335,8 +345,8 @@ def _begun(store: Store, mapping: Mapping, into: str | None, dtype: str) -> Migr
         if migration.into in store.spaces():
             return migration
     else:
-        _require_fit(store, mapping)
-        migration = Migration(space=store.space, into=into or f"{store.space}_new", model=identity(mapping.model).digest)
+        mapping.require_fit(store)
+        migration = Migration(space=store.space, into=into or f"{store.space}_new", model=mapping.digest)
         if migration.into in store.spaces():
             raise XcompatError(f"{store.uri} has a space {migration.into!r} already; choose another name with --into")
     made, dim = mapping.made
@@ -349,18 +359,6 @@ def _begun(store: Store, mapping: Mapping, into: str | None, dtype: str) -> Migr
                 store.set_record(RECORD, None)
             raise
     return migration
-
-
-def _require_fit(store: Store, mapping: Mapping) -> None:
-    """Refuse a store whose vectors another model made than the map is for, or nobody knows which."""
-    own, wanted = store.spaces()[store.space], mapping.old
-    if own.fingerprint is None:
-        raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
-    if own.fingerprint != wanted:
-        raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {wanted}")
-    dim = mapping.model.config.old["dim"]
-    if own.dim is not None and own.dim != dim:
-        raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
 
 
 class _Throttle:

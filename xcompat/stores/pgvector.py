@@ -162,18 +162,24 @@ class PgVectorStore(Store):
         return [[Hit(name, self._score(float(away)), version, None) for name, away in each] for each in found]
 
     @override
-    def sample(self, count: int, other: str) -> tuple[Rows, NDArray[np.float32]]:
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
         share = min(
             100.0, 500.0 * count / max(self.count(self.space), 1)
         )  # pages, whose rows are cut to the number that is asked for
         asked = sql.SQL(
-            "SELECT {key}::text, {own}, xmin::text, {other} FROM {table} TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
+            "SELECT {key}::text, {own}, xmin::text, {other} {content} FROM {table} TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
             "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}::text) LIMIT %s"
-        ).format(key=sql.Identifier(self.key), own=sql.Identifier(self.space), other=sql.Identifier(other), table=self.table)
+        ).format(
+            key=sql.Identifier(self.key),
+            own=sql.Identifier(self.space),
+            other=sql.Identifier(other),
+            content=_too(content),
+            table=self.table,
+        )
         with explained(self.uri):
             found = self.connection.cursor(binary=True).execute(asked, (share, count)).fetchall()
-        ids, own, states, others = zip(*found, strict=True) if found else ((), (), (), ())
-        return Rows(list(ids), array(own), list(states)), array(others)
+        ids, own, states, others, *contents = zip(*found, strict=True) if found else ((), (), (), ())
+        return Rows(list(ids), array(own), list(states), list(contents[0]) if contents else None), array(others)
 
     def _score(self, distance: float) -> float:
         return {"cosine": 1 - distance, "ip": -distance, "l2": -(distance**2)}[self.metric]
@@ -188,13 +194,12 @@ class PgVectorStore(Store):
         content: str | None = None,
     ) -> Iterator[Rows]:
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
-        asked_for = sql.SQL(", {}").format(sql.Identifier(content)) if content is not None else sql.SQL("")
         key, own, kind = sql.Identifier(self.key), sql.Identifier(space or self.space), sql.SQL(self.key_type)
         while True:
             behind = sql.SQL("AND {} > %s::{}").format(key, kind) if after is not None else sql.SQL("")
             asked = sql.SQL(
                 "SELECT t.{0}::text, {1}, xmin::text {5} FROM {2} AS t WHERE {1} IS NOT NULL {3} {4} ORDER BY t.{0} LIMIT %s"
-            ).format(key, own, self.table, lacks, behind, asked_for)
+            ).format(key, own, self.table, lacks, behind, _too(content))
             given = (batch,) if after is None else (after, batch)
             with explained(self.uri):
                 found = self.connection.cursor(binary=True).execute(asked, given).fetchall()
@@ -367,6 +372,11 @@ _UPDATE = """
 UPDATE {table} AS t SET {new} = r.vector FROM pg_temp.xcompat_rows AS r
 WHERE t.{key} = r.id::{key_type} AND t.xmin::text = r.state
 """
+
+
+def _too(column: str | None) -> sql.Composable:
+    """Return SQL that selects one column more."""
+    return sql.SQL(", {}").format(sql.Identifier(column)) if column is not None else sql.SQL("")
 
 
 def open_store(uri: str) -> PgVectorStore:
