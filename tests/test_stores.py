@@ -409,6 +409,21 @@ def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel
     assert place.open().describe()["dim"] == NEW_DIM
 
 
+def test_the_command_line_searches_by_a_service(
+    store: Store, server: str, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers, which the service embeds as the old model's vectors turned, find the rows of these numbers."""
+    monkeypatch.chdir(tmp_path)
+    turn = np.linalg.qr(np.random.default_rng(3).standard_normal((OLD_DIM, OLD_DIM)))[0].astype(np.float32)
+    np.save("turned.npy", vectors @ turn)
+    Path("turned_rows.py").write_text("import numpy as np\nembed = lambda texts: np.load('turned.npy')[list(map(int, texts))]\n")
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=OLD_DIM)
+    RidgeModel(config).fit([(torch.from_numpy(vectors @ turn), torch.from_numpy(vectors))]).save_pretrained("map")
+    given = ["--model", "map", "--embed-with", "turned_rows:embed", "--top-k", "1"]
+    result = CliRunner().invoke(app, ["gallery", "search", server + "&table=items", "17", *given])
+    assert result.exit_code == 0 and "│ 17 " in result.stdout.replace("┃", "│"), (result.stdout, result.exception)
+
+
 def test_an_address_is_shown_without_what_is_secret() -> None:
     uri = StoreUri.parse("postgresql://me:pass%40word@db:5432/shop?table=items&sslmode=require", ("table",), passes_on=True)
     assert str(uri) == "postgresql://db:5432/shop?table=items" and "me:pass%40word@db:5432/shop?sslmode=require" in uri.client

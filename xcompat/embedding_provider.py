@@ -8,24 +8,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples
 from xcompat.embedding_cache import CacheInfo, EmbeddingCache
+from xcompat.encoders.base import Space
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder, load_checkpoint
 from xcompat.progress import Waiting, console, literal
 from xcompat.vectors import require_unit
 
 BYTES_PER_TOKEN = 4  # of UTF-8, about, in tokenizers of today
 ATTEMPTS = 4
 LONGEST_WAIT = 60  # seconds between two attempts
+KEPT = "what it has answered is kept: start again to continue"
 
 Function = Callable[[list[str]], Any]
 """From texts to embeddings of length 1, a row for each."""
@@ -74,25 +79,26 @@ class Provider:
         dim = read_json(path / "plan.json").get("dim") if (path / "plan.json").exists() else None
         if dim is None and len(texts):  # the first answer says
             self._announce(texts[:])
-            answered = [self.ask(list(texts[: self.batch]))]
+            answered = [self.ask(list(texts[: self.batch]), mend=KEPT)]
             dim = answered[0].shape[1]
 
         def embed_shards(shards: Sequence[slice], _: Waiting) -> Iterator[Batches]:
             if not answered:
                 self._announce(text for shard in shards for text in texts[shard])
             for shard in shards:
-                rows_BD = answered.pop() if answered else self.ask(list(texts[shard]), dim)
+                rows_BD = answered.pop() if answered else self.ask(list(texts[shard]), dim, KEPT)
                 yield iter([(np.arange(len(rows_BD)), torch.from_numpy(rows_BD))])
 
         info = CacheInfo(self.fingerprint.digest, self.name, data_digest, "texts", len(texts), dim or 1, self.batch)
         return fill_cache(info, path, embed_shards, BadSamples())
 
-    def ask(self, texts: list[str], dim: int | None = None) -> NDArray[np.float32]:
+    def ask(self, texts: list[str], dim: int | None = None, mend: str = "ask again later") -> NDArray[np.float32]:
         """Embed one batch.
 
         Args:
             texts: B texts.
             dim: the dimension of earlier answers; None for any.
+            mend: what helps if the function fails each time.
 
         Returns:
             (B, D) float32.
@@ -106,8 +112,7 @@ class Provider:
         try:
             answer = retrying(self._call, texts)
         except Exception as error:  # whatever a library of a service raises
-            kept = "what it has answered is kept: start again to continue"
-            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {kept}") from error
+            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {mend}") from error
         return self._checked(answer, len(texts), dim)
 
     def _call(self, texts: list[str]) -> Any:  # noqa: ANN401 - whatever the function returns
@@ -137,6 +142,78 @@ class Provider:
         cost = f", about {tokens / 1e6 * self.price:,.2f} at {self.price:g} per million" if self.price is not None else ""
         line = f"{self.name} embeds {count:,} texts of {characters:,} characters: about {tokens:,.0f} tokens{cost}"
         console.print(literal(line), soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class ServedMap:
+    """A map that was fitted on a service's embeddings, and the service: together they embed texts.
+
+    Args:
+        model: the map.
+        provider: the service.
+    """
+
+    model: CompatModel
+    provider: Provider
+
+    @classmethod
+    def load(cls, model: str | Path | nn.Module, embed_with: str | Function | Provider) -> Self:
+        """Join a map with a service.
+
+        Args:
+            model: a run's folder, a checkpoint, a name on the Hub, or a model that is loaded already.
+            embed_with: the service, the function that calls it, or that function's name as :func:`load_function` takes it.
+
+        Returns:
+            Both, the map without what only training needs.
+
+        Raises:
+            XcompatError: the model is no map, or embeds by an encoder of its own.
+        """
+        loaded = load_checkpoint(str(model)) if isinstance(model, str | Path) else model
+        if not isinstance(loaded, CompatModel) or not loaded.embeds_in_memory or loaded.config.encoder is not None:
+            name = getattr(loaded, "name_or_path", "") or type(loaded).__name__
+            raise XcompatError(f"{name} has an encoder of its own, and takes no function in its place: leave that out")
+        if isinstance(embed_with, str):
+            embed_with = Provider(load_function(embed_with), embed_with)
+        elif not isinstance(embed_with, Provider):
+            embed_with = Provider(embed_with, getattr(embed_with, "__name__", type(embed_with).__name__))
+        return cls(loaded.for_inference(), embed_with)
+
+    def embed(self, texts: Sequence[object], space: Space = "own") -> Tensor:
+        """Embed texts, a call for as many as the service takes.
+
+        Args:
+            texts: B strings.
+            space: ``own``, as the service embeds them, or ``stored``, as a gallery of the map holds them.
+
+        Returns:
+            (B, D) float32, or (B, d) in the space ``stored``.
+
+        Raises:
+            XcompatError: they are not all texts, or the service fails or returns something else than the map's embeddings.
+        """
+        asked = [text for text in texts if isinstance(text, str)]
+        if len(asked) < len(texts):
+            raise XcompatError(f"{self.provider.name} embeds texts, and nothing else; give strings that are no paths of pictures")
+        size, dim = self.provider.batch, self.model.config.embedding_dim
+        rows_BD = np.empty((len(asked), dim), np.float32)
+        for start in range(0, len(asked), size):
+            answer = self.provider.ask(asked[start : start + size])
+            if answer.shape[1] != dim:
+                wrong = f"{self.provider.name} returned {answer.shape[1]} dimensions, and the map takes {dim}"
+                raise XcompatError(f"{wrong}; name the function that it was made with")
+            rows_BD[start : start + size] = answer
+        own_BD = torch.from_numpy(rows_BD).to(self.model.device)
+        with torch.inference_mode():
+            return self.model.stored(own_BD) if space == "stored" else own_BD
+
+
+def asking(source: Embedder | ServedMap) -> CompatModel | Embedder:
+    """Return the query model: the compatible model itself, which knows its views, or else the embedder."""
+    if isinstance(source, ServedMap):
+        return source.model
+    return source.model if isinstance(source.model, CompatModel) else source
 
 
 def load_function(name: str) -> Function:

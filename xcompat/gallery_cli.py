@@ -10,6 +10,7 @@ import typer
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
+    from xcompat.embedding_provider import ServedMap
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
     from xcompat.retrieval.originals import Originals
@@ -102,6 +103,10 @@ def search(
     ] = None,
     fallback: Annotated[str, typer.Option(help="The old model, asked instead where the new one is not sure.")] = "",
     fallback_below: Annotated[float | None, typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,
+    embed_with: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds texts for a map of a service's embeddings."),
+    ] = None,
 ) -> None:
     """Find what is nearest to a text or a picture, whichever models embedded the gallery."""
     from xcompat.retrieval import commands
@@ -114,10 +119,10 @@ def search(
 
         if fallback or group_by is not None:
             raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
-        search_store(gallery, query, _load(model), top_k, where or [])
+        search_store(gallery, query, _load_asking(model, embed_with), top_k, where or [])
         return
     old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-    commands.search(_open(Path(gallery)), query, _load(model), top_k, where or [], old, group_by)
+    commands.search(_open(Path(gallery)), query, _load_asking(model, embed_with), top_k, where or [], old, group_by)
 
 
 @app.command()
@@ -268,6 +273,18 @@ def _load(model: str, dtype: Dtype = "float32") -> Embedder:
     _require_model(model)
     silence_libraries()
     return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
+
+
+def _load_asking(model: str, embed_with: str | None) -> Embedder | ServedMap:
+    """Load what embeds queries."""
+    if embed_with is None:
+        return _load(model)
+    from xcompat.embedding_provider import ServedMap
+    from xcompat.progress import silence_libraries
+
+    _require_model(model)
+    silence_libraries()
+    return ServedMap.load(model, embed_with)
 
 
 def _require_model(model: str) -> None:

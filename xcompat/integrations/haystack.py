@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
@@ -20,8 +20,14 @@ except ImportError:
 class _Embedder:
     """What both components share: the model, which :meth:`warm_up` loads, and how a pipeline is saved."""
 
-    def __init__(self, model: Source, version: str | Fingerprint | None = None, device: str | None = None) -> None:
-        self.model, self.version, self.device = model, version, device
+    def __init__(
+        self,
+        model: Source,
+        version: str | Fingerprint | None = None,
+        device: str | None = None,
+        embed_with: Service | None = None,
+    ) -> None:
+        self.model, self.version, self.device, self.embed_with = model, version, device, embed_with
         self._texts: TextEmbedder | None = None
 
     def warm_up(self) -> None:
@@ -30,15 +36,17 @@ class _Embedder:
 
     def _ready(self) -> TextEmbedder:
         if self._texts is None:
-            self._texts = TextEmbedder(self.model, self.version, self.device)
+            self._texts = TextEmbedder(self.model, self.version, self.device, self.embed_with)
         return self._texts
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the component, so that a pipeline can be saved.
 
         Raises:
-            XcompatError: it was given a model that is loaded, of which no name is known to load it by.
+            XcompatError: it was given a function, which no file may run, or a model that is loaded, whose name is not known.
         """
+        if self.embed_with is not None:
+            raise XcompatError("a saved pipeline runs no function of yours: make the component anew where the pipeline is loaded")
         if not isinstance(self.model, str | Path):
             raise XcompatError("a pipeline is saved with the name of its model: give the component a folder or a name on the Hub")
         version = self.version.digest if isinstance(self.version, Fingerprint) else self.version
@@ -58,6 +66,7 @@ class CompatTextEmbedder(_Embedder):
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
         version: likewise.
         device: likewise.
+        embed_with: likewise; a pipeline with it cannot be saved.
 
     Example:
         ``pipeline.add_component("embedder", CompatTextEmbedder("runs/map"))``
@@ -79,6 +88,7 @@ class CompatDocumentEmbedder(_Embedder):
         device: likewise.
         meta_fields_to_embed: metadata that is embedded before a document's text, as in Haystack's own embedders.
         embedding_separator: what stands between them.
+        embed_with: as in :class:`CompatTextEmbedder`.
     """
 
     def __init__(
@@ -88,8 +98,11 @@ class CompatDocumentEmbedder(_Embedder):
         device: str | None = None,
         meta_fields_to_embed: Sequence[str] = (),
         embedding_separator: str = "\n",
+        embed_with: Service | None = None,
     ) -> None:
-        _Embedder.__init__(self, model, version, device)  # the decorator makes another class, which super() does not know
+        _Embedder.__init__(
+            self, model, version, device, embed_with
+        )  # the decorator makes another class, which super() does not know
         self.meta_fields_to_embed, self.embedding_separator = list(meta_fields_to_embed), embedding_separator
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder
 
 try:
     from langchain_core.embeddings import Embeddings
@@ -19,13 +19,20 @@ class CompatEmbeddings(Embeddings):
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
         version: likewise.
         device: likewise.
+        embed_with: likewise.
 
     Example:
         ``store = InMemoryVectorStore(CompatEmbeddings("runs/map"))``
     """
 
-    def __init__(self, model: Source, version: str | Fingerprint | None = None, device: str | None = None) -> None:
-        self._texts = TextEmbedder(model, version, device)
+    def __init__(
+        self,
+        model: Source,
+        version: str | Fingerprint | None = None,
+        device: str | None = None,
+        embed_with: Service | None = None,
+    ) -> None:
+        self._texts = TextEmbedder(model, version, device, embed_with)
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a query for what the store holds (see :meth:`TextEmbedder.query`)."""

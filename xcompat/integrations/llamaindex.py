@@ -7,7 +7,7 @@ from typing import Any
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -23,6 +23,7 @@ class CompatEmbedding(BaseEmbedding):
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
         version: likewise.
         device: likewise.
+        embed_with: likewise.
         kwargs: the fields of every embedding model of LlamaIndex but ``model_name``.
 
     Example:
@@ -38,9 +39,10 @@ class CompatEmbedding(BaseEmbedding):
         model: Source,
         version: str | Fingerprint | None = None,
         device: str | None = None,
+        embed_with: Service | None = None,
         **kwargs: Any,  # noqa: ANN401 - the base's own fields
     ) -> None:
-        texts = TextEmbedder(model, version, device)
+        texts = TextEmbedder(model, version, device, embed_with)
         # an ingestion cache knows models by their fields, and must not give one the vectors of another
         super().__init__(model_name=str(texts.stored), version=str(texts.version), **kwargs)
         self._texts = texts

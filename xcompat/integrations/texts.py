@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from torch import Tensor
+
 from xcompat.distributed import device as own_device
 from xcompat.embedding import embed_in_memory
+from xcompat.embedding_provider import Function, Provider, ServedMap, asking
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval.manifest import VersionRecord
-from xcompat.retrieval.versions import query_view, searchable_versions
+from xcompat.retrieval.versions import query_view, searchable_versions, stored_version
 
 Source: TypeAlias = str | Path | CompatModel | Embedder
 """A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
+Service: TypeAlias = str | Function | Provider
+"""What embeds texts for a map of a service's embeddings: a function, its name (``module:function``), or more about it."""
 
 
 class TextEmbedder:
@@ -28,19 +33,22 @@ class TextEmbedder:
         version: whose stored embeddings the queries search: the name, digest or fingerprint of a version that the model is
             compatible with, or of its own; None for the old model, or its own if it is compatible with none.
         device: where a model that is loaded here computes; None for an accelerator if there is one.
+        embed_with: what embeds texts, if the model is a map of a service's embeddings.
 
     Raises:
         XcompatError: the model embeds no texts, or its queries do not fit that version.
     """
 
-    def __init__(self, model: Source, version: str | Fingerprint | None = None, device: str | None = None) -> None:
-        self._passages = _loaded(model, device)
-        inner = self._passages.model
-        embeds_texts = inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)
-        if not embeds_texts:
-            raise XcompatError(f"{self._passages.name} embeds no texts; take a model that has a text encoder")
-        self._queries = self._passages.for_queries()
-        self._asking = inner if isinstance(inner, CompatModel) else self._passages
+    def __init__(
+        self,
+        model: Source,
+        version: str | Fingerprint | None = None,
+        device: str | None = None,
+        embed_with: Service | None = None,
+    ) -> None:
+        self._source = _of_texts(model, device) if embed_with is None else _served(model, device, embed_with)
+        self._asking = asking(self._source)
+        self._stored = stored_version(self._asking, None)
         self._version = _chosen(version, self._asking)
 
     @property
@@ -51,7 +59,7 @@ class TextEmbedder:
     @property
     def stored(self) -> Fingerprint:
         """Return the identity of the documents' embeddings."""
-        return self._passages.fingerprint
+        return self._stored.fingerprint
 
     def query(self, text: str) -> list[float]:
         """Embed a query.
@@ -63,8 +71,7 @@ class TextEmbedder:
             As many floats as the version's embeddings have dimensions, of length 1.
         """
         _require_texts([text])
-        own_1D = self._queries.embed(self._queries.processor.texts([text]), "own")
-        view_1d = query_view(self._asking, own_1D, self._version)
+        view_1d = query_view(self._asking, self._own(text), self._version)
         assert view_1d is not None
         return view_1d[0].tolist()
 
@@ -81,12 +88,37 @@ class TextEmbedder:
             XcompatError: what the model stores has more dimensions than the version that its queries search.
         """
         _require_texts(texts)
-        if self._passages.dim != self._version.dim:  # the rest of an expanded model's embedding is of no use to old queries
+        if self._stored.dim != self._version.dim:  # the rest of an expanded model's embedding is of no use to old queries
             raise XcompatError(
-                f"{self._passages.name} stores {self._passages.dim} dimensions, and a store of {self.version} holds "
+                f"{self._stored.name} stores {self._stored.dim} dimensions, and a store of {self.version} holds "
                 f"{self._version.dim}: keep new documents in a store of their own, with version={self.stored.digest[:12]!r}"
             )
-        return embed_in_memory(self._passages, texts).tolist()
+        if isinstance(self._source, ServedMap):
+            return self._source.embed(texts, "stored").tolist()
+        return embed_in_memory(self._source, texts).tolist()
+
+    def _own(self, text: str) -> Tensor:
+        """Embed a query in the model's own space."""
+        if isinstance(self._source, ServedMap):
+            return self._source.embed([text])
+        queries = self._source.for_queries()
+        return queries.embed(queries.processor.texts([text]), "own")
+
+
+def _served(model: Source, device: str | None, embed_with: Service) -> ServedMap:
+    """Return a map with the service whose embeddings it maps."""
+    if device is not None:
+        raise XcompatError("a service embeds on machines of its own: leave device out where embed_with is given")
+    return ServedMap.load(model.model if isinstance(model, Embedder) else model, embed_with)
+
+
+def _of_texts(model: Source, device: str | None) -> Embedder:
+    """Return :func:`_loaded`, which embeds texts."""
+    loaded = _loaded(model, device)
+    inner = loaded.model
+    if not (inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)):
+        raise XcompatError(f"{loaded.name} embeds no texts; take a model that has a text encoder")
+    return loaded
 
 
 def _loaded(model: Source, device: str | None) -> Embedder:

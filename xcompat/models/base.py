@@ -146,7 +146,10 @@ class CompatModel(PushableModel, EmbedsBatches):
         if not self._outside_encoder:
             described = self.config.encoder
             if described is None:
-                raise XcompatError("this map was fitted on embeddings alone: give it embeddings, or set config.encoder")
+                raise XcompatError(
+                    "this map was fitted on embeddings alone: give it embeddings, name the function that makes them of texts "
+                    "(--embed-with, embed_with=), or set config.encoder"
+                )
             loaded, self._processor = load_outside(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]
         outside: Any = self._outside_encoder[0]

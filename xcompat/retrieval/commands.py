@@ -14,6 +14,7 @@ from xcompat.data.schema import TEXT
 from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix
 from xcompat.distributed import barrier, is_main_process
 from xcompat.embedding import notice_cut_short
+from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
@@ -122,7 +123,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
 def search(
     gallery: Gallery,
     query: str,
-    embedder: Embedder,
+    embedder: Embedder | ServedMap,
     top_k: int,
     where: list[str],
     fallback: Fallback | None = None,
@@ -190,12 +191,14 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
         return key, [text]
 
 
-def query_embeddings(embedder: Embedder, query: str) -> Tensor:
+def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
     """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
     if not query.strip():
         raise XcompatError("the query is empty; give a text, or the path of a picture")
     if has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
         console.print(f"[yellow]![/] there is no file {literal(query)}: this is searched for as a text")
+    if isinstance(embedder, ServedMap):
+        return embedder.embed([Path(query) if is_file(query) else query])
     processor = embedder.processor.for_queries()
     before = processor.count_truncated
     embeds_1D = embedder.embed(_query_batch(processor, query), "own")
@@ -212,11 +215,6 @@ def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
         return {"pixel_values": processor.images([open_image(query)])}
     except UnusableSampleError as error:
         raise XcompatError(f"{query} is a file, and no picture that can be read ({error}); name a picture, or a text") from None
-
-
-def asking(embedder: Embedder) -> Model:
-    """Return the query model: the compatible model itself, which knows its views, or else the embedder."""
-    return embedder.model if isinstance(embedder.model, CompatModel) else embedder
 
 
 def short(version: Fingerprint) -> str:

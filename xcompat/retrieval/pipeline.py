@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.pipelines.image_feature_extraction import ImageFeatureExtracti
 from transformers.utils.generic import ModelOutput
 
 from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.embedding_provider import Function, Provider, ServedMap
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
@@ -63,6 +65,8 @@ class CompatibleRetrievalPipeline(Pipeline):
             that embedded the gallery, used for the queries of which the new model is not sure.
         allow_private_addresses: whether a URL may lead to this machine or into a private network. Leave it off if strangers
             choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
+        embed_with: what embeds texts for a map of a service's embeddings: a function, its name, or a
+            :class:`~xcompat.embedding_provider.Provider`.
         kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
@@ -81,6 +85,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         gallery: Gallery | str | Path | None = None,
         fallback: Mapping[str, Any] | None = None,
         allow_private_addresses: bool = False,
+        embed_with: str | Function | Provider | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         if gallery is None:
@@ -88,12 +93,17 @@ class CompatibleRetrievalPipeline(Pipeline):
         super().__init__(*args, **kwargs)
         self.allow_private_addresses = allow_private_addresses
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
-        if isinstance(self.model, CompatModel):
-            self.asking: CompatModel | Embedder = self.model.for_inference()
-            self.prepared_by: Processor = self.model.processor
+        self.asking: CompatModel | Embedder
+        self._own: Callable[[Sequence[str | Image.Image]], Tensor]
+        if embed_with is not None:
+            served = ServedMap.load(self.model, embed_with)
+            self.asking, self._own = served.model, served.embed
+        elif isinstance(self.model, CompatModel):
+            self.asking = self.model.for_inference()
+            self._own = partial(_in_order, self.model.processor, self._run)
         else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
-            self.prepared_by = self.asking.processor
+            self._own = partial(_in_order, self.asking.processor, self._run)
         self.fallback = Fallback.described(fallback, self.device) if fallback is not None else None
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
@@ -149,12 +159,12 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def _embed(self, queries: Sequence[str | Image.Image]) -> dict[str, Tensor]:
         """Embed queries, and with the old model those of which the new one is not sure."""
-        embeds_BD = _in_order(queries, self.prepared_by, self._run)
+        embeds_BD = self._own(queries)
         if (old := self.fallback) is None:
             return {"embeds": embeds_BD}
 
         def embed(rows: list[int]) -> Tensor:
-            return _in_order([queries[row] for row in rows], old.model.processor, old.model.embed)
+            return _in_order(old.model.processor, old.model.embed, [queries[row] for row in rows])
 
         old_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD, embed)
         return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
@@ -163,7 +173,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()
 
 
-def _in_order(queries: Sequence[str | Image.Image], processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:
     """Embed texts in one batch and pictures in another; return the embeddings in the order of the queries."""
     of_texts = {row: query for row, query in enumerate(queries) if isinstance(query, str)}
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}

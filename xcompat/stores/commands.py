@@ -8,11 +8,12 @@ from rich.filesize import decimal
 from rich.table import Table
 
 import xcompat.stores
+from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
-from xcompat.retrieval.commands import asking, hit_table, query_embeddings
+from xcompat.retrieval.commands import hit_table, query_embeddings
 from xcompat.stores import migration
 from xcompat.stores.base import Store
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from xcompat.stores.migration import Filling
 
 
-def search(uri: str, query: str, embedder: Embedder, top_k: int, where: list[str]) -> None:
+def search(uri: str, query: str, embedder: Embedder | ServedMap, top_k: int, where: list[str]) -> None:
     """Print the items of a store that are nearest to a text or a picture; nothing is written."""
     if len(where) > 1:
         raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")

@@ -1,0 +1,153 @@
+"""A map of a service's embeddings and the function that asks the service: they search, and embed documents, together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from haystack import Document
+from PIL import Image
+from test_map_texts import TEXTS, Service, rotated
+from transformers import pipeline
+from typer.testing import CliRunner
+
+from xcompat import Fingerprint, RidgeConfig, RidgeModel, XcompatError
+from xcompat.cli import app
+from xcompat.embedding_provider import ATTEMPTS, Provider, ServedMap
+from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatTextEmbedder
+from xcompat.integrations.langchain import CompatEmbeddings
+from xcompat.integrations.llamaindex import CompatEmbedding
+from xcompat.models.config import describe_old
+from xcompat.retrieval import Gallery
+
+OLD = Fingerprint.from_string("the old model")
+QUERY = "a red hat"
+NAMED = "letters_of_texts:embed"
+NEW_DIM, OLD_DIM = 8, 6
+
+
+def new(texts: list[str]) -> np.ndarray:
+    """Embed as the service does."""
+    return np.array(Service(NEW_DIM)(texts), np.float32)
+
+
+@pytest.fixture(scope="module")
+def map_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write a map that was fitted on a service's embeddings and on old ones."""
+    pairs = torch.from_numpy(new(TEXTS)), torch.from_numpy(rotated(new(TEXTS), OLD_DIM)).float()
+    model = RidgeModel(RidgeConfig(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM)).fit([pairs])
+    model.save_pretrained(folder := tmp_path_factory.mktemp("map"))
+    return str(folder)
+
+
+@pytest.fixture
+def gallery(tmp_path: Path) -> Gallery:
+    made = Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM)
+    made.add(rotated(new(TEXTS), OLD_DIM), TEXTS)
+    made.commit()
+    return made
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write the function into a module of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    here = str(Path(__file__).parent)
+    (tmp_path / "letters_of_texts.py").write_text(
+        f"import sys; sys.path.insert(0, {here!r})\nfrom test_map_texts import Service\nembed = Service({NEW_DIM})\n"
+    )
+    return NAMED
+
+
+def viewed(map_folder: str, text: str) -> np.ndarray:
+    """Return a query as it was made before: by the service, and then by the map."""
+    return ServedMap.load(map_folder, Service()).model.view(torch.from_numpy(new([text])))[0].numpy()
+
+
+def searched(gallery: Gallery, query: str, *more: str) -> str:
+    done = CliRunner().invoke(app, ["gallery", "search", str(gallery.path), query, "--top-k", "3", *more])
+    if isinstance(done.exception, XcompatError):
+        raise done.exception
+    assert not done.exit_code, done.output
+    return done.output
+
+
+def test_the_command_line_asks_the_service(gallery: Gallery, map_folder: str, named: str) -> None:
+    hits = gallery.search(viewed(map_folder, QUERY), OLD, top_k=3)[0]
+    output = searched(gallery, QUERY, "--model", map_folder, "--embed-with", named)
+    places = [output.index(hit.id) for hit in hits]
+    assert hits[0].id == QUERY and places == sorted(places)
+    with pytest.raises(XcompatError, match="fitted on embeddings alone: .*--embed-with"):
+        searched(gallery, QUERY, "--model", map_folder)
+
+
+WAYS = {"name": NAMED, "function": Service(NEW_DIM), "provider": Provider(Service(NEW_DIM), "letters", batch=1)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_pipeline_asks_the_service(way: str, gallery: Gallery, map_folder: str, named: str) -> None:
+    find = pipeline("compatible-retrieval", model=map_folder, gallery=gallery, embed_with=WAYS[way])
+    hits = gallery.search(np.stack([viewed(map_folder, text) for text in TEXTS[:3]]), OLD, top_k=3)
+    wanted = [[hit.id for hit in each] for each in hits]
+    assert [[hit.id for hit in each] for each in find(TEXTS[:3], top_k=3, batch_size=2)] == wanted
+    assert [hit.id for hit in find(TEXTS[0], top_k=3)] == wanted[0]
+    with pytest.raises(XcompatError, match="embeds texts, and nothing else"):
+        find(Image.new("RGB", (8, 8)))
+
+
+def test_frameworks_ask_the_service_for_queries_and_documents(map_folder: str) -> None:
+    service, stored_Nd = Service(NEW_DIM), torch.tensor([viewed(map_folder, text).tolist() for text in TEXTS])
+    langchain, llamaindex = (each(map_folder, embed_with=service) for each in (CompatEmbeddings, CompatEmbedding))
+    query, documents = (each(map_folder, embed_with=service) for each in (CompatTextEmbedder, CompatDocumentEmbedder))
+    made = documents.run([Document(content=text) for text in TEXTS])["documents"]
+    for queries, rows in (
+        (langchain.embed_query(QUERY), langchain.embed_documents(TEXTS)),
+        (llamaindex.get_query_embedding(QUERY), llamaindex.get_text_embedding_batch(TEXTS)),
+        (query.run(QUERY)["embedding"], [each.embedding for each in made]),
+    ):
+        np.testing.assert_allclose(queries, viewed(map_folder, QUERY), atol=1e-6)
+        np.testing.assert_allclose(rows, stored_Nd, atol=1e-6)
+    assert langchain.embed_documents([]) == []
+    with pytest.raises(XcompatError, match="saved pipeline runs no function"):
+        query.to_dict()
+    with pytest.raises(XcompatError, match="leave device out"):
+        CompatEmbeddings(map_folder, device="cpu", embed_with=service)
+
+
+def test_as_many_texts_are_asked_as_the_service_takes(map_folder: str) -> None:
+    service = Service(NEW_DIM)
+    served = ServedMap.load(map_folder, Provider(service, "letters", batch=25))
+    np.testing.assert_allclose(served.embed(TEXTS), new(TEXTS), atol=1e-6)
+    assert [len(call) for call in service.calls] == [25, 25, 10]
+
+
+def test_a_gallery_takes_texts_that_the_service_embedded(gallery: Gallery, map_folder: str) -> None:
+    served = ServedMap.load(map_folder, Service(NEW_DIM))
+    gallery.add(served.embed(["a tall ship"]), ["ship"], version=served.model)
+    gallery.commit()
+    hits = gallery.search(served.embed(["a tall ship"]), served.model, top_k=len(gallery))[0]
+    assert {hit.id: hit.score for hit in hits}["ship"] == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(served.embed(["a tall ship"], "stored")[0], viewed(map_folder, "a tall ship"), atol=1e-6)
+
+
+def test_what_does_not_fit_is_one_line(
+    map_folder: str, old_folder: str, gallery: Gallery, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(XcompatError, match="Service returned 5 dimensions, and the map takes 8; name the function"):
+        ServedMap.load(map_folder, Service(5)).embed([QUERY])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    service = Service()
+    service.fails = lambda call: True
+    with pytest.raises(XcompatError, match=rf"Service failed {ATTEMPTS} times .ConnectionError: no answer.; ask again later"):
+        ServedMap.load(map_folder, service).embed([QUERY])
+    with pytest.raises(XcompatError, match="holds no model of xcompat"):
+        searched(gallery, QUERY, "--model", old_folder, "--embed-with", named)
+    known = ServedMap.load(map_folder, service).model
+    known.config.encoder = {"name": "an encoder"}
+    with pytest.raises(XcompatError, match="has an encoder of its own, and takes no function in its place"):
+        ServedMap.load(known, service)
+    Image.new("RGB", (8, 8)).save("photo.png")
+    with pytest.raises(XcompatError, match="letters_of_texts:embed embeds texts, and nothing else"):
+        searched(gallery, "photo.png", "--model", map_folder, "--embed-with", named)
