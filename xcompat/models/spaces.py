@@ -28,7 +28,12 @@ class SpacesModel(CheckpointModel):
 
     def fingerprint(self) -> Fingerprint:
         """Return the identity of this model: encoder, adapters, heads, preprocessing and memory."""
-        return Fingerprint(self._digests()[1], self.name_or_path or type(self).__name__)
+        return Fingerprint(self._digests()[1], self._known_as)
+
+    @property
+    def _known_as(self) -> str:
+        """Return the name of this model's fingerprints."""
+        return self.name_or_path or type(self).__name__
 
     def _digests(self) -> tuple[str, str]:
         """Return the digests of the model without its memory, on which no stored embedding depends, and of the whole model."""
@@ -47,7 +52,7 @@ class SpacesModel(CheckpointModel):
 
     def written_fingerprint(self) -> Fingerprint:
         """Return the identity of what :meth:`save_pretrained` writes; a model read in half precision writes rounded weights."""
-        return Fingerprint(self._written_digests()[1], self.fingerprint().name)
+        return Fingerprint(self._written_digests()[1], self._known_as)
 
     def _written_digests(self) -> tuple[str, str]:
         """Return :meth:`_digests` of what :meth:`save_pretrained` writes."""
@@ -65,7 +70,7 @@ class SpacesModel(CheckpointModel):
 
     def _beside_weights(self) -> str:
         """Return everything but the weights that a fingerprint covers, as JSON."""
-        own = {key: self.config.to_dict().get(key) for key in ("model_type", "adapters", "embedding_dim")}
+        own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
         # digests identify models, whatever their names; an outside encoder's digest covers its preprocessing
@@ -182,10 +187,9 @@ class SpacesModel(CheckpointModel):
             FingerprintMismatchError: the model is compatible with other versions, which the error names.
             XcompatError: it is compatible with nothing.
         """
-        known = self.compatible_with
-        if not known:
+        if self.config.old is None:
             raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
-        if version is not None and version not in known:
+        if version is not None and version not in (known := self.compatible_with):
             names = ", ".join(map(str, known))
             raise FingerprintMismatchError(
                 f"this model is compatible with {names}, not with {version}; use a model trained for it"
@@ -268,7 +272,7 @@ class SpacesModel(CheckpointModel):
 
     def embeds_fingerprint(self) -> Fingerprint:
         """Return the identity of the model's embeddings: of everything except its memory."""
-        return Fingerprint(self._digests()[0], self.fingerprint().name)
+        return Fingerprint(self._digests()[0], self._known_as)
 
     def stored_fingerprint(self) -> Fingerprint:
         """Return the identity of the embeddings that :meth:`stored` returns."""
