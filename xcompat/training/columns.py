@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xcompat.data import LabelledImages
 from xcompat.data.schema import INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
@@ -21,9 +20,8 @@ def map_data(
     model: CompatModel,
     new: EmbeddingCache,
     old: EmbeddingCache,
-    labels_N: NDArray[np.int64],
-    n_classes: int,
-    sides: Mapping[str, EmbeddingCache],
+    images: LabelledImages | None = None,
+    sides: Mapping[str, EmbeddingCache] | None = None,
 ) -> Data:
     """Prepare a map over cached embeddings, and make its training set.
 
@@ -31,16 +29,16 @@ def map_data(
         model: the map.
         new: embeddings of the new model.
         old: embeddings of the old model, in the same order.
-        labels_N: class of each sample; empty where they have none.
-        n_classes: C.
+        images: what was embedded, for its classes; None where samples have none.
         sides: side-information by the name of its column.
 
     Returns:
         The data set and its collator.
     """
-    model.prepare(OldKnowledge(n_classes, labels_N, old), new)
-    known: dict[str, Any] = {INDEX: np.arange(len(new)), **sides}
-    if len(labels_N):
+    labels_N, classes = (images.labels(), images.classes) if images is not None else (np.empty(0, dtype=np.int64), [])
+    model.prepare(OldKnowledge(len(classes), labels_N, old), new)
+    known: dict[str, Any] = {INDEX: np.arange(len(new)), **(sides or {})}
+    if images is not None:
         known[LABELS] = labels_N
     wanted = {*model.columns, *model.columns_if_known}
     return embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})

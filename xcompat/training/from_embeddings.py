@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from transformers import set_seed
 
 from xcompat.data.schema import NEW_SIDE_INFO, SIDE_INFO
@@ -30,12 +29,10 @@ def solved_map(stage: Stage) -> CompatModel:
 def map_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     """Return a stage's map, prepared for training, and the embeddings that it is trained on."""
     model, new, old = _map_and_caches(stage)
-    labels_N, classes = np.empty(0, dtype=np.int64), 0
-    if stage.settings.data.images is not None:
-        labels_N, classes = stage.data.images.labels(), len(stage.data.images.classes)
+    images = stage.data.images if stage.settings.data.images is not None else None
     reads = (role for role in SIDES if _reads(stage.settings, role, stage.models.method))
     sides = {role: stage.data.cache(stage.models.frozen(role)) for role in reads}
-    return model, map_data(model, new, old, labels_N, classes, sides)
+    return model, map_data(model, new, old, images, sides)
 
 
 def fill_map_caches(stage: Stage, role: str) -> None:

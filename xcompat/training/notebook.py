@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from pydantic import ValidationError
 from transformers import TrainerCallback, TrainingArguments
 
@@ -154,7 +153,7 @@ class _Learner:
             return cached_images(embedder, images.dataset, self.cache_dir, images.max_bad_share)
 
         if model.embeds_in_memory:
-            return map_data(model, cache(self._new()), cache(self._old(old)), images.labels(), len(images.classes), {})
+            return map_data(model, cache(self._new()), cache(self._old(old)), images)
         extra: dict[str, Any] = {}
         if model.config.old is not None:
             new_ND = cache(self._independent(independent)) if NEW_EMBEDS in model.columns else None
@@ -167,14 +166,14 @@ class _Learner:
         pictures = load_pairs(self.settings.data.pairs, dataset)
         share = self.settings.data.pairs.max_bad_share
         new, knows = (cached_images(one, pictures, self.cache_dir, share) for one in (self._new(), self._old(old)))
-        return map_data(self.model, new, knows, np.empty(0, np.int64), 0, {})
+        return map_data(self.model, new, knows)
 
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         """Learn a map from texts."""
         knows = self._old(old).require_model("holds embeddings of images by their ids; give a model as old")
         new = self._new() if self.model.maps_galleries else self._new().for_queries()
         new_ND, old_Nd = (cached_texts(one, dataset, self.cache_dir) for one in (new, knows))
-        return map_data(self.model, new_ND, old_Nd, np.empty(0, np.int64), 0, {})
+        return map_data(self.model, new_ND, old_Nd)
 
     def _old(self, old: FrozenModel | str | None) -> FrozenModel:
         """Load the old model, which must be the one that the model was made for."""
