@@ -35,7 +35,7 @@ from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
-from xcompat.training.stage import Stage, StageModels
+from xcompat.training.stage import StageData, StageModels
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -309,10 +309,10 @@ def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: di
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
     assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    stage = Stage(recipe, recipe.stages[0])
-    plain = stage.models.embedder("new")
-    features = torch.from_numpy(stage.data.cache(stage.models.as_input(plain))[:])
-    pixels = plain.processor.images([open_image(record["image"]) for record in stage.data.images.dataset])
+    models, data = StageModels(recipe, recipe.stages[0]), StageData(recipe, recipe.stages[0])
+    plain = models.embedder("new")
+    features = torch.from_numpy(data.cache(models.as_input(plain))[:])
+    pixels = plain.processor.images([open_image(record["image"]) for record in data.images.dataset])
     with torch.inference_mode():
         torch.testing.assert_close(features, plain.model.encoder.image_features(pixels), atol=1e-3, rtol=1e-3)  # float16
         torch.testing.assert_close(model.self_view(features), plain.embed({"pixel_values": pixels}), atol=2e-3, rtol=0)
@@ -455,13 +455,13 @@ def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path)
 def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
     raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
     recipe = parse_recipe(raw, "demo", "demo.yaml")
-    stage = Stage(recipe, recipe.stages[0])
-    old = stage.models.frozen("old")
+    models, data = StageModels(recipe, recipe.stages[0]), StageData(recipe, recipe.stages[0])
+    old = models.frozen("old")
     assert isinstance(old, Embedder)
-    captions = [record["caption"] for record in stage.data.images.dataset]
+    captions = [record["caption"] for record in data.images.dataset]
     expected = old.embed(old.processor.texts(captions))
-    assert np.allclose(stage.data.cache(old)[:], expected.numpy(), atol=1e-3)
-    assert not np.allclose(stage.data.cache(stage.models.embedder("new"))[:], expected.numpy(), atol=0.1)
+    assert np.allclose(data.cache(old)[:], expected.numpy(), atol=1e-3)
+    assert not np.allclose(data.cache(models.embedder("new"))[:], expected.numpy(), atol=0.1)
 
 
 MODALITY = {

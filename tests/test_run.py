@@ -237,7 +237,7 @@ def test_every_path_is_looked_for_before_the_first_stage_is_trained(
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "000.txt.gz").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_module, "train_stage", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
     value = json.loads(json.dumps(value).replace("TMP", str(tmp_path)))
     last = raw["stages"][1]

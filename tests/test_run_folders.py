@@ -72,7 +72,7 @@ TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second"
 def test_what_no_recipe_made_is_refused_before_anything_is_trained(
     name: str, check: Callable[[Recipe], object], recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "train_stage", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
     asked = recipe(**TWO_STAGES, seeds=[0, 1])
     mine = asked.output_dir / ("seed-1" if check is compare_recipe else "") / name
     mine.parent.mkdir(parents=True)

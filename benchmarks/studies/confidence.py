@@ -35,7 +35,7 @@ from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import load_recipe
-from xcompat.training.stage import Stage
+from xcompat.training.stage import StageModels
 
 SHARED, OUT = Path("../shared"), Path("runs/confidence")
 OLD, NEW = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))
@@ -190,12 +190,13 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
 def quickstart(folder: Path) -> Iterator[Asked]:
     """The trained XBT of a quickstart, whose queries remember captioned images."""
     recipe = load_recipe(folder / "recipe.yaml", [])
-    stage = Stage(recipe, recipe.stages[-1])
-    model = stage.models.trained(stage.settings.name).eval()
+    settings = recipe.stages[-1]
+    models = StageModels(recipe, settings)
+    model = models.trained(settings.name).eval()
     embedder = Embedder.of(model, "own")
-    assert stage.settings.data.test is not None
-    test = load_pair_test_set(stage.settings.data.test)
-    new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, stage.models.frozen("old")))
+    assert settings.data.test is not None
+    test = load_pair_test_set(settings.data.test)
+    new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, models.frozen("old")))
     texts, images = (("text_embeds_MD", "text_ids"), ("image_embeds_ND", "image_ids"))
     for name, asking, searched in (("quickstart, text→image", texts, images), ("quickstart, image→text", images, texts)):
         stored_Nd, ids, wanted = getattr(old, searched[0]), getattr(old, searched[1]), getattr(old, asking[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from xcompat.distributed import is_main_process
@@ -20,20 +21,24 @@ from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.progress import notice
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.remembering import captioned_pairs, labelled_pairs, record, show
-from xcompat.training.stage import Stage
+from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 
 OF_FEATURES = "procrustes of penultimate features"
 
 
-def choose_map(stage: Stage) -> CompatModel | None:
+def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, folder: Path) -> CompatModel | None:
     """Try all candidate maps of queries, and solve the best one on all data; all processes embed, the first one chooses.
 
     The candidates are solved, not trained: trained lines and networks took minutes instead of seconds, and found no more on other
     images (docs/results/chosen_map.md has the figures).
 
     Args:
-        stage: with labelled images, images with captions, or texts, of which the line is taken that agrees most with old queries.
+        settings: the stage.
+        models: the old and the new one.
+        data: labelled images, images with captions, or texts, of which the line is taken that agrees most with old queries.
+        seed: of what is held out.
+        folder: the stage's; it gets a record of the candidates.
 
     Returns:
         The map, with a memory if that finds more; None on every process but the first.
@@ -41,46 +46,45 @@ def choose_map(stage: Stage) -> CompatModel | None:
     Raises:
         XcompatError: data or models are missing.
     """
-    settings = stage.settings
     if settings.data.images is not None:
-        warn_of_shared_images(stage.data)
-    plain, old = stage.models.embedder("new"), stage.models.frozen("old").describe_old()
-    known = [Known(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(stage, plain)]
+        warn_of_shared_images(data)
+    plain, old = models.embedder("new"), models.frozen("old").describe_old()
+    known = [Known(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(settings, models, data, plain)]
     if not is_main_process():
         return None
     choice: Choice | None = None
     try:
-        choice = joined(
-            [choose_by_what_is_known(each.pairs, settings.searched_classes, stage.seed, each.lines) for each in known]
-        )
+        choice = joined([choose_by_what_is_known(each.pairs, settings.searched_classes, seed, each.lines) for each in known])
         show(choice)
     except NothingHeldOutError as error:
         notice(f"{error}: the line that is taken is a guess")
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
-    model.config.encoder = stage.data.as_mapped(plain).describe_encoder()
-    record(stage, candidate, choice, taken)
+    model.config.encoder = data.as_mapped(plain).describe_encoder()
+    record(folder, candidate, choice, taken)
     return model
 
 
-def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
+def _inputs(
+    settings: StageRecipe, models: StageModels, data: StageData, plain: Embedder
+) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
     """Yield inputs of a map with the solvers to try on them: the new model's embeddings, and its penultimate features if any.
 
     A layer that was trained on these classes finds more in its training images than in others, so a held-out part of them says
     nothing about it. If the new model ends in such a layer, only its penultimate features are tried: a line from them was better
     in all four scenarios of docs/results/trained_maps.md.
     """
-    if stage.settings.data.images is not None:
-        features = _features(stage.settings, plain)
-        if features is None or set(plain.classes).isdisjoint(stage.data.images.classes):
-            yield labelled_pairs(stage, plain), LINES
+    if settings.data.images is not None:
+        features = _features(settings, plain)
+        if features is None or set(plain.classes).isdisjoint(data.images.classes):
+            yield labelled_pairs(models, data, plain), LINES
         if features is not None:
-            yield labelled_pairs(stage, features), {OF_FEATURES: partial(_solved_of_features, plain.describe_encoder())}
-    elif stage.settings.remembered_pairs is not None:
-        yield captioned_pairs(stage, plain), LINES
+            yield labelled_pairs(models, data, features), {OF_FEATURES: partial(_solved_of_features, plain.describe_encoder())}
+    elif settings.remembered_pairs is not None:
+        yield captioned_pairs(models, data, plain), LINES
     else:
-        yield PairedEmbeddings(stage.data.cache_of_new(plain), stage.data.cache(stage.models.frozen("old"))), LINES
+        yield PairedEmbeddings(data.cache_of_new(plain), data.cache(models.frozen("old"))), LINES
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:

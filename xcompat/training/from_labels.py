@@ -12,7 +12,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.training.columns import labelled_columns, old_knowledge
-from xcompat.training.stage import Stage
+from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import labelled_data
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from xcompat.training.trainer import Data
 
 
-def labelled_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
+def labelled_model_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:
     """Return a stage's model, prepared with the embeddings, prototypes or classifier of the old one, and its data.
 
     Raises:
         XcompatError: the method needs an old model or a new encoder, or more of the old one than is known.
     """
-    settings, models, data = stage.settings, stage.models, stage.data
     method, images = models.method, data.images
     if settings.old is None and method.compares_with_old:
         raise XcompatError(f"{settings.name}: method {settings.method} needs an old model; name it under old")
     old = models.frozen("old") if method.compares_with_old else None
     encoder = models.new_encoder(data)
-    set_seed(stage.seed)
+    set_seed(seed)
     known = {"classes": images.classes} if method.learns_classes else {}
     model = method.from_encoder(encoder, old=old.describe_old() if old is not None else None, **known, **settings.options)
     extra: dict[str, Any] = {}
@@ -46,15 +45,15 @@ def labelled_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
         if settings.is_judged:
             old.lookup([])  # prototypes alone cannot be judged: raises before anything is trained
     two_views = SECOND_PIXEL_VALUES in model.columns
-    return model, labelled_data(settings, images, model.processor, stage.seed, extra, two_views, online)
+    return model, labelled_data(settings, images, model.processor, seed, extra, two_views, online)
 
 
-def fill_labelled_caches(stage: Stage, role: str) -> None:
+def fill_labelled_caches(models: StageModels, data: StageData, role: str) -> None:
     """Embed the labelled images with the model in a role, if the method reads its embeddings."""
-    if role == "old" and stage.models.method.compares_with_old:
-        old_knowledge(stage.data.images, stage.models.frozen(role), stage.data.cache)
-    elif role == "independent" and NEW_EMBEDS in stage.models.method.columns:
-        stage.data.cache(stage.models.embedder(role))
+    if role == "old" and models.method.compares_with_old:
+        old_knowledge(data.images, models.frozen(role), data.cache)
+    elif role == "independent" and NEW_EMBEDS in models.method.columns:
+        data.cache(models.embedder(role))
 
 
 def _online(old: FrozenModel, settings: StageRecipe) -> Embedder:

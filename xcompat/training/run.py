@@ -44,10 +44,10 @@ from xcompat.training.record import (
     settings_of,
     write_recipe,
 )
-from xcompat.training.remembering import caption_caches, memory_of_one, remember
+from xcompat.training.remembering import memory_of_one, pairs_to_remember, remember
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import write_sequence
-from xcompat.training.stage import Stage, weights_digest
+from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
 from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
 
@@ -76,7 +76,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         run.require_own_folder()
         run.settings.require_old_queries()
         if not run.is_done:
-            check_inputs(run.stage)
+            check_inputs(run.settings, run.models, run.data, recipe.seed, run.paths.checkpoints)
     barrier()  # or the others would take what the first process writes for the user's own files
     for run in runs:
         with stage_line(f"{recipe.name}: {run.settings.name}"):
@@ -109,8 +109,8 @@ class StageRun:
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
         self.recipe, self.settings = recipe, settings
-        self.stage = Stage(recipe, settings)
-        self.paths, self.models = self.stage.paths, self.stage.models
+        self.paths, self.models = StagePaths(recipe, settings), StageModels(recipe, settings)
+        self.data = StageData(recipe, settings)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -134,12 +134,7 @@ class StageRun:
             console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.paths.folder)}[/]")
             return
         started = time.perf_counter()
-        model: CompatModel | None
-        if self.settings.method == CHOSEN:
-            model = choose_map(self.stage)
-        else:
-            model = train_stage(self.stage)
-            remember(self.stage, model)
+        model = self._make_model()
         if is_main_process():
             assert model is not None
             with atomic_path(self.paths.model) as temporary:
@@ -150,6 +145,18 @@ class StageRun:
         barrier()
         del model
         gc.collect()
+
+    def _make_model(self) -> CompatModel | None:
+        """Train, solve or choose the stage's model, with what it remembers; None on every process but the first if chosen."""
+        settings, models, data, seed = self.settings, self.models, self.data, self.recipe.seed
+        if settings.method == CHOSEN:
+            return choose_map(settings, models, data, seed, self.paths.folder)
+        model = train_stage(settings, models, data, seed, self.paths.checkpoints)
+        if settings.memory is not None:
+            pairs = pairs_to_remember(settings, models, data, model.eval())
+            if is_main_process():
+                remember(model, pairs, settings, seed, self.paths.folder)
+        return model
 
     def require_own_folder(self) -> None:
         """Refuse a folder that another recipe began."""
@@ -198,9 +205,9 @@ class StageRun:
                 console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow when it is[/]")
                 continue
             if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.models.method.embeds_in_memory)):
-                caption_caches(self.stage.data, self.models.embedder(role))
+                self.data.remembered_caches(self.models.embedder(role))
             if not (self.settings.learns_from_pairs and self.settings.method == CHOSEN):
-                fill_caches(self.stage, role)
+                fill_caches(self.settings, self.models, self.data, role)
             if test is not None:
                 frozen = self.models.frozen(role)
                 test.embed(frozen, self.recipe.cache_dir)
@@ -291,7 +298,7 @@ class StageRun:
                 "its queries do not search the old one; leave it out"
             )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
-        memory, ceiling = memory_of_one(self.stage), None
+        memory, ceiling = memory_of_one(self.paths.folder), None
         if memory is not None and model.maps_galleries:
             assert contestants.new is not None
             ceiling = with_memory(contestants.new, memory)

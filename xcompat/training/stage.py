@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from xcompat.data import LabelledImages, flatten_captions, load_labelled, load_pairs, load_texts, select
-from xcompat.data.schema import PASSAGE, QUERY
+from xcompat.data import LabelledImages, flatten_captions, load_labelled, load_pairs, load_text_pairs, load_texts, select
+from xcompat.data.schema import NEW_SIDE_INFO, PASSAGE, QUERY, SIDE_INFO
 from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
@@ -36,7 +38,9 @@ from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_clas
 if TYPE_CHECKING:
     import datasets
 
-STORED_ROLES = ("old", "side_info", "new_side_info")
+SIDES = (SIDE_INFO, NEW_SIDE_INFO)
+"""Roles of models of side-information."""
+STORED_ROLES = ("old", *SIDES)
 """Roles in which stored embeddings can replace the model."""
 
 
@@ -99,6 +103,12 @@ class StageModels:
             return load_frozen(source)
         embedder = self.embedder(role)
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
+
+    def sides(self) -> Iterator[tuple[str, FrozenModel]]:
+        """Load, one after the other, the models of side-information that the stage names and its method reads, by their roles."""
+        for role in SIDES:
+            if role in self.method.columns_if_known and getattr(self.settings, role) is not None:
+                yield role, self.frozen(role)
 
     def as_input(self, new: Embedder) -> Embedder:
         """Return the new model, or its penultimate features if the method maps these.
@@ -249,32 +259,35 @@ class StageData:
         """Embed the training data of a map with the new model."""
         return self.cache(self.as_mapped(new))
 
+    @cached_property
+    def text_pairs(self) -> datasets.Dataset | None:
+        """The training queries with their passages; None if the recipe names none."""
+        source = self.settings.data.text_pairs
+        return load_text_pairs(source) if source is not None else None
+
     def pair_caches(self, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
-        """Embed the images of the pairs, and their captions one by one."""
+        """Embed the images of the pairs, and their captions one by one; or passages, and their queries as queries."""
+        if self.text_pairs is not None:
+            passages = cached_captions(old, self.text_pairs[PASSAGE][:], self.cache_dir)
+            return passages, cached_captions(old.for_queries(), self.text_pairs[QUERY][:], self.cache_dir)
         source = self.settings.data.pairs
         assert source is not None
         pairs = load_pairs(source)
         captions, _ = flatten_captions(pairs)
         return cached_images(old, pairs, self.cache_dir, source.max_bad_share), cached_captions(old, captions, self.cache_dir)
 
-    def text_pair_caches(self, old: Embedder, pairs: datasets.Dataset) -> tuple[EmbeddingCache, EmbeddingCache]:
-        """Embed the passages of text pairs, and their queries as queries."""
-        passages = cached_captions(old, pairs[PASSAGE][:], self.cache_dir)
-        return passages, cached_captions(old.for_queries(), pairs[QUERY][:], self.cache_dir)
+    @cached_property
+    def remembered(self) -> datasets.Dataset:
+        """The images with captions that queries may remember."""
+        assert self.settings.remembered_pairs is not None
+        return load_pairs(self.settings.remembered_pairs)
 
-
-class Stage:
-    """A stage of a recipe with its folders, models and data.
-
-    Args:
-        recipe: the whole recipe.
-        settings: the stage's settings.
-    """
-
-    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
-        self.settings, self.seed = settings, recipe.seed
-        self.paths, self.models = StagePaths(recipe, settings), StageModels(recipe, settings)
-        self.data = StageData(recipe, settings)
+    def remembered_caches(self, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
+        """Embed the images with captions that queries may remember, and the distinct captions, sorted."""
+        assert self.settings.remembered_pairs is not None
+        images = cached_images(embedder, self.remembered, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
+        distinct = np.unique(flatten_captions(self.remembered)[0])
+        return images, cached_captions(embedder, distinct.tolist(), self.cache_dir)
 
 
 def weights_digest(folder: Path) -> str:
