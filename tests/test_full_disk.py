@@ -14,7 +14,8 @@ import torch
 
 from xcompat import failures
 from xcompat.files import atomic_path, write_array, write_json
-from xcompat.retrieval.faiss_index import make_index, write_faiss
+from xcompat.retrieval.faiss_building import make_index
+from xcompat.retrieval.faiss_index import write_faiss
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.segment import write_rows
 

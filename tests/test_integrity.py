@@ -12,7 +12,7 @@ import pytest
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.checksums import FileRecord
-from xcompat.retrieval import Gallery, faiss_index, integrity
+from xcompat.retrieval import Gallery, faiss_building, integrity
 from xcompat.retrieval.integrity import CHECKED
 from xcompat.retrieval.manifest import read_manifest
 
@@ -22,7 +22,7 @@ CLIP = Fingerprint.from_string("clip")
 @pytest.fixture
 def gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a gallery of ten items, one of them removed."""
-    monkeypatch.setattr(faiss_index, "PER_CENTROID", 0)
+    monkeypatch.setattr(faiss_building, "PER_CENTROID", 0)
     made = Gallery.create(tmp_path / "gallery", CLIP, dim=4, index="SQ8")
     embeds = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     made.add(embeds, [f"item {row}" for row in range(10)], side_info_NS=embeds)

@@ -28,10 +28,10 @@ def unit(count: int, dim: int, seed: int) -> Any:
 def fill_gallery(folder: Path, index: str, seed: int) -> None:
     """Make a gallery of two segments and a removal, with metadata and side-information."""
     from xcompat import Fingerprint
-    from xcompat.retrieval import Gallery, faiss_index
+    from xcompat.retrieval import Gallery, faiss_building
 
     with (
-        mock.patch.object(faiss_index, "PER_CENTROID", 0),
+        mock.patch.object(faiss_building, "PER_CENTROID", 0),
         Gallery.create(folder, Fingerprint.from_string("old"), dim=DIM, index=index) as gallery,
     ):
         for part in range(2):
@@ -65,9 +65,9 @@ def search_gallery(folder: Path) -> Answer:
 def compact_gallery(folder: Path) -> Answer:
     """Compact a gallery, which writes everything anew, and ask the result."""
     from xcompat import Fingerprint
-    from xcompat.retrieval import Gallery, faiss_index
+    from xcompat.retrieval import Gallery, faiss_building
 
-    with mock.patch.object(faiss_index, "PER_CENTROID", 0):
+    with mock.patch.object(faiss_building, "PER_CENTROID", 0):
         Gallery.open(folder).compact()
     gallery = Gallery.open(folder)
     hits = gallery.search(unit(3, DIM, 99), Fingerprint.from_string("old"), top_k=2 * ROWS)

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
-from xcompat.retrieval.faiss_index import EXACT, build_faiss, is_lossless, make_index, open_faiss, write_faiss
+from xcompat.retrieval.faiss_building import EXACT, build_faiss, is_lossless, make_index
+from xcompat.retrieval.faiss_index import open_faiss, write_faiss
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
 INDEX_FILE = "index.faiss"

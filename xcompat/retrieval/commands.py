@@ -26,7 +26,7 @@ from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.doctor import Finding, examine
-from xcompat.retrieval.faiss_index import EXACT
+from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.ingestion import ingest

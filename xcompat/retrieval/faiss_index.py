@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from numpy.typing import NDArray
 from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric
 
-EXACT = "Flat"
-PER_CENTROID = 39  # faiss warns about poor clusters if it has fewer samples per centroid
-TRAINED_ON = 200_000  # vectors
 WRITTEN_AT_ONCE = 1 << 22  # bytes
 _DAMAGED = "it is damaged: bring it back as it was, or write it again"
 
@@ -78,7 +74,7 @@ class FaissIndex:
         try:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
-            raise XcompatError(f"search parameters {parameters!r} do not fit the index: {_reason(error)}") from None
+            raise XcompatError(f"search parameters {parameters!r} do not fit the index: {reason_of(error)}") from None
         self.__dict__.pop("_searched", None)  # make a new copy on GPUs, with these parameters
 
     def search(
@@ -100,7 +96,7 @@ class FaissIndex:
         try:
             scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
         except (RuntimeError, IndexError) as error:
-            raise XcompatError(f"faiss cannot search the index: {_reason(error)}; if memory is enough, {_DAMAGED}") from None
+            raise XcompatError(f"faiss cannot search the index: {reason_of(error)}; if memory is enough, {_DAMAGED}") from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
@@ -162,56 +158,6 @@ class FaissIndex:
             return vectors_nd
 
 
-def build_faiss(
-    factory: str, dim: int, metric: Metric, chunks: Iterable[NDArray[np.float32]], rows: int
-) -> tuple[FaissIndex, str]:
-    """Build an index; too few vectors to train it get an exact one, until a compaction joins them with others.
-
-    Args:
-        factory: faiss factory string, such as ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
-        dim: d.
-        metric: how vectors are compared.
-        chunks: blocks of vectors (n, d).
-        rows: number of all vectors.
-
-    Returns:
-        The index, and the factory string that was used.
-
-    Raises:
-        XcompatError: faiss does not know the string for this dimension.
-    """
-    index = make_index(factory, dim, metric)
-    used = factory
-    if not index.is_trained and rows < _fewest(index):
-        index, used = make_index(EXACT, dim, metric), EXACT
-    pending: list[NDArray[np.float32]] = []
-    waiting = 0
-    for chunk in chunks:
-        if not index.is_trained:
-            pending.append(chunk)
-            waiting += len(chunk)
-            if waiting < min(rows, TRAINED_ON):
-                continue
-            chunk, pending = np.concatenate(pending), []
-            index.train(chunk)
-        index.add(chunk)
-    return FaissIndex(index, metric), used
-
-
-def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 - faiss has no types
-    """Make an empty faiss index from a factory string.
-
-    Raises:
-        XcompatError: faiss does not know the string for this dimension.
-    """
-    import faiss
-
-    try:
-        return faiss.index_factory(dim, factory, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise XcompatError(f"faiss makes no index {factory!r} of {dim} dimensions: {_reason(error)}") from None
-
-
 def open_faiss(path: Path, metric: Metric) -> FaissIndex:
     """Open an index file, mapped into memory.
 
@@ -236,7 +182,7 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
     try:
         return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
-        raise XcompatError(f"{path} is no readable faiss index: {_reason(error)}") from None
+        raise XcompatError(f"{path} is no readable faiss index: {reason_of(error)}") from None
 
 
 def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no types
@@ -249,26 +195,6 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 
     with path.open("wb") as file:
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, WRITTEN_AT_ONCE))
-
-
-def is_lossless(factory: str) -> bool:
-    """Return whether an index returns its vectors unchanged and in order, so that no copy of them is needed.
-
-    Example:
-        >>> is_lossless("Flat"), is_lossless("HNSW32"), is_lossless("IVF256,Flat"), is_lossless("IVF256,PQ16")
-        (True, True, False, False)
-    """
-    # IVF stores rows by list: streaming them in order would read the whole file for each block
-    return factory == EXACT or (factory.startswith("HNSW") and ("," not in factory or factory.endswith(",Flat")))
-
-
-def _fewest(index: Any) -> int:  # noqa: ANN401
-    """Return the fewest vectors that train an index."""
-    import faiss
-
-    ivf = faiss.try_extract_index_ivf(index)
-    lists = ivf.nlist if ivf is not None else 0
-    return max(PER_CENTROID * lists, PER_CENTROID * 256)  # product quantisers have 256 centroids
 
 
 def _selecting(index: Any, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
@@ -295,6 +221,6 @@ def _parameters(index: Any, selector: Any) -> Any:  # noqa: ANN401
     return faiss.SearchParameters(sel=selector)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return faiss's message without the place in its source."""
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]
