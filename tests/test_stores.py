@@ -410,7 +410,7 @@ def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel
 
 
 def test_the_command_line_searches_by_a_service(
-    store: Store, server: str, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, place: Place, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers, which the service embeds as the old model's vectors turned, find the rows of these numbers."""
     monkeypatch.chdir(tmp_path)
@@ -419,8 +419,9 @@ def test_the_command_line_searches_by_a_service(
     Path("turned_rows.py").write_text("import numpy as np\nembed = lambda texts: np.load('turned.npy')[list(map(int, texts))]\n")
     config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=OLD_DIM)
     RidgeModel(config).fit([(torch.from_numpy(vectors @ turn), torch.from_numpy(vectors))]).save_pretrained("map")
+    place.close()
     given = ["--model", "map", "--embed-with", "turned_rows:embed", "--top-k", "1"]
-    result = CliRunner().invoke(app, ["gallery", "search", server + "&table=items", "17", *given])
+    result = CliRunner().invoke(app, ["gallery", "search", place.uri(), "17", *given])
     assert result.exit_code == 0 and "│ 17 " in result.stdout.replace("┃", "│"), (result.stdout, result.exception)
 
 
