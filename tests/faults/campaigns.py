@@ -17,7 +17,7 @@ from injections import injected
 from kills import Stage, killed
 from power_cuts import power_cut
 from pushes import killed_pushes
-from scenes import Scene, gallery_scenes, picture_scenes
+from scenes import Scene, gallery_scenes, picture_scenes, text_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
 PARTS = {"xcompat train recipe.yaml": 12, "xcompat compare recipe.yaml": 12}
@@ -89,7 +89,7 @@ class Campaign:
 def scenes(shared: Path) -> tuple[dict[str, Scene], dict[str, Scene]]:
     """Return the operations on galleries and caches, and the commands, by their names."""
     operations = [scene for index in INDEXES for scene in gallery_scenes(index)]
-    operations += [*picture_scenes(shared), *gallery_scenes("Flat", milvus=True)]
+    operations += [*picture_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True)]
     commands = command_scenes(make_world(shared))
     return {scene.name: scene for scene in operations}, {scene.name: scene for scene in commands}
 

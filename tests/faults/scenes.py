@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from PIL import Image
 from syscalls import run_watched
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.data.schema import TEXT
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
@@ -285,6 +287,50 @@ def picture_scenes(shared: Path) -> list[Scene]:
         Scene("cache of texts", nothing, texts, cache_content),
         Scene("cache of images", nothing, images, cache_content),
     ]
+
+
+def passages(file: Path, count: int) -> Path:
+    """Write the first texts with their ids."""
+    file.write_text("\n".join(json.dumps({"id": f"text {row}", "text": text}) for row, text in enumerate(TEXTS[:count])))
+    return file
+
+
+def text_scenes(shared: Path) -> list[Scene]:
+    """Return ``gallery build`` and ``gallery add`` of texts, of which every five are committed."""
+    model = encoder(shared, 1)
+    first, every = passages(shared / "first.jsonl", 13), passages(shared / "every.jsonl", len(TEXTS))
+    embeds = {f"text {row}": model.embed(model.processor.texts([text]))[0].numpy() for row, text in enumerate(TEXTS)}
+
+    def of(*counts: int) -> tuple[State, ...]:
+        return tuple({f"text {row}": embeds[f"text {row}"] for row in range(count)} for count in counts)
+
+    def in_parts() -> None:
+        from xcompat.retrieval import ingestion, originals
+
+        originals.TEXTS_AT_ONCE, ingestion.COMMIT_EVERY = 5, -1.0
+
+    def build(folder: Path) -> None:
+        in_parts()
+        commands.build(folder, load_originals(first), model, "Flat", None)
+
+    def add(folder: Path) -> None:
+        in_parts()
+        commands.add(Gallery.open(folder), load_originals(every), model, False)
+
+    return [
+        Scene("texts: build", nothing, build, texts_content, (None, *of(0, 5, 10, 13)), after=write_once_more),
+        Scene("texts: add", build, add, texts_content, of(13, 18, 23), after=write_once_more),
+    ]
+
+
+def texts_content(folder: Path) -> State:
+    """Read a gallery, in which each item has its text beside it."""
+    found = gallery_content(folder)
+    for segment in Gallery.open(folder).segments if found is not None else ():
+        rows_n = segment.present()
+        for name, about in zip(segment.ids(rows_n), segment.metadata(rows_n), strict=True):
+            assert about == {TEXT: TEXTS[int(name.split()[1])]}, f"{name} has {about} beside it"
+    return found
 
 
 @cache
