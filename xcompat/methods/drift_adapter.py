@@ -40,12 +40,13 @@ class DriftAdapterConfig(MappedConfig):
 
 
 class DriftAdapterModel(LearnedMapModel):
-    """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025).
+    """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025, arXiv 2509.23471).
 
     h(x) is xR, x·U·Vᵀ + t, or xR + W2·GELU(W1·x + b1) + b2. R is solved by Procrustes and stays fixed. The others begin where
     least squares leads: U·Vᵀ and t at the ridge regression of that rank, W2 and b2 at 0, and s, where there is a rotation, at its
     best factors. The paper begins at random, has x in place of xR, which needs equal dimensions, and a mean square error, which
-    on unit vectors is this loss up to a factor.
+    on unit vectors is this loss up to a factor. Rank 64 and width 256 are its own; the factors are its option, taken by default
+    where the map is no rotation.
     """
 
     config_class = DriftAdapterConfig
