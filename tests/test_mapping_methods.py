@@ -45,6 +45,7 @@ from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs,
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.report import load_report
+from xcompat.retrieval import Gallery
 from xcompat.training.judging import _side_info, judge
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
@@ -188,6 +189,25 @@ def test_residual_mlp_begins_at_ridge(direction: str) -> None:
     assert loss.item() == pytest.approx(naive, rel=1e-5)
     loss.backward()
     assert model.skip.weight.grad is None and model.residual[2].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("method", ["ridge", "drift_adapter", "query_map", "projection"])
+def test_a_map_onto_an_expanded_model_reaches_the_versions_before_it(method: str, tmp_path: Path) -> None:
+    """The first dimensions of an expanded old model are the space of the model before it, in views and in galleries."""
+    earlier = Fingerprint.from_string("before the old")
+    old = OLD | {"compatible_with": [{"name": earlier.name, "fingerprint": earlier.digest, "dim": 4}]}
+    torch.manual_seed(0)
+    model = METHODS[method](METHODS[method].config_class(old=old, embedding_dim=7)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    new, nearest = unit(5, 7), model.compatible_with[0]
+    with torch.no_grad():
+        assert torch.equal(model.view(new, nearest), model.view(new)) and model.view(new).shape == (5, 6)
+        torch.testing.assert_close(model.view(new, earlier), F.normalize(model.view(new)[:, :4], dim=-1))
+        gallery = Gallery.create(tmp_path / "gallery", earlier, dim=4)
+        gallery.add(model.view(new, earlier), [str(row) for row in range(5)])
+    gallery.commit()
+    assert [hits[0].id for hits in gallery.search(new, model, top_k=1)] == [str(row) for row in range(5)]
 
 
 def drift_adapter(variant: str, **options: Any) -> DriftAdapterModel:

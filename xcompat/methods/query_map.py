@@ -14,7 +14,6 @@ from typing_extensions import override
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.losses import angular_alignment_loss, bank_contrast_loss, cross_entropy_to
 from xcompat.models.base import CompatModel
@@ -162,7 +161,7 @@ class QueryMapModel(CompatModel):
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
     @override
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+    def nearest_view(self, embeds: Tensor) -> Tensor:
         """Map new embeddings into the old space."""
         inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
@@ -189,7 +188,7 @@ class QueryMapModel(CompatModel):
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Map new embeddings, or penultimate features."""
         self.require_columns(batch, self.embedded)
-        return CompatOutput(image_embeds=self.own_view(batch["new_embeds"]))
+        return CompatOutput(image_embeds=self.nearest_view(batch["new_embeds"]))
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:

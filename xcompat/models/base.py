@@ -31,8 +31,8 @@ class CompatModel(PushableModel, EmbedsBatches):
     """A new embedding model whose queries work on galleries of an old one.
 
     A subclass says in ``columns`` what it learns from, builds its own parts in ``__init__`` after ``super().__init__`` and writes
-    ``loss``. It overrides ``embed_batch`` where the loss is of other embeddings, ``own_view`` or ``own_upgrade`` where the spaces
-    differ.
+    ``loss``. It overrides ``embed_batch`` where the loss is of other embeddings, ``nearest_view`` or ``own_upgrade`` where the
+    spaces differ.
     """
 
     config_class = CompatConfig

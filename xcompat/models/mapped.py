@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
 from xcompat.outputs import Batch, CompatOutput
@@ -63,7 +62,7 @@ class MappedModel(CompatModel):
         """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
 
     @override
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+    def nearest_view(self, embeds: Tensor) -> Tensor:
         """Map new embeddings into the old space."""
         return self.map(embeds.to(self.dtype))
 

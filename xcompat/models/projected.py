@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import Projection
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
@@ -29,7 +28,7 @@ class PhiModel(CompatModel):
         self.post_init()
 
     @override
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+    def nearest_view(self, embeds: Tensor) -> Tensor:
         """Map new embeddings into the old space: φ."""
         return self.projection(embeds)
 

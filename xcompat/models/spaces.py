@@ -118,7 +118,7 @@ class SpacesModel(CheckpointModel):
             raise XcompatError(f"{name} takes its own embeddings (B, {dim}), not {tuple(embeds.shape)}")
 
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into an older space, without the memory; by default their first d dimensions, normalised.
+        """Bring own embeddings into an older space, without the memory: :meth:`nearest_view`, or its first dimensions.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
@@ -127,9 +127,21 @@ class SpacesModel(CheckpointModel):
         Returns:
             (B, d) float32, L2-normalised.
         """
+        view = self.nearest_view(embeds)
+        dim = view.shape[1] if version is None else dict(self.version_dims()).get(version, view.shape[1])
+        return view if dim == view.shape[1] else F.normalize(view[:, :dim], dim=-1)
+
+    def nearest_view(self, embeds: Tensor) -> Tensor:
+        """Bring own embeddings into the space of the old model; by default their first d dimensions, normalised.
+
+        Args:
+            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
+
+        Returns:
+            (B, d) float32, L2-normalised.
+        """
         assert self.config.old is not None
-        dim = next((d for known, d in self.version_dims() if known == version), self.config.old["dim"])
-        return F.normalize(embeds[:, :dim].float(), dim=-1)
+        return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
 
     def remember(self, memory: QueryMemory | None) -> Self:
         """Give queries a metric and a memory, or take them away; in a map of galleries, the mapped stored embeddings get them.
