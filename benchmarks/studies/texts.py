@@ -31,7 +31,7 @@ from xcompat.models import CompatModel
 from xcompat.report.wording import gain_with_interval, metric_name
 
 METRICS = ("ndcg@10", "recall@10", "map")
-PAIRS, COUNTS, STORED, OLD_TEXTS = 10_000, (100, 1_000, 10_000, 30_000), (100, 1_000, 5_000), 60_000
+PAIRS, COUNTS, STORED, OLD_TEXTS = 10_000, (100, 1_000, 10_000, 30_000, 100_000), (100, 1_000, 5_000), 60_000
 """Pairs unless a table says otherwise, numbers of pairs, of stored texts embedded anew, and of texts that old models are of."""
 GENERAL, WIDE, PASSAGES, PARTS = (
     "transformer of captions and glosses",
