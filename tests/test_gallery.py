@@ -461,29 +461,6 @@ def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Pa
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=8") == naive(stored, vectors(3, 1), 5)
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no_kernels"])
-def test_gpus_search_where_faiss_has_kernels_for_it(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card itself is stood in for: faiss-gpu has not been run."""
-    import faiss
-
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(50), names(50))
-    gallery.commit()
-    copied: list[object] = []
-
-    def to_gpus(index: Any) -> Any:
-        copied.append(index)
-        if not kernels:
-            raise RuntimeError("no GPU kernels for this kind of index")
-        return faiss.clone_index(index)
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", to_gpus, raising=False)
-    exact = naive(dict(zip(names(50), vectors(50), strict=True)), vectors(3, 1), 5)
-    assert found(gallery, vectors(3, 1), 5) == found(gallery, vectors(3, 1), 5) == exact
-    assert len(copied) == 1, "the copy is kept from query to query"
-
-
 BESIDE_TORCH_UTILS = """
 import sys
 import faiss.contrib.torch_utils  # as pytorch-metric-learning imports it: for the whole process

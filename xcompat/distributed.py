@@ -1,4 +1,4 @@
-"""Ranks, collectives and the device of this process; one collective carries gradients."""
+"""Ranks, collectives and the devices of this process; one collective carries gradients."""
 
 from __future__ import annotations
 
@@ -42,6 +42,25 @@ def process_state() -> PartialState:
 def device() -> torch.device:
     """Return this process's device, an accelerator if there is one."""
     return process_state().device
+
+
+def on_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+    """Copy a faiss index to all GPUs.
+
+    Args:
+        index: of any kind, trained or not.
+
+    Returns:
+        The copy; the index itself if this is faiss for CPUs, sees no GPU, has no kernels for this kind, or memory is too small.
+    """
+    import faiss
+
+    if not faiss.get_num_gpus():
+        return index
+    try:
+        return faiss.index_cpu_to_all_gpus(index)
+    except RuntimeError:
+        return index
 
 
 def end_processes() -> None:

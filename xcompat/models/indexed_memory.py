@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.models.codes import CODECS, Codec, is_codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
@@ -57,6 +58,7 @@ class IndexedMemory(QueryMemory):
     queries likewise. The index sees those first dimensions alone, which takes a fraction of the time; the other dimensions then
     complete the cosines of the entries it finds. Entries are stored list by list, and the first part of a key is the centroid of
     its list plus its decoded residual. Faiss reads codes in place; the first search copies codes from a GPU to the CPU.
+    Where faiss is the one for GPUs, these find the lists when a memory is made.
 
     Args:
         new_dim: D.
@@ -143,6 +145,7 @@ class IndexedMemory(QueryMemory):
         first_SH, rest_SR = parts(keys_SD)
         coarse = Kmeans(memory.first, lists, niter=_ROUNDS, spherical=True, seed=1, min_points_per_centroid=1)
         coarse.cp.max_points_per_centroid = _PER_LIST
+        coarse.index = on_gpus(coarse.index)
         coarse.train(first_SH)
         memory.centroids_LH.copy_(torch.from_numpy(coarse.centroids))
         first_SH -= coarse.centroids[coarse.assign(first_SH)[1]]

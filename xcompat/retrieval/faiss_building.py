@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, reason_of
 from xcompat.retrieval.manifest import Metric
@@ -21,6 +22,8 @@ def build_faiss(
     factory: str, dim: int, metric: Metric, chunks: Iterable[NDArray[np.float32]], rows: int
 ) -> tuple[FaissIndex, str]:
     """Build an index; too few vectors to train it get an exact one, until a compaction joins them with others.
+
+    Where faiss is the one for GPUs, these find the centroids of an inverted file, and the nearest one of each vector.
 
     Args:
         factory: faiss factory string, such as ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
@@ -41,6 +44,7 @@ def build_faiss(
         index, used = make_index(EXACT, dim, metric), EXACT
     pending: list[NDArray[np.float32]] = []
     waiting = 0
+    add: Callable[[NDArray[np.float32]], None] | None = None
     for chunk in chunks:
         if not index.is_trained:
             pending.append(chunk)
@@ -48,9 +52,45 @@ def build_faiss(
             if waiting < min(rows, TRAINED_ON):
                 continue
             chunk, pending = np.concatenate(pending), []
-            index.train(chunk)
-        index.add(chunk)
+            _train(index, chunk)
+        add = add or _adding(index)
+        add(chunk)
     return FaissIndex(index, metric), used
+
+
+def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401 - faiss has no types
+    """Train an index; GPUs, if there are any, find the centroids of an inverted file."""
+    import faiss
+
+    ivf = faiss.try_extract_index_ivf(index) if faiss.get_num_gpus() else None
+    if ivf is None:
+        index.train(vectors_nd)
+        return
+    nearest = on_gpus(faiss.IndexFlat(ivf.d, ivf.metric_type))  # kept: faiss holds only a pointer to it
+    ivf.clustering_index = nearest
+    index.train(vectors_nd)
+    ivf.clustering_index = None
+
+
+def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN401
+    """Return what adds vectors to a trained index; GPUs, if there are any, find the lists of an inverted file.
+
+    The CPU encodes: a copy on GPUs would have to fit there whole, and could be written only after a copy back.
+    """
+    import faiss
+
+    # other kinds pack their lists in ways of their own, and faiss does not check it
+    if not faiss.get_num_gpus() or type(index) not in (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer, faiss.IndexIVFPQ):
+        return index.add
+    from faiss.contrib.ivf_tools import add_preassigned
+
+    centroids = on_gpus(index.quantizer)
+
+    def add(vectors_nd: NDArray[np.float32]) -> None:
+        vectors_nd = np.ascontiguousarray(vectors_nd)
+        add_preassigned(index, vectors_nd, centroids.assign(vectors_nd, 1).ravel())
+
+    return add
 
 
 def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 - faiss has no types

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
+from xcompat.progress import notice
 from xcompat.retrieval.manifest import Metric
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
@@ -28,6 +33,8 @@ class FaissIndex:
     def __init__(self, index: Any, metric: Metric) -> None:  # noqa: ANN401 - faiss has no types
         import faiss
 
+        _say_if_overwritten()
+        self._alone = Lock()  # two threads must not search on one GPU at once
         self._owner = index  # faiss frees the index inside an IndexIDMap with it
         index = faiss.downcast_index(index)
         if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
@@ -75,7 +82,7 @@ class FaissIndex:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {reason_of(error)}") from None
-        self.__dict__.pop("_searched", None)  # make a new copy on GPUs, with these parameters
+        self.__dict__.pop("_on_gpus", None)  # make a new copy on GPUs, with these parameters
 
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
@@ -106,7 +113,11 @@ class FaissIndex:
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return faiss's distances and rows."""
         if kept_N is None:
-            return self._searched.search(queries_Qd, k)
+            if self._on_gpus is not self.index:
+                with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
+                    return self._on_gpus.search(queries_Qd, k)
+            return self.index.search(queries_Qd, k)
+        # on the CPU: faiss-gpu would leave the filter out of account
         # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
         search = getattr(self.index, "search_numpy", self.index.search)
         try:
@@ -115,16 +126,9 @@ class FaissIndex:
             return self._search_and_drop(queries_Qd, k, kept_N)
 
     @cached_property
-    def _searched(self) -> Any:  # noqa: ANN401 - faiss has no types
-        """The index on all GPUs if faiss-gpu is installed and has kernels for its kind; else the index itself."""
-        import faiss
-
-        if not faiss.get_num_gpus():
-            return self.index
-        try:
-            return faiss.index_cpu_to_all_gpus(self.index)
-        except RuntimeError:  # no GPU kernels, as for HNSW, or too little GPU memory
-            return self.index
+    def _on_gpus(self) -> Any:  # noqa: ANN401 - faiss has no types
+        """The index on all GPUs; the index itself where it stays on the CPU."""
+        return on_gpus(self.index)
 
     def _search_and_drop(
         self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_]
@@ -195,6 +199,18 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 
     with path.open("wb") as file:
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, WRITTEN_AT_ONCE))
+
+
+@cache
+def _say_if_overwritten() -> None:
+    """Say that no GPU is used if faiss-cpu, whose module has the same name, was installed over faiss-gpu."""
+    import faiss
+
+    if find_spec("faiss._gpu_build") is not None and not hasattr(faiss, "StandardGpuResources"):
+        notice(
+            "faiss-cpu has overwritten files of faiss-gpu, so no GPU is used: "
+            "`pip uninstall -y faiss-cpu faiss-gpu && pip install faiss-gpu`"
+        )
 
 
 def _selecting(index: Any, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
