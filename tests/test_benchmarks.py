@@ -207,6 +207,14 @@ def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: 
     assert row.cells() == ["broken.py", "", "", "", "FAILED: exit code 3"]
 
 
+def test_the_script_for_faiss_on_gpus_runs_at_toy_size(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu" / "faiss_index.py"
+    sizes = {"items": "20000", "dim": "8", "queries": "4", "index": "IVF64,Flat", "rounds": "1"}
+    done = warm.run(script, *(f"--{name}={value}" for name, value in sizes.items()), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "IVF64,Flat of 20,000 x 8" in done.stdout and "CPU" in done.stdout
+
+
 def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     """On a GPU it has not been run; its parts are those that would run there."""
     script = ROOT / "benchmarks" / "gpu" / "throughput.py"
