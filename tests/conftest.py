@@ -39,7 +39,14 @@ settings.load_profile("repeatable")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
-LONGEST = ("test_benchmarks.py", "test_distributed.py", "test_faults.py", "test_quickstart.py", "test_recipes.py")
+LONGEST = (
+    "test_benchmarks.py",
+    "test_distributed.py",
+    "test_engines.py",
+    "test_faults.py",
+    "test_quickstart.py",
+    "test_recipes.py",
+)
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
 
 

@@ -126,12 +126,46 @@ def map_(
 
 
 @app.command()
-def embed(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Fill the embedding caches that a recipe's stages will read, on all processes, and stop there."""
-    from xcompat.training.recipe import load_recipe
-    from xcompat.training.run import embed_recipe
+def embed(
+    source: Annotated[
+        str, typer.Argument(metavar="RECIPE_OR_SOURCE", help="A recipe; or Parquet: a file, a folder, a URI (s3://bucket/items).")
+    ],
+    overrides: Overrides = None,
+    model: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")] = "",
+    out: Annotated[str, typer.Option(help="Folder of the Parquet files that are made, or its URI.")] = "",
+    column: Annotated[str | None, typer.Option(help="What is embedded or mapped; found by its name unless given.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with the id; `id` unless given.")] = None,
+    dtype: Annotated[Literal["float32", "float16"], typer.Option(help="How the vectors are written.")] = "float32",
+    engine: Annotated[
+        Literal["ray", "daft"] | None, typer.Option(help="What spreads the work over processes and machines.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of the engine; one a GPU, or else a core.")] = None,
+    gpus_per_worker: Annotated[float | None, typer.Option(min=0, help="Of each process, such as 0.5.")] = None,
+) -> None:
+    """Embed texts or pictures, or map stored vectors, from Parquet to Parquet; or fill the caches that a recipe will read.
 
-    embed_recipe(load_recipe(recipe, overrides or []))
+    Started again, it continues. A column of vectors needs a model that maps galleries.
+    """
+    from xcompat.engines.commands import Workers
+    from xcompat.engines.commands import embed as embed_parquet
+
+    about_files = {"--model": model, "--out": out, "--column": column, "--id-column": id_column, "--engine": engine}
+    given = [name for name, value in about_files.items() if value]
+    if source.endswith((".yaml", ".yml")):
+        if given:
+            raise XcompatError(f"{given[0]} is of Parquet files; a recipe says what it embeds: leave it out")
+        from xcompat.training.recipe import load_recipe
+        from xcompat.training.run import embed_recipe
+
+        embed_recipe(load_recipe(Path(source), overrides or []))
+        return
+    if overrides:
+        raise XcompatError(f"{overrides[0]!r} overrides a value of a recipe, and {source} is none; leave it out")
+    if not (model and out):
+        raise XcompatError("name the model with --model, and the folder of what is made with --out")
+    if engine is None and (workers is not None or gpus_per_worker is not None):
+        raise XcompatError("--workers and --gpus-per-worker are of an engine: name one with --engine")
+    embed_parquet(source, model, out, Workers(engine, workers, gpus_per_worker), column, id_column, dtype)
 
 
 @app.command()

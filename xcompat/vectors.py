@@ -183,7 +183,7 @@ def _read_tables(files: list[Path]) -> Vectors:
         number = 0
         try:
             for batch in _batches(file):
-                rows_BD = _rows(file, number, batch, spool.shape[1] if spool is not None else None)
+                rows_BD = rows_of_batch(file, number, batch, spool.shape[1] if spool is not None else None)
                 spool = spool or _Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
                 spool.add(rows_BD)
                 ids += _ids(file, number, batch.column(ID))
@@ -247,8 +247,21 @@ def _columns(file: Path, names: list[str]) -> list[str]:
     return [ID, embedding, *([SCALE] if SCALE in names else [])]
 
 
-def _rows(file: Path, before: int, batch: pa.RecordBatch, dim: int | None) -> NDArray[Any]:
-    """Return the embeddings of a block: (B, D), float16 of float16 and of int8, else float32."""
+def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | None = None) -> NDArray[Any]:
+    """Read the embeddings of a block of a table.
+
+    Args:
+        where: what holds the block, for messages.
+        before: rows before it there.
+        batch: B rows with a column ``embedding``, and ``scale`` where that is of int8.
+        dim: of the embeddings; that of the first one unless given.
+
+    Returns:
+        (B, D), float16 of float16 and of int8, else float32.
+
+    Raises:
+        XcompatError: the column holds no lists of numbers, or a row lacks its embedding, or has another length.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -256,25 +269,25 @@ def _rows(file: Path, before: int, batch: pa.RecordBatch, dim: int | None) -> ND
     kind = lists.type
     of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not of_lists or not (pa.types.is_floating(kind.value_type) or kind.value_type == pa.int8()):
-        raise XcompatError(_no_list(file, EMBEDDING_COLUMNS[0], str(kind)))
+        raise XcompatError(_no_list(where, EMBEDDING_COLUMNS[0], str(kind)))
     lengths_B = pc.list_value_length(lists).fill_null(0).to_numpy()
     dim = dim or int(lengths_B[0])
     other = np.flatnonzero((lengths_B != dim) | (lengths_B == 0))
     if len(other):
         row = int(other[0])
         what = f"has {lengths_B[row]} dimensions, those before it {dim}" if lengths_B[row] else "has no embedding"
-        raise XcompatError(f"{file} row {before + row + 1:,} {what}; leave such rows out")
+        raise XcompatError(f"{where} row {before + row + 1:,} {what}; leave such rows out")
     values = lists.flatten()
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // dim
-        raise XcompatError(f"{file} row {before + row + 1:,} has an empty place in its embedding; leave such rows out")
+        raise XcompatError(f"{where} row {before + row + 1:,} has an empty place in its embedding; leave such rows out")
     rows_BD: NDArray[Any] = values.to_numpy(zero_copy_only=False).reshape(-1, dim)
     if rows_BD.dtype == np.int8:
-        return _of_length_one(rows_BD * _scales(file, batch)[:, None]).astype(np.float16)
+        return _of_length_one(rows_BD * _scales(where, batch)[:, None]).astype(np.float16)
     return rows_BD if rows_BD.dtype == np.float16 else rows_BD.astype(np.float32, copy=False)
 
 
-def _scales(file: Path, batch: pa.RecordBatch) -> NDArray[np.float32]:
+def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -303,5 +316,5 @@ def _ids(file: Path, before: int, column: pa.Array) -> list[str]:
     return ids
 
 
-def _no_list(file: Path, column: str, kind: str) -> str:
+def _no_list(file: object, column: str, kind: str) -> str:
     return f"{file}: column {column!r} is {kind}, not a list of numbers; write lists of floats, no text that holds them"

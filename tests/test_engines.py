@@ -1,0 +1,428 @@
+"""Many machines: a model as a function of tables, and the same bytes from one process, two, Daft and two nodes of Ray."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import warm
+from PIL import Image
+from pyarrow import fs
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.embedding import embed_in_memory
+from xcompat.engines import TableModel, parts, places, tables
+from xcompat.engines.commands import ENGINES
+from xcompat.engines.parts import Job, Part, Source
+from xcompat.errors import FingerprintMismatchError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.stores.mapping import Mapping
+
+OLD_DIM, NEW_DIM, ROWS = 16, 24, 230
+OLD = Fingerprint.from_string("the old model")
+Run = Callable[..., tuple[int, str, str]]
+
+
+def save_map(folder: Path, seed: int, direction: str = "old_to_new") -> str:
+    """Save a solved map of stored vectors."""
+    old, new = (torch.randn(300, dim, generator=torch.Generator().manual_seed(seed)) for dim in (OLD_DIM, NEW_DIM))
+    unit = torch.nn.functional.normalize
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction=direction)
+    RidgeModel(config).fit([(unit(new, dim=1), unit(old, dim=1))]).eval().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_map(tmp_path_factory.mktemp("map") / "map", seed=0)
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((ROWS, OLD_DIM)).astype(np.float32)
+
+
+def lists(rows: np.ndarray, name: str = "vector") -> pa.Table:
+    """Return a table of vectors with their ids, and a column that nobody asks for."""
+    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+    return pa.table({"id": [f"item-{row}" for row in range(len(rows))], name: column, "price": range(len(rows))})
+
+
+@pytest.fixture
+def source(tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write two files of row groups of 20, of which three make a part, and what is not to be read."""
+    monkeypatch.setattr(parts, "PART_ROWS", 60)
+    folder = tmp_path / "items"
+    for name, rows in (("a.parquet", slice(0, 130)), ("deeper/b.parquet", slice(130, ROWS))):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        pq.write_table(lists(vectors)[rows], folder / name, row_group_size=20)
+    (folder / "_metadata.parquet").touch()
+    (folder / "notes.txt").touch()
+    return folder
+
+
+@pytest.fixture
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs ``xcompat embed``."""
+    from xcompat import cli
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xcompat", "embed", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return called
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+# --------------------------------------------------------------------------------------- the function of tables
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_column_is_mapped_and_all_others_stay(model: str, vectors: np.ndarray, kind: pa.DataType, fixed: bool) -> None:
+    wanted = pa.list_(kind, OLD_DIM) if fixed else pa.list_(kind)
+    table = lists(vectors).set_column(1, "vector", pa.array([row.astype(np.float16) for row in vectors]).cast(wanted))
+    mapped = pickle.loads(pickle.dumps(TableModel.open(model, "vectors", "vector")))(table)  # noqa: S301 - it is ours
+    assert mapped.select(table.column_names).equals(table) and mapped.column_names == [*table.column_names, "embedding"]
+    found = np.stack(mapped["embedding"].to_numpy())
+    rounded = vectors.astype(np.float16).astype(np.float32)
+    truth = Mapping(load_checkpoint(model))(rounded)
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+def test_the_function_is_small_and_made_again_by_chunks(model: str, vectors: np.ndarray) -> None:
+    function = TableModel.open(model, "vectors", dtype="float16")
+    assert len(pickle.dumps(function)) < 2000, "a name, not weights"
+    table = lists(vectors, "embedding")
+    whole = function(table)
+    assert whole.schema.field("embedding").type == pa.list_(pa.float16(), NEW_DIM)
+    assert function(pa.concat_tables([table[:7], table[7:]])).equals(whole) and not len(function(table[:0]))
+    assert whole.column_names == table.column_names
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows, "there is no column 'embedding'"),
+        (lambda rows: [None, *rows[1:]], "column 'vector' row 1 has no embedding; leave such rows out"),
+        (lambda rows: [*rows[:9], [0.5] * 3, *rows[10:]], "column 'vector' row 10 has 3 dimensions, those before it 16"),
+        (lambda rows: [[*row, 1.0] for row in rows], "has vectors of 17 dimensions, and"),
+        (lambda rows: [*rows[:5], [0.0] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is zero and has no direction"),
+        (lambda rows: [*rows[:5], [np.nan] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is not finite"),
+        (lambda rows: ["text"] * len(rows), "is string, not a list of numbers"),
+    ],
+)
+def test_what_cannot_be_mapped_is_one_line(model: str, vectors: np.ndarray, change: Any, said: str) -> None:
+    table = lists(vectors)
+    column = "vector" if "'embedding'" not in said else "embedding"
+    with pytest.raises(XcompatError, match=re.escape(said)):
+        TableModel.open(model, "vectors", column)(table.set_column(1, "vector", pa.array(change(vectors.tolist()))))
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
+    function = TableModel.open(save_map(tmp_path / "map", seed=1), "vectors", "vector")
+    save_map(tmp_path / "map", seed=2)
+    tables._loaded.cache_clear()
+    with pytest.raises(FingerprintMismatchError, match=r"makes .* here, and .* where this began; give every machine the same"):
+        function(lists(vectors))
+
+
+def test_texts_and_pictures_are_embedded(old_folder: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    texts = ["two dogs", "a red running shoe", "a shoe", "two dogs"]
+    embedded = TableModel.open(old_folder, "texts")(pa.table({"text": pa.array(texts).dictionary_encode()}))
+    embedder = load_embedder(old_folder)
+    np.testing.assert_allclose(np.stack(embedded["embedding"].to_numpy()), embed_in_memory(embedder, texts), atol=1e-5)
+    assert embedded.schema.field("embedding").type.list_size == embedder.dim
+
+
+def test_pictures_come_as_bytes_paths_or_both(old_folder: str, images: list[Image.Image], tmp_path: Path) -> None:
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(len(images))]
+    stored = [Path(path).read_bytes() for path in paths]
+    function = TableModel.open(old_folder, "images")
+    made = [
+        function(pa.table({"image": rows}))["embedding"]
+        for rows in (paths, stored, [{"bytes": content, "path": "x.png"} for content in stored])
+    ]
+    assert made[0].equals(made[1]) and made[1].equals(made[2]) and not made[0].null_count
+    spoilt = function(pa.table({"image": [*stored[:1], b"no picture", *stored[1:]]}))["embedding"]
+    assert spoilt.is_null().to_pylist() == [False, True, *[False] * (len(stored) - 1)]
+
+
+def test_sparks_example_is_a_function_of_batches(model: str, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark gives a function the batches of each partition, and checks what it returns against the schema; here a test does."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mapInArrow" in block)
+    seen: list[Any] = []
+
+    class Frame:
+        def mapInArrow(self, function: Any, schema: str) -> None:  # noqa: N802 - Spark's own
+            batches = lists(vectors, "embedding").select(["id", "embedding"]).to_batches(max_chunksize=50)
+            sent = pickle.loads(pickle.dumps(seen[0]))  # noqa: S301 - it is ours
+            names = [part.split()[0] for part in schema.split(", ")]
+            seen.append(pa.Table.from_batches(function(iter(batches))))
+            assert seen[-1].column_names == names and sent == seen[0]
+
+    opened = TableModel.open(model, "vectors")
+    monkeypatch.setattr(TableModel, "open", lambda *_: seen.append(opened) or opened)
+    exec(compile(code, "docs/engines.md", "exec"), {"items": Frame()})  # noqa: S102 - our own page
+    np.testing.assert_allclose(np.stack(seen[-1]["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- files, in one process
+
+
+def test_files_become_files(run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path) -> None:
+    code, out, error = run(source, "--model", model, "--out", tmp_path / "out")
+    assert code == 0 and not error and f"holds {ROWS} embeddings of {model} in 5 files" in out
+    made = [pq.read_table(tmp_path / "out" / f"part-{number:06}.parquet") for number in range(5)]
+    assert [len(table) for table in made] == [60, 60, 10, 60, 40], "no part spans two files"
+    table = pa.concat_tables(made)
+    assert table["id"].to_pylist() == [f"item-{row}" for row in range(ROWS)] and table.column_names == ["id", "embedding"]
+    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
+    about = made[0].schema.metadata[b"xcompat"].decode()
+    assert Mapping(load_checkpoint(model)).made[0].digest in about
+
+
+def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: Path, tmp_path: Path) -> None:
+    command = (source, "--model", model, "--out", tmp_path / "out", "--dtype", "float16")
+    assert run(*command)[0] == 0
+    whole = files_in(tmp_path / "out")
+    for number in (1, 4):
+        (tmp_path / "out" / f"part-{number:06}.parquet").unlink()
+    kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+    code, out, _ = run(*command)
+    assert code == 0 and "100 made in" in out and files_in(tmp_path / "out") == whole
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
+    assert "all were there" in run(*command)[1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("other model", "was begun with another fingerprint"),
+        ("other dtype", "was begun with another dtype ('float32', now 'float16'); choose another folder"),
+        ("other files", "was begun with another files"),
+        ("no plan", "holds part-000000.parquet, which `xcompat embed` did not write; choose another folder"),
+        ("no json", "holds a _plan.json that `xcompat embed` did not write"),
+        ("other part", "part-000002.parquet is not what `xcompat embed` writes there; move it away"),
+        ("a file", "is a file; name a folder for --out"),
+    ],
+)
+def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: Path, spoil: str, said: str) -> None:
+    out, more = tmp_path / "out", []
+    assert run(source, "--model", model, "--out", out)[0] == 0
+    if spoil == "other model":
+        model = save_map(tmp_path / "other", seed=3)
+    elif spoil == "other dtype":
+        more = ["--dtype", "float16"]
+    elif spoil == "other files":
+        os.utime(source / "a.parquet", (1, 1))
+    elif spoil == "no plan":
+        (out / "_plan.json").unlink()
+    elif spoil == "no json":
+        (out / "_plan.json").write_text("mine")
+    elif spoil == "other part":
+        shutil.copy(out / "part-000001.parquet", out / "part-000002.parquet")
+    else:
+        shutil.rmtree(out)
+        out.write_text("mine")
+    before = files_in(out) if out.is_dir() else out.read_text()
+    code, _, error = run(source, "--model", model, "--out", out, *more)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
+    assert (files_in(out) if out.is_dir() else out.read_text()) == before
+
+
+def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, source: Path, tmp_path: Path) -> None:
+    table = pq.read_table(source / "deeper" / "b.parquet")
+    rows = table["vector"].to_pylist()
+    spoilt = table.set_column(1, "vector", pa.array([*rows[:70], None, *rows[71:]], pa.list_(pa.float32())))
+    pq.write_table(spoilt, source / "deeper" / "b.parquet", row_group_size=20)
+    code, _, error = run(source, "--model", model, "--out", tmp_path / "out")
+    assert code == 2 and "b.parquet, 40 rows from 61 on: column 'vector' row 11 has no embedding" in error
+    assert "what is made is kept: start again to continue" in error and len(error.splitlines()) == 1
+    assert len(files_in(tmp_path / "out")) == 5, "the plan and four parts"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", "--model", "{model}", "--out", "out"), "nowhere does not exist"),
+        (("{source}",), "name the model with --model, and the folder of what is made with --out"),
+        (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a value of a recipe"),
+        (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "are of an engine: name one with --engine"),
+        (("recipe.yaml", "--engine", "ray"), "--engine is of Parquet files"),
+        (
+            ("{source}", "--model", "{model}", "--out", "out", "--column", "prices"),
+            "has no column 'prices'; did you mean 'price'?",
+        ),
+        (("{source}", "--model", "{model}", "--out", "out", "--column", "price"), "it may hold vectors, texts, or pictures"),
+        (("{source}", "--model", "{model}", "--out", "out", "--id-column", "vector"), "both name 'vector'"),
+        (("{source}", "--model", "{queries}", "--out", "out"), "maps queries, so nothing needs to be written"),
+        (("nosuch://bucket/items", "--model", "{model}", "--out", "out"), "nosuch://bucket/items cannot be opened"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    queries = save_map(tmp_path / "queries", 0, "new_to_old") if "{queries}" in arguments else ""
+    code, _, error = run(*(each.format(model=model, source=source, queries=queries) for each in arguments))
+    assert code == 2 and said in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
+    run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images[0].save(tmp_path / "0.png")
+    stored = [(tmp_path / "0.png").read_bytes()] * 3
+    table = pa.table({"key": [4, 5, 6], "text": ["a shoe", "two dogs", "word " * 500], "image": [*stored[:2], b"no picture"]})
+    pq.write_table(table, tmp_path / "items.parquet")
+    command = (tmp_path / "items.parquet", "--model", old_folder, "--id-column", "key")
+    assert "has 'text' and 'image'; name the one that is meant with --column" in run(*command, "--out", tmp_path / "x")[2]
+    code, out, _ = run(*command, "--out", tmp_path / "texts", "--column", "text")
+    assert code == 0 and "1 of 3 texts are longer than" in out
+    made = pq.read_table(tmp_path / "texts")
+    assert made["id"].to_pylist() == [4, 5, 6]
+    command = (*command, "--out", tmp_path / "images", "--column", "image")
+    code, _, error = run(*command)
+    assert code == 2 and "1 of 3 pictures cannot be read, such as '6'; mend or remove them" in error
+    shutil.rmtree(tmp_path / "images")
+    monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
+    assert "1 of 3 pictures cannot be read, such as '6': they are left out" in run(*command)[1]
+    assert pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "all were there" in run(*command)[1]
+
+
+def test_other_file_systems_get_whole_files(
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for a bucket: it is no file system of this machine to Arrow, so that nothing can be renamed."""
+    bucket = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    found = places.located
+    for module in (places, sys.modules["xcompat.engines.commands"]):
+        monkeypatch.setattr(
+            module, "located", lambda uri: (bucket, uri.removeprefix("s3://bucket/")) if uri.startswith("s3") else found(uri)
+        )
+    assert run(source, "--model", model, "--out", tmp_path / "here")[0] == 0
+    command = ("s3://bucket/items", "--model", model, "--out", "s3://bucket/there")
+    code, out, error = run(*command)
+    assert code == 0 and not error and "s3://bucket/there holds" in out
+    here, there = (pq.read_table(tmp_path / name) for name in ("here", "there"))
+    assert here.equals(there) and "all were there" in run(*command)[1]
+
+
+def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: Path, tmp_path: Path) -> None:
+    assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
+    code = "import sys; from xcompat import cli; from xcompat.engines import parts; parts.PART_ROWS = 60; cli.main()"
+    done = warm.run("-c", code, "embed", source, "--model", model, "--out", tmp_path / "two", folder=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+# ------------------------------------------------------------------------------------------------------ engines
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Run two nodes of Ray with a core each, in a folder whose name is short: that of a socket is limited."""
+    ray, cluster_utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_TMPDIR": folder}.items():
+            patch.setenv(name, value)
+        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+        running = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        running.add_node(**node)
+        patch.setenv("RAY_ADDRESS", running.address)
+        yield running
+        ray.shutdown()
+        running.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["daft", "ray"])
+def test_an_engine_writes_the_same_bytes(
+    run: Run, model: str, source: Path, tmp_path: Path, engine: str, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip(engine)
+    if engine == "ray":
+        request.getfixturevalue("cluster")
+    assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
+    (tmp_path / "many").mkdir()
+    for name in ("_plan.json", "part-000003.parquet"):  # as a run that was stopped leaves them
+        shutil.copy(tmp_path / "one" / name, tmp_path / "many")
+    code, out, error = run(source, "--model", model, "--out", tmp_path / "many", "--engine", engine, "--workers", 2)
+    assert code == 0 and "170 made in" in out, error
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "many")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_is_not_installed_is_one_line(
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setitem(sys.modules, engine, None)
+    code, _, error = run(source, "--model", model, "--out", tmp_path / "out", "--engine", engine)
+    assert code == 2 and f"pip install 'xcompat[{engine}]'" in error and len(error.splitlines()) == 1
+
+
+class DyingJob(Job):
+    """Notes who works, waits for a second worker, and kills the one that is first in the middle of part 2."""
+
+    def _tables(self, part: Part) -> Iterator[pa.Table]:
+        import ray
+
+        notes = Path(self.source).parent / "notes"
+        (notes / f"node-{ray.get_runtime_context().get_node_id()}").touch()
+        while len(list(notes.glob("node-*"))) < 2:
+            time.sleep(0.05)
+        for table in super()._tables(part):
+            yield table
+            if part.number == 2:
+                try:
+                    (notes / "killed").touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_in_the_middle_changes_nothing(
+    run: Run, model: str, source: Path, tmp_path: Path, cluster: Any
+) -> None:
+    from ray import cloudpickle
+
+    from xcompat.engines import ray as on_ray
+
+    cloudpickle.register_pickle_by_value(sys.modules[DyingJob.__module__])  # workers do not find tests
+    assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
+    (tmp_path / "notes").mkdir()
+    found = Source.read(str(source))
+    plan = re.search(r'"plan": "(\w+)"', pq.read_schema(tmp_path / "one" / "part-000000.parquet").metadata[b"xcompat"].decode())
+    function = TableModel.open(model, "vectors", "vector")
+    assert plan is not None
+    job = DyingJob(function, found.uri, str(tmp_path / "two"), "id", plan[1])
+    done = list(on_ray.run(job, found.parts, workers=2))
+    assert sorted(each.number for each in done) == list(range(5)) and not any(each.error for each in done)
+    assert len(list((tmp_path / "notes").glob("node-*"))) == 2 and (tmp_path / "notes" / "killed").exists()
+    one, two = files_in(tmp_path / "one"), files_in(tmp_path / "two")
+    assert {**two, "_plan.json": one["_plan.json"]} == one, "and no half-written file is left"

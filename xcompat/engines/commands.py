@@ -1,0 +1,207 @@
+"""What ``xcompat embed SOURCE`` does, and how it says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
+from xcompat.distributed import barrier, gather_objects, is_main_process, process_state, rank, world_size
+from xcompat.engines.parts import FOOTERS_AT_ONCE, Done, Job, Part, Source
+from xcompat.engines.places import is_local, located, names_in, opened, path_in, write_to
+from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
+from xcompat.errors import XcompatError
+from xcompat.files import clear_leftovers
+from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
+from xcompat.threads import map_in_threads
+from xcompat.vectors import EMBEDDING_COLUMNS, ID
+
+ENGINES = {"ray": "xcompat.engines.ray", "daft": "xcompat.engines.daft"}
+"""Name -> the module whose ``run`` spreads parts over workers."""
+PLAN = "_plan.json"
+"""A name that readers of folders of Parquet leave out."""
+MOST_UNREAD = 0.01
+"""A larger share of pictures that cannot be read stops the run."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where the parts are made.
+
+    Args:
+        engine: of :data:`ENGINES`; None for this process, or all those of ``accelerate launch``.
+        count: how many processes; None for one for each GPU of the engine, or else for each core.
+        gpus: of each process, which may be parts of one; None for 1 where there are any.
+    """
+
+    engine: str | None = None
+    count: int | None = None
+    gpus: float | None = None
+
+    def run(self, job: Job, parts: Sequence[Part]) -> Iterator[Done]:
+        """Make files of parts, in any order."""
+        if self.engine is None:
+            return map(job, parts)
+        run: Callable[..., Iterator[Done]] = import_module(ENGINES[self.engine]).run
+        return run(job, parts, self.count, self.gpus)
+
+
+def embed(
+    uri: str,
+    model: str,
+    out: str,
+    workers: Workers,
+    column: str | None = None,
+    id_column: str | None = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Map or embed a column of Parquet files into other Parquet files; started again, it continues.
+
+    Args:
+        uri: the files, or a folder of them.
+        model: a run's folder, a checkpoint, or any model by name.
+        out: the folder of the files that are made; what is in there is never replaced.
+        workers: where the work is done.
+        column: what is read; found by its name unless given.
+        id_column: with the ids; ``id`` unless given.
+        dtype: of the vectors that are written.
+
+    Raises:
+        XcompatError: something is missing or does not fit, or the folder holds anything else.
+    """
+    process_state()
+    silence_libraries()
+    if workers.engine is not None and world_size() > 1:
+        raise XcompatError("--engine has workers of its own: leave out accelerate launch, or --engine")
+    source = Source.read(uri)
+    column, reads = _column(source, column)
+    id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)
+    if id_column == column:
+        raise XcompatError(f"--column and --id-column both name {column!r}; an id is not what is embedded")
+    job = _job(source, TableModel.open(model, reads, column, dtype), out, id_column)
+    parts = _to_make(job, source.parts)
+    barrier()  # until all have looked at what is there
+    started = time.perf_counter()
+    _make(job, source, parts[rank() :: world_size()], workers)
+    if is_main_process():
+        _tell(job, source, sum(part.rows for part in parts), time.perf_counter() - started)
+
+
+def _column(source: Source, given: str | None) -> tuple[str, Reads]:
+    """Choose the column, and say what it holds: lists are vectors, bytes are pictures, strings are texts or paths."""
+    names = source.schema.names
+    if given is None:
+        usual = [next((name for name in known if name in names), None) for known in (EMBEDDING_COLUMNS, (TEXT,), IMAGE_COLUMNS)]
+        found = [name for name in usual if name is not None]
+        if len(found) > 1:
+            raise XcompatError(f"{source.uri} has {' and '.join(map(repr, found))}; name the one that is meant with --column")
+        given = found[0] if found else None
+    column = pick_column(given, (EMBEDDING_COLUMNS[0], TEXT), names, "--column", source.uri)
+    kind = kind_of(source.schema.field(column).type)
+    if kind == "other":
+        found_type = source.schema.field(column).type
+        raise XcompatError(f"column {column!r} of {source.uri} is {found_type}; it may hold vectors, texts, or pictures")
+    reads: Reads = "vectors" if kind == "vector" else "images" if kind == "image" or column in IMAGE_COLUMNS else "texts"
+    return column, reads
+
+
+def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
+    """Write down what is made in a folder, or refuse one that holds anything else."""
+    system, path = located(out)
+    plan: dict[str, Any] = {
+        "files": source.digest,
+        "rows": source.rows,
+        "parts": len(source.parts),
+        "column": model.column,
+        "id_column": id_column,
+        "fingerprint": model.made.digest,
+        "dtype": model.dtype,
+    }
+    names = names_in(out)
+    if PLAN in names:
+        with opened(out, path_in(out, PLAN)) as file:
+            _require_same(out, file.read(), plan)
+    elif names:
+        raise XcompatError(f"{out} holds {names[0]}, which `xcompat embed` did not write; choose another folder")
+    barrier()
+    if is_main_process():
+        if is_local(system):
+            clear_leftovers(Path(path))
+        if PLAN not in names:
+            system.create_dir(path, recursive=True)
+            with write_to(out, PLAN) as file:
+                file.write(json.dumps(plan | {"source": source.uri, "model": model.made.name}, indent=2).encode() + b"\n")
+    barrier()
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    return Job(model, source.uri, out if "://" in out else path, id_column, digest)
+
+
+def _require_same(out: str, written: bytes, plan: dict[str, Any]) -> None:
+    try:
+        begun = json.loads(written)
+        different = [key for key in plan if begun[key] != plan[key]]
+    except (ValueError, TypeError, KeyError):
+        raise XcompatError(f"{out} holds a {PLAN} that `xcompat embed` did not write; choose another folder") from None
+    if different:
+        key = different[0]
+        raise XcompatError(
+            f"{out} was begun with another {key.replace('_', ' ')} ({begun[key]!r}, now {plan[key]!r}); choose another folder"
+        )
+
+
+def _to_make(job: Job, parts: list[Part]) -> list[Part]:
+    """Return the parts without a file; refuse a file that another made."""
+    there = set(names_in(job.out))
+    made = [part for part in parts if part.name in there]
+    for part, whole in zip(made, map_in_threads(job.is_made, made, FOOTERS_AT_ONCE), strict=True):
+        if not whole:
+            raise XcompatError(
+                f"{path_in(job.out, part.name)} is not what `xcompat embed` writes there; move it away, and start again"
+            )
+    return [part for part in parts if part.name not in there]
+
+
+def _make(job: Job, source: Source, parts: list[Part], workers: Workers) -> None:
+    """Make the parts, and say how fast; raise what stopped one."""
+    unread, cut, example, failed = 0, 0, None, None
+    if parts:
+        with progress_bar() as bar:
+            total = sum(part.rows for part in parts)
+            task = bar.add_task(f"{job.model.reads} through {job.model.made.name}", total=total, rate="")
+            for done in workers.run(job, parts):
+                rate_of(bar, task, done.rows, "rows")
+                unread, cut, example = unread + done.unread, cut + done.cut, example or done.example
+                failed = done.error
+                if unread > MOST_UNREAD * source.rows:
+                    failed = f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}; mend or remove them"
+                if failed is not None:
+                    break
+    for failure in _shared([failed]):
+        if failure is not None:
+            raise XcompatError(f"{failure}; what is made is kept: start again to continue")
+    unread, cut = (sum(_shared([count])) for count in (unread, cut))
+    if unread:
+        notice(f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}: they are left out")
+    if cut:
+        notice(f"{cut:,} of {source.rows:,} texts are longer than {job.model.made.name} takes and lost their end")
+
+
+def _shared(mine: list[Any]) -> Iterable[Any]:
+    return (each for of_rank in gather_objects(mine, shared=True) for each in of_rank)
+
+
+def _tell(job: Job, source: Source, made: int, seconds: float) -> None:
+    size = source.rows * job.model.dim * (4 if job.model.dtype == "float32" else 2)
+    what = f"{job.out} holds {source.rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
+    now = f"{made:,} made in {seconds:.1f} s, {made / max(seconds, 1e-9):,.0f} rows/s" if made else "all were there"
+    console.print(
+        f"[green]✓[/] {literal(what)} [dim]({job.model.dim} of {job.model.dtype}, {decimal(size)}; {now})[/]", soft_wrap=True
+    )
