@@ -426,3 +426,28 @@ def test_a_worker_that_is_killed_in_the_middle_changes_nothing(
     assert len(list((tmp_path / "notes").glob("node-*"))) == 2 and (tmp_path / "notes" / "killed").exists()
     one, two = files_in(tmp_path / "one"), files_in(tmp_path / "two")
     assert {**two, "_plan.json": one["_plan.json"]} == one, "and no half-written file is left"
+
+
+class EndingJob(Job):
+    """Kills the worker that is at part 2."""
+
+    def _tables(self, part: Part) -> Iterator[pa.Table]:
+        if part.number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._tables(part)
+
+
+def test_a_worker_of_daft_that_is_killed_ends_it_in_one_line(model: str, source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("daft")
+    from daft.pickle import cloudpickle
+
+    from xcompat.engines import daft as on_daft
+
+    cloudpickle.register_pickle_by_value(sys.modules[EndingJob.__module__])
+    found = Source.read(str(source))
+    (tmp_path / "out").mkdir()
+    job = EndingJob(TableModel.open(model, "vectors", "vector"), found.uri, str(tmp_path / "out"), "id", "a plan")
+    with pytest.raises(XcompatError, match=r"a worker of Daft ended \(.*\); start again to continue"):
+        list(on_daft.run(job, found.parts, workers=1))
+    names = {file.name for file in (tmp_path / "out").glob("*.parquet")}
+    assert names == {"part-000000.parquet", "part-000001.parquet"}

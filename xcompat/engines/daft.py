@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from xcompat.engines.parts import Done, Job, Part
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, what_failed
 from xcompat.threads import usable_cores
 
 
@@ -26,7 +26,7 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
         What became of each part, in any order.
 
     Raises:
-        XcompatError: Daft is not installed.
+        XcompatError: Daft is not installed, or a worker died.
     """
     os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")  # nothing is told to anybody unless the user says so
     try:
@@ -53,5 +53,8 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
 
     told = daft.from_pydict({"part": [json.dumps(asdict(part)) for part in parts]})
     worker: Any = Worker()  # whose methods take and give expressions
-    for row in told.select(worker.make(daft.col("part")).alias("done")).iter_rows():
-        yield Done(**json.loads(row["done"]))
+    try:
+        for row in told.select(worker.make(daft.col("part")).alias("done")).iter_rows():
+            yield Done(**json.loads(row["done"]))
+    except RuntimeError as error:
+        raise XcompatError(f"a worker of Daft ended ({what_failed(error)}); start again to continue") from error
