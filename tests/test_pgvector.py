@@ -115,20 +115,6 @@ class Disturbed(Mapping):
     disturb: Callable[[], None] = staticmethod(lambda: None)
 
 
-def test_a_lost_connection_is_a_clear_stop_that_continues(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
-    steps, mapping = iter(range(10_000)), Disturbed(model)
-
-    def cut() -> None:
-        if next(steps) == 2:
-            database.execute("SELECT pg_terminate_backend(%s)", (store.connection.info.backend_pid,))  # type: ignore[attr-defined]
-
-    object.__setattr__(mapping, "disturb", cut)
-    with pytest.raises(XcompatError, match="it continues") as refusal:
-        migration.start(store, mapping, batch=32)
-    assert "\n" not in str(refusal.value)
-    assert migration.start(opened(postgres), Mapping(model)).written == N
-
-
 def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops) WITH (m = 8)")
     migration.start(store, Mapping(model), dtype="float16")
@@ -209,3 +195,16 @@ def test_the_command_line_searches(postgres: str, database: Any, folder_of: dict
     assert "nothing found" in result.stdout
     for given in (["--group-by", "price"], ["--where", "price > 1", "--where", "price < 3"]):
         assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
+
+
+def test_rows_that_changed_after_the_switch_have_no_old_vector_after_a_rollback(
+    store: Store, database: Any, model: RidgeModel
+) -> None:
+    """That of what the row was before would be found in its place."""
+    migration.start(store, Mapping(model))
+    migration.switch(store, Mapping(model))
+    database.execute("INSERT INTO items (id, embedding) VALUES (5000, %s)", (text(np.full(NEW_DIM, 0.2)),))
+    database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))
+    assert migration.rollback(store)[1] == 2
+    lost = database.execute("SELECT id FROM items WHERE embedding IS NULL ORDER BY id").fetchall()
+    assert lost == [(7,), (5000,)]

@@ -9,29 +9,16 @@ Memory is the command's peak (VmHWM), pages of mapped files among it. A query is
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import KEPT, Row, main, medians, timed
+from measuring import KEPT, Row, main, medians, run_command, timed
 
 from xcompat.models.embedder import load_checkpoint
 
 BLOCK, SAMPLE, QUERIES = 8192, 65_536, 1000
-COMMAND = """
-import sys
-from pathlib import Path
-from xcompat.cli import app
-try:
-    app(sys.argv[2:])
-finally:
-    Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())
-"""
 
 
 def write(file: Path, items: int, dim: int, dtype: str, seed: int) -> Path:
@@ -43,18 +30,6 @@ def write(file: Path, items: int, dim: int, dtype: str, seed: int) -> Path:
         rows[start : start + BLOCK] = block / np.linalg.norm(block, axis=1, keepdims=True)
     rows.flush()
     return file
-
-
-def run(old: Path, new: Path, out: Path) -> tuple[float, float, float]:
-    """Run the command; return its seconds, those of its processors, and its peak memory in GiB."""
-    said = out.with_name("status")  # by the command itself: what the system says of a child holds its parent's memory too
-    command = [sys.executable, "-c", COMMAND, said, "map", "--old", old, "--new", new, "--out", out]
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert not status
-    peak = next(line.split()[1] for line in said.read_text().splitlines() if line.startswith("VmHWM"))
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, int(peak) / 2**20
 
 
 def sums(old: Path, new: Path) -> float:
@@ -100,7 +75,7 @@ def measure(items: int = 1_000_000, dim: int = 768) -> list[Row]:
         for dtype in ("float16", "float32"):
             old, new = (write(folder / f"{side}.npy", items, dim, dtype, seed) for seed, side in enumerate(("old", "new")))
             bare = sums(old, new) * items
-            took, busy, peak = run(old, new, folder / "out")
+            took, busy, peak = run_command(["map", "--old", old, "--new", new, "--out", folder / "out"], folder)
             what = f"xcompat map, {items:,} x {dim} of {dtype}"
             rows.append(timed(what, "the sums of products alone", "", took, bare, f"{busy:.0f} s of processor time"))
             rows.append(Row(what, "60 s", took / 60, "<= 1", f"{took:.1f} s"))

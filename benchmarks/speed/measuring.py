@@ -10,9 +10,10 @@ import functools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -26,6 +27,15 @@ from rich.table import Table
 ROUNDS = 5
 KEPT = Path("runs/bench")
 """Folder of each script's rows, NAME.json, for `make bench`."""
+COMMAND = """
+import sys
+from pathlib import Path
+from xcompat.cli import app
+try:
+    app(sys.argv[2:])
+finally:
+    Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())
+"""
 COLUMNS = ("ours", "against", "ratio", "bound", "")
 
 Result = TypeVar("Result")
@@ -154,6 +164,25 @@ def peak_memory(run: Callable[[], object]) -> int:
     before = kilobytes("VmRSS:")
     run()
     return 1024 * (kilobytes("VmHWM:") - before)
+
+
+def run_command(arguments: Sequence[object], folder: Path) -> tuple[float, float, float]:
+    """Run xcompat with arguments, imports and all (Linux).
+
+    Args:
+        arguments: such as ``["map", "--old", ...]``.
+        folder: where its own account of its memory goes: what the system says of a child holds its parent's memory too.
+
+    Returns:
+        Its seconds, those of its processors, and its peak memory in GiB.
+    """
+    said = folder / "status"
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, str(said), *map(str, arguments)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert not status
+    peak = next(line.split()[1] for line in said.read_text().splitlines() if line.startswith("VmHWM"))
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, int(peak) / 2**20
 
 
 def table(rows: Iterable[Row]) -> Table:

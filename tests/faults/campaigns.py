@@ -15,6 +15,7 @@ from full_disks import cannot_mount, full
 from histories import histories
 from injections import injected
 from kills import Stage, killed
+from migrations import killed_migrations
 from power_cuts import power_cut
 from pushes import killed_pushes
 from scenes import Scene, gallery_scenes, picture_scenes, text_scenes
@@ -123,6 +124,7 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 12))
     if long:  # their short forms are tests of their own
         yield Campaign("kills", "xcompat push model user/name", lambda folder: killed_pushes(folder, 60))
+        yield Campaign("kills", "xcompat migrate in PostgreSQL, beside a writer", lambda folder: killed_migrations(folder, 200))
         yield Campaign("readers", "two writers, three readers", lambda folder: read_beside_writers(10_000))
         yield Campaign("damaged inputs", "every kind of file that is read", lambda folder: damaged_inputs(10_000))
 

@@ -14,7 +14,8 @@ from campaigns import Row
 WHAT = {
     "kills": "SIGKILL before every call that changes a file (Flat; of other operations before a sample of them), and at random "
     "moments. After each the folder is opened and every file verified, it holds a committed state and all that was reported, and "
-    "the same command, run again, ends as if nothing had happened and leaves no temporary file.",
+    "the same command, run again, ends as if nothing had happened and leaves no temporary file. Migrations of a database end "
+    "row by row as one of the same rows that nobody disturbs.",
     "power cuts": "Every file operation was recorded at its system call, whoever made it. After each the states are built that "
     "a disk may be in if only what was synced is sure: all else lost, names without data, zeros, data in part, the names of one "
     "folder lost or alone there. A trial is a state; a sample of them is gone on from as well.",

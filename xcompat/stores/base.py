@@ -233,6 +233,9 @@ class Store(ABC):
             XcompatError: there is something of that name, or the store cannot add or switch to a space here.
         """
 
+    def check_space(self, dim: int, dtype: str) -> None:  # noqa: B027 - most stores take any
+        """Refuse a space of this dimension and dtype that could not be indexed as the searched one is; nothing is written."""
+
     @abstractmethod
     def write(self, space: str, rows: Rows) -> int:
         """Write vectors into a space; rows that were changed since they were read are still lacking there afterwards.

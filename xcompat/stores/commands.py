@@ -82,7 +82,8 @@ def verify(store: Store, mapping: Filling) -> bool:
     console.print(f"{found.compared:,} vectors made anew, {found.wrong:,} differ from what is stored")
     if found.overlap is not None:
         console.print(
-            f"of the first {migration.NEIGHBOURS} hits of each in the old space, {found.overlap:.1%} are hits in the new one"
+            f"of the first {migration.NEIGHBOURS} hits of {found.searched:,} of them in the old space, "
+            f"{found.overlap:.1%} are hits in the new one"
         )
     console.print("[green]✓[/] it may be switched" if found.passed else "[red]✗[/] it is not complete: run start again")
     return found.passed
@@ -104,7 +105,9 @@ def rollback(store: Store) -> None:
     what = f"{done.space} holds the old vectors again" if after else f"{done.into} is deleted, {done.space} is as it was"
     console.print(f"[green]✓[/] {literal(what)}")
     if lost:
-        console.print(f"[yellow]![/] {lost:,} rows came after the switch: they have no vector of the old model and are not found")
+        console.print(
+            f"[yellow]![/] {lost:,} rows came or changed after the switch: they have no vector of the old model and are not found"
+        )
 
 
 def finish(store: Store) -> None:

@@ -55,8 +55,9 @@ class Embedding:
         """Identifies the migration's model."""
         return self.embedder.fingerprint.digest
 
-    def require_fit(self, store: Store) -> None:
-        """Anything fits: the old vectors are not looked at."""
+    def require_fit(self, store: Store, dtype: str) -> None:
+        """Refuse a store that cannot take the new vectors; the old ones are not looked at."""
+        store.check_space(self.embedder.dim, dtype)
 
     def of(self, store: Store, rows: Rows) -> Rows:
         """Embed rows anew.

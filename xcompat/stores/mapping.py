@@ -56,8 +56,8 @@ class Mapping:
         """Identifies the migration's model."""
         return identity(self.model).digest
 
-    def require_fit(self, store: Store) -> None:
-        """Refuse a store whose vectors another model made than the map is for, or nobody knows which."""
+    def require_fit(self, store: Store, dtype: str) -> None:
+        """Refuse a store whose vectors another model made than the map is for, or nobody knows which, or cannot take new ones."""
         own = store.spaces()[store.space]
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
@@ -66,6 +66,7 @@ class Mapping:
         dim = self.model.config.old["dim"]
         if own.dim is not None and own.dim != dim:
             raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
+        store.check_space(self.made[1], dtype)
 
     def of(self, store: Store, rows: Rows) -> Rows:
         """Return rows with their mapped vectors in the place of those that they have."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.progress import progress_bar, rate_of
+from xcompat.stores.ahead import ahead
 from xcompat.stores.base import BEFORE, Rows, Store
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ BATCH = 10_000
 """Rows in a transaction."""
 ASKED, NEIGHBOURS = 1_000, 10
 """Queries of a verification, and hits that are compared."""
+LONGEST = 60.0
+"""Seconds after which a verification has searched enough: without an index every search reads all rows."""
 ROUNDS, FEW = 3, 1_000
 """Rounds after which so few rows may be left for the moment of the switch, when nobody else writes."""
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -84,13 +87,15 @@ class Checked(NamedTuple):
         missing: of these, rows without a new one.
         compared: new vectors that were made again.
         wrong: of these, how many differ from what is stored.
-        overlap: the mean share of the first ten hits of these in both spaces; None if nothing was compared.
+        searched: with how many of these both spaces were searched.
+        overlap: the mean share of the first ten hits of those in both spaces; None if nothing was compared.
     """
 
     rows: int
     missing: int
     compared: int
     wrong: int
+    searched: int
     overlap: float | None
 
     @property
@@ -109,8 +114,9 @@ def plan(store: Store, mapping: Filling, dtype: str = "float32") -> Plan:
 
     Raises:
         FingerprintMismatchError: the map is for another model's vectors.
+        XcompatError: nobody has said which model made the vectors, or the new ones could not be indexed as they are.
     """
-    mapping.require_fit(store)
+    mapping.require_fit(store, dtype)
     started, seen = time.perf_counter(), 0
     for rows in store.rows(mapping.tried, content=mapping.content):
         mapping.of(store, rows)
@@ -162,14 +168,15 @@ def _fill(store: Store, mapping: Filling, migration: Migration, batch: int, rows
         throttle = _Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
-            for rows in store.rows(batch, migration.after, migration.into, content=mapping.content):
-                written = store.write(migration.into, mapping.of(store, rows))
-                migration.after, migration.written = rows.ids[-1], migration.written + written
+            lacking = store.rows(batch, migration.after, migration.into, content=mapping.content)
+            for ids, rows in ahead((rows.ids, mapping.of(store, rows)) for rows in lacking):
+                written = store.write(migration.into, rows)
+                migration.after, migration.written = ids[-1], migration.written + written
                 store.set_record(RECORD, migration.model_dump())
                 store.renew_claim()
-                seen += len(rows.ids)
+                seen += len(ids)
                 rate_of(bar, task, written, "rows")
-                throttle.wait(len(rows.ids))
+                throttle.wait(len(ids))
             store.tidy(migration.into, migration.space)
             migration.after = None  # the next round begins at the first id: others may have changed rows before this one
             store.set_record(RECORD, migration.model_dump())
@@ -196,7 +203,7 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
     Args:
         store: the store, before the switch.
         mapping: what filled it.
-        queries: items that search both spaces; also the number of vectors that are made again.
+        queries: vectors that are made again; also the most items that search both spaces, for a minute at most.
 
     Raises:
         XcompatError: there is no migration, or it is another map's.
@@ -214,9 +221,13 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
         mapped_ND, stored_ND = made.vectors_ND, stored_ND[kept]
         rows = Rows(made.ids, rows.vectors_ND[kept], made.states)
     wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
-    found = store.search(rows.vectors_ND, NEIGHBOURS), store.search(mapped_ND, NEIGHBOURS, space=migration.into)
-    shares = [len({hit.id for hit in one} & {hit.id for hit in other}) / len(one) for one, other in zip(*found, strict=True)]
-    return Checked(old, missing, len(rows.ids), wrong, float(np.mean(shares)) if shares else None)
+    shares, started = [], time.monotonic()
+    for old_D, new_D in zip(rows.vectors_ND, mapped_ND, strict=True):
+        found = store.search(old_D, NEIGHBOURS)[0], store.search(new_D, NEIGHBOURS, space=migration.into)[0]
+        shares.append(len({hit.id for hit in found[0]} & {hit.id for hit in found[1]}) / len(found[0]))
+        if time.monotonic() - started > LONGEST:
+            break
+    return Checked(old, missing, len(rows.ids), wrong, len(shares), float(np.mean(shares)) if shares else None)
 
 
 def switch(store: Store, mapping: Filling) -> Migration:
@@ -275,7 +286,7 @@ def rollback(store: Store) -> tuple[Migration, int]:
         store: the store.
 
     Returns:
-        The migration, and how many rows have no vector in the old space, because they came after the switch.
+        The migration, and how many rows have no vector in the old space, because they came or changed after the switch.
     """
     with store.claimed():
         migration = migration_of(store)
@@ -345,7 +356,7 @@ def _begun(store: Store, mapping: Filling, into: str | None, dtype: str) -> Migr
         if migration.into in store.spaces():
             return migration
     else:
-        mapping.require_fit(store)
+        mapping.require_fit(store, dtype)
         migration = Migration(space=store.space, into=into or f"{store.space}_new", model=mapping.digest)
         if migration.into in store.spaces():
             raise XcompatError(f"{store.uri} has a space {migration.into!r} already; choose another name with --into")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, LiteralString
+from typing import Any
 
 import numpy as np
+import psycopg
 from numpy.typing import ArrayLike, NDArray
 from pgvector import Vector
 from psycopg import sql
-from psycopg.types.json import Jsonb
 from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
@@ -19,14 +19,15 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
-from xcompat.stores.postgres import array, connect, explained, numbers
+from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
+from xcompat.stores.pgvector_records import Records
 from xcompat.stores.uri import StoreUri
 
 OPTIONS = ("table", "column", "id", "metric")
 OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
-TYPES = {"float32": "vector", "float16": "halfvec"}
-RECORDS = "xcompat_records"
-"""The table, beside the user's own, that holds what xcompat knows of it."""
+INDEXED = {"float32": 2_000, "float16": 4_000}
+"""Most dimensions that pgvector builds an index for."""
+DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
 
 class PgVectorStore(Store):
@@ -36,10 +37,12 @@ class PgVectorStore(Store):
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
-        self.connection = connect(uri)
+        self.client = Client(uri)
         self.table, self.schema = self._relation(uri.require("table"))
+        self.records = Records(self.client, self.schema, self._name)
+        self.client.regained = self.records.claim_again
         columns = self._columns()
-        vectors = [name for name, kind in columns.items() if kind.partition("(")[0] in TYPES.values()]
+        vectors = [name for name, kind in columns.items() if kind.partition("(")[0] in DTYPES]
         added = self.added_spaces()
         own = [name for name in vectors if name not in added or name == uri.options.get("column")]
         self.space = self._one_of(uri.options.get("column"), own, "column", "a column of type vector or halfvec")
@@ -49,19 +52,24 @@ class PgVectorStore(Store):
         self.key_type = columns[self.key]
         self.metric = self._metric(uri.options.get("metric"))
 
+    @property
+    def connection(self) -> psycopg.Connection[Any]:
+        """The connection that writes."""
+        return self.client.connection
+
     # ------------------------------------------------------------------------------------------------- the table
 
     def _relation(self, name: str) -> tuple[sql.SQL, str]:
         """Find the table; return its name as SQL, quoted by the server, and its schema."""
-        found = self._all(
-            "SELECT to_regclass(%s)::text, n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-            "WHERE c.oid = to_regclass(%s)",
-            name,
-            name,
+        asked = (
+            "SELECT format('%%I.%%I', nspname, relname), nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+            "WHERE c.oid = to_regclass(%s)"
         )
+        found = self.client.ask(asked, name)
         if not found:
             tables = [
-                row[0] for row in self._all("SELECT tablename FROM pg_tables WHERE schemaname = ANY(current_schemas(false))")
+                row[0]
+                for row in self.client.ask("SELECT tablename FROM pg_tables WHERE schemaname = ANY(current_schemas(false))")
             ]
             raise XcompatError(f"{self.uri}: there is no table {name!r}; {nearest(name, tables)}")
         return sql.SQL(found[0][0]), found[0][1]
@@ -72,7 +80,11 @@ class PgVectorStore(Store):
             "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
             "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
         )
-        return dict(self._all(asked, self.table.as_string(self.connection)))
+        return dict(self.client.ask(asked, self.table.as_string(self.connection)))
+
+    def _kind(self, column: str) -> str:
+        """Return the type of a column of vectors, without its size."""
+        return self._columns()[column].partition("(")[0]
 
     def _unique_columns(self) -> list[str]:
         """Return the columns that identify a row alone: the primary key first."""
@@ -82,7 +94,10 @@ class PgVectorStore(Store):
             "AND i.indexprs IS NULL ORDER BY NOT i.indisprimary LIMIT %s"
         )
         return [
-            name for (name,) in self._all(asked, self.table.as_string(self.connection), 1 if "id" not in self.uri.options else 99)
+            name
+            for (name,) in self.client.ask(
+                asked, self.table.as_string(self.connection), 1 if "id" not in self.uri.options else 99
+            )
         ]
 
     def _one_of(self, given: str | None, known: Sequence[str], option: str, what: str) -> str:
@@ -105,7 +120,7 @@ class PgVectorStore(Store):
     def _indexes(self, column: str) -> list[tuple[str, str]]:
         """Return the names of a column's approximate indexes, and the end of the statement that makes each."""
         asked = "SELECT indexrelid::regclass::text, pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = to_regclass(%s)"
-        found = self._all(asked, self.table.as_string(self.connection))
+        found = self.client.ask(asked, self.table.as_string(self.connection))
         quoted = sql.Identifier(column).as_string(self.connection)
         return [
             (name, made.split(" USING ", 1)[1])
@@ -123,11 +138,10 @@ class PgVectorStore(Store):
         found = {}
         for name, kind in self._columns().items():
             plain, _, size = kind.partition("(")
-            if plain in TYPES.values():
-                dtype = next(dtype for dtype, other in TYPES.items() if other == plain)
+            if plain in DTYPES:
                 model = models.get(name)
                 known = Fingerprint(model["digest"], model["name"]) if model else None
-                found[name] = Space(name, int(size.rstrip(")")) if size else None, dtype, known)
+                found[name] = Space(name, int(size.rstrip(")")) if size else None, DTYPES[plain], known)
         return found
 
     @override
@@ -135,7 +149,7 @@ class PgVectorStore(Store):
         asked = [sql.SQL("{} IS NOT NULL").format(sql.Identifier(space))] if space is not None else []
         asked += [sql.SQL("{} IS NULL").format(sql.Identifier(without))] if without is not None else []
         where = sql.SQL("WHERE {}").format(sql.SQL(" AND ").join(asked)) if asked else sql.SQL("")
-        return int(self._all(sql.SQL("SELECT count(*) FROM {} {}").format(self.table, where))[0][0])
+        return int(self.client.ask(sql.SQL("SELECT count(*) FROM {} {}").format(self.table, where))[0][0])
 
     @override
     def search(
@@ -156,9 +170,13 @@ class PgVectorStore(Store):
             sql.Identifier(self.key), distance, self.table, sql.Identifier(own.name), where
         )
         version = own.fingerprint or UNKNOWN
-        with explained(self.uri), self.connection.pipeline():
-            asking = [self.connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
-            found = [cursor.fetchall() for cursor in asking]
+
+        def ask() -> list[list[Any]]:
+            with self.connection.pipeline():
+                asking = [self.connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
+                return [cursor.fetchall() for cursor in asking]
+
+        found = self.client.again(ask)
         return [[Hit(name, self._score(float(away)), version, None) for name, away in each] for each in found]
 
     @override
@@ -173,13 +191,13 @@ class PgVectorStore(Store):
             key=sql.Identifier(self.key),
             own=sql.Identifier(self.space),
             other=sql.Identifier(other),
-            content=_too(content),
+            content=one_more(content),
             table=self.table,
         )
-        with explained(self.uri):
-            found = self.connection.cursor(binary=True).execute(asked, (share, count)).fetchall()
+        found = self.client.rows_of_bytes(asked, share, count)
         ids, own, states, others, *contents = zip(*found, strict=True) if found else ((), (), (), ())
-        return Rows(list(ids), array(own), list(states), list(contents[0]) if contents else None), array(others)
+        rows = Rows(list(ids), array(own, self._kind(self.space)), list(states), list(contents[0]) if contents else None)
+        return rows, array(others, self._kind(other))
 
     def _score(self, distance: float) -> float:
         return {"cosine": 1 - distance, "ip": -distance, "l2": -(distance**2)}[self.metric]
@@ -193,21 +211,31 @@ class PgVectorStore(Store):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
+        """Read on a connection of its own, unless this one has locked all others out."""
+        own = space or self.space
+        key, kind = sql.Identifier(self.key), sql.SQL(self.key_type)
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
-        key, own, kind = sql.Identifier(self.key), sql.Identifier(space or self.space), sql.SQL(self.key_type)
-        while True:
-            behind = sql.SQL("AND {} > %s::{}").format(key, kind) if after is not None else sql.SQL("")
-            asked = sql.SQL(
-                "SELECT t.{0}::text, {1}, xmin::text {5} FROM {2} AS t WHERE {1} IS NOT NULL {3} {4} ORDER BY t.{0} LIMIT %s"
-            ).format(key, own, self.table, lacks, behind, _too(content))
-            given = (batch,) if after is None else (after, batch)
-            with explained(self.uri):
-                found = self.connection.cursor(binary=True).execute(asked, given).fetchall()
-            if not found:
-                return
-            ids, vectors, states, *contents = zip(*found, strict=True)
-            after = ids[-1]
-            yield Rows(list(ids), array(vectors), list(states), list(contents[0]) if contents else None)
+
+        def asked(after: str | None) -> sql.Composed:
+            behind = sql.SQL("AND t.{} > %s::{}").format(key, kind) if after is not None else sql.SQL("")
+            return sql.SQL(
+                "SELECT t.{0}::text, {1}, xmin::text {2} FROM {3} AS t WHERE {1} IS NOT NULL {4} {5} ORDER BY t.{0} LIMIT %s"
+            ).format(key, sql.Identifier(own), one_more(content), self.table, lacks, behind)
+
+        return self._blocks(self.client if self.client.within else None, asked, self._kind(own), batch, after)
+
+    def _blocks(
+        self, reader: Client | None, asked: Callable[[str | None], sql.Composed], stored: str, batch: int, after: str | None
+    ) -> Iterator[Rows]:
+        client = reader or retried(lambda: Client(self.uri))
+        try:
+            while found := client.rows_of_bytes(asked(after), *((batch,) if after is None else (after, batch))):
+                ids, vectors, states, *contents = zip(*found, strict=True)
+                after = ids[-1]
+                yield Rows(list(ids), array(vectors, stored), list(states), list(contents[0]) if contents else None)
+        finally:
+            if reader is None:
+                client.connection.close()
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -220,8 +248,18 @@ class PgVectorStore(Store):
             self._follow(name)
             self.name_model(name, model)
 
+    @override
+    def check_space(self, dim: int, dtype: str) -> None:
+        most = INDEXED[dtype]
+        if dim > most and (indexes := self._indexes(self.space)):
+            other = "--dtype float16" if dim <= INDEXED["float16"] else "a map into fewer, or drop that index first"
+            raise XcompatError(
+                f"{self.space} of {self.uri} has an approximate index ({indexes[0][0]}), which pgvector builds for {dtype} of "
+                f"{most:,} dimensions at most, and the new vectors have {dim:,}; take {other}"
+            )
+
     def _follow(self, space: str) -> None:
-        """Empty a space of each row whose vector changes in the one that is searched, so that it is found missing there."""
+        """Empty a space of each row whose vector changes in the one that is searched: there it is of what was before."""
         for statement in (_FUNCTION, _TRIGGER):
             self._do(statement, new=space, old=self.space)
 
@@ -231,17 +269,19 @@ class PgVectorStore(Store):
 
     @override
     def write(self, space: str, rows: Rows) -> int:
-        kind = TYPES[self.spaces()[space].dtype]
-        with explained(self.uri), self.connection.transaction(), self.connection.cursor() as cursor:
-            self._do(_ROOM, kind=sql.SQL(kind))
-            with cursor.copy("COPY pg_temp.xcompat_rows FROM STDIN WITH (FORMAT BINARY)") as copy:
-                copy.set_types(["text", "text", kind])
-                for row in zip(rows.ids, rows.states, numbers(rows.vectors_ND, kind), strict=True):
-                    copy.write_row(row)
-            parts = {"key": sql.Identifier(self.key), "key_type": sql.SQL(self.key_type)}
-            cursor.execute(sql.SQL(_UPDATE).format(table=self.table, new=sql.Identifier(space), **parts))
-            self._do("DROP TABLE pg_temp.xcompat_rows")
-            return cursor.rowcount
+        block = self.client.block(rows.vectors_ND, self._kind(space))
+        parts = {"key": sql.Identifier(self.key), "key_type": sql.SQL(self.key_type), "kind": sql.SQL(block.kind)}
+        asked = sql.SQL(_UPDATE).format(table=self.table, new=sql.Identifier(space), **parts)
+        apart = not self.client.within
+
+        def update() -> int:
+            with self.connection.transaction():
+                self._do("SET LOCAL work_mem = '256MB'")  # else a block goes to the disk and back
+                if apart:  # what a crash of the server loses of it is found lacking, and written again
+                    self._do("SET LOCAL synchronous_commit = off")
+                return self.connection.execute(asked, (rows.ids, rows.states, block)).rowcount
+
+        return self.client.again(update)
 
     @override
     def switch(self, space: str) -> None:
@@ -250,12 +290,14 @@ class PgVectorStore(Store):
         with explained(self.uri), self.connection.transaction():
             self._unfollow(space)
             self._rename({self.space: self.space + BEFORE, space: self.space})
+            self._follow(self.space + BEFORE)
 
     @override
     def switch_back(self, space: str) -> None:
         if self.space + BEFORE not in self._columns():
             return
         with explained(self.uri), self.connection.transaction():
+            self._unfollow(self.space + BEFORE)
             self._rename({self.space: space, self.space + BEFORE: self.space})
             self._follow(space)
 
@@ -284,13 +326,8 @@ class PgVectorStore(Store):
     @override
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        asked = "SELECT pg_try_advisory_lock(hashtext('xcompat'), to_regclass(%s)::oid::int)"
-        if not self._all(asked, self._name)[0][0]:
-            raise XcompatError(f"{self.uri} is being migrated by another process; wait for it, or stop it first")
-        try:
+        with self.records.claimed():
             yield
-        finally:
-            self._all("SELECT pg_advisory_unlock(hashtext('xcompat'), to_regclass(%s)::oid::int)", self._name)
 
     @override
     def index_like(self, space: str) -> list[str]:
@@ -298,7 +335,7 @@ class PgVectorStore(Store):
         made = []
         for number, (_, how) in enumerate(self._indexes(self.space)):
             name = f"{self._name.split('.')[-1].strip(chr(34))}_{space}_xcompat_{number}"[:63]
-            if not self._all(
+            if not self.client.ask(
                 "SELECT 1 FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid WHERE relname = %s AND indisvalid", name
             ):
                 how = re.sub(
@@ -319,18 +356,11 @@ class PgVectorStore(Store):
 
     @override
     def record(self, key: str) -> dict[str, Any] | None:
-        if not self._all("SELECT to_regclass(%s)::text", f'"{self.schema}".{RECORDS}')[0][0]:
-            return None
-        found = self._all(sql.SQL("SELECT value FROM {} WHERE relation = %s AND key = %s").format(self._records), self._name, key)
-        return found[0][0] if found else None
+        return self.records.read(key)
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
-        with explained(self.uri), self.connection.transaction():
-            self._do(_RECORDS, records=self._records)
-            self._all(sql.SQL("DELETE FROM {} WHERE relation = %s AND key = %s").format(self._records), self._name, key)
-            if value is not None:
-                self._all(sql.SQL("INSERT INTO {} VALUES (%s, %s, %s)").format(self._records), self._name, key, Jsonb(value))
+        self.records.write(key, value)
 
     @override
     def close(self) -> None:
@@ -342,41 +372,24 @@ class PgVectorStore(Store):
     def _name(self) -> str:
         return self.table.as_string(self.connection)
 
-    @property
-    def _records(self) -> sql.Identifier:
-        return sql.Identifier(self.schema, RECORDS)
-
-    def _all(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
-        """Return the rows of a statement, none if it gives none."""
-        with explained(self.uri):
-            cursor = self.connection.execute(asked, given)
-            return cursor.fetchall() if cursor.description is not None else []
-
     def _do(self, statement: str, **parts: str | sql.Composable) -> None:
         """Execute a statement about the table; parts that are strings are names."""
         named = {name: sql.Identifier(part) if isinstance(part, str) else part for name, part in parts.items()}
         if isinstance(new := parts.get("new"), str):
             mark = f"xcompat_{new}_follows"
             named |= {"trigger": sql.Identifier(mark), "function": sql.Identifier(self.schema, mark)}
-        self._all(sql.SQL(statement).format(table=self.table, key=sql.Identifier(self.key), **named))
+        self.client.execute(sql.SQL(statement).format(table=self.table, key=sql.Identifier(self.key), **named))
 
 
-_RECORDS = "CREATE TABLE IF NOT EXISTS {records} (relation text, key text, value jsonb NOT NULL, PRIMARY KEY (relation, key))"
 _FUNCTION = """
 CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN IF NEW.{old} IS DISTINCT FROM OLD.{old} THEN NEW.{new} := NULL; END IF; RETURN NEW; END $$
 """
 _TRIGGER = "CREATE TRIGGER {trigger} BEFORE UPDATE OF {old} ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()"
-_ROOM = "CREATE TEMPORARY TABLE xcompat_rows (id text, state text, vector {kind}) ON COMMIT DROP"
 _UPDATE = """
-UPDATE {table} AS t SET {new} = r.vector FROM pg_temp.xcompat_rows AS r
+UPDATE {table} AS t SET {new} = r.vector FROM unnest(%s::text[], %s::text[], %s::{kind}[]) AS r (id, state, vector)
 WHERE t.{key} = r.id::{key_type} AND t.xmin::text = r.state
 """
-
-
-def _too(column: str | None) -> sql.Composable:
-    """Return SQL that selects one column more."""
-    return sql.SQL(", {}").format(sql.Identifier(column)) if column is not None else sql.SQL("")
 
 
 def open_store(uri: str) -> PgVectorStore:

