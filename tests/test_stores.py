@@ -186,7 +186,7 @@ def test_rows_that_others_change_meanwhile_are_caught_up(
 
     def disturb() -> None:
         step = next(steps)
-        if step < 40:
+        if step < 40 and space + "_before" not in store.spaces():  # afterwards services write what the new model makes
             place.put(str(1 + step * 7 % N), vectors[-1 - step])
             place.delete(str(step * 11 % N))
             place.put(str(1000 + step), vectors[step])
@@ -233,6 +233,8 @@ def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_agai
             calls[verb](store)
         except KeyboardInterrupt:
             if verb == "finish":  # there is but one finish: it is killed at one place more each time it is tried
+                if place.open().record(migration.RECORD) is None:  # all but the claim was done
+                    break
                 continue
             if migration.status(place.open())[0].state != {"switch": "switched", "rollback": "filling"}[verb]:
                 calls[verb](place.open())

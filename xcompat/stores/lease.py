@@ -45,9 +45,9 @@ class Lease:
         found = self.store.record(RECORD)
         if found is not None and self._lives(found):
             raise self._taken()
-        self._write()
-        self.renew()
         try:
+            self._write()
+            self.renew()
             yield
         finally:
             if self._own():

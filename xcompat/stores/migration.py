@@ -192,7 +192,7 @@ def status(store: Store) -> tuple[Migration, int]:
         XcompatError: there is none.
     """
     migration = migration_of(store)
-    switched = migration.before in store.spaces()
+    switched = migration.state == "switched" or migration.before in store.spaces()
     old, new = (migration.before, migration.space) if switched else (migration.space, migration.into)
     return migration, store.count(old, new)
 
