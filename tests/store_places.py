@@ -139,5 +139,75 @@ def postgres_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pla
         yield PostgresPlace(server, connection)
 
 
-PLACES = {"postgresql": postgres_place}
+class ChromaPlace(Place):
+    """A folder of Chroma, or a database of a server."""
+
+    into = "items_new"
+    cheap = '{"price": {"$lt": 3}}'  # as the command line gives it; a dict does as well
+
+    def __init__(self, address: str, client: Any) -> None:
+        super().__init__()
+        self.address, self.client = address, client
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the collection, which says its metric itself."""
+        return f"{self.address}?collection=items"
+
+    def collection(self, name: str = "items") -> Any:
+        """Return a collection; another one may have had its name before."""
+        return self.client.get_collection(name, embedding_function=None)
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the collection."""
+        options = {"metadata": {"shop": "ours"}, "configuration": {"hnsw": {"space": metric, "ef_construction": 200}}}
+        ids = [str(row) for row in range(len(vectors_ND))]
+        items = self.client.create_collection("items", embedding_function=None, **options)
+        items.add(ids, vectors_ND, [{"price": row % 10} for row in range(len(ids))], [f"item {item}" for item in ids])
+
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Insert a row, or change it."""
+        self.collection().upsert([item], vector_D[None], [{"price": 1}])
+
+    def note(self, item: str, value: str | None) -> None:
+        """Update the metadata of one row."""
+        self.collection().update([item], metadatas=[{"about": value}])
+
+    def delete(self, item: str) -> None:
+        """Delete a row."""
+        self.collection().delete([item])
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Read a collection."""
+        found = self.collection(space).get(include=["embeddings"])
+        return dict(zip(found["ids"], found["embeddings"].astype(np.float32), strict=True))
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Update the vector of one row."""
+        self.collection(space).update([item], vector_D[None])
+
+    def everything(self) -> Any:
+        """Return all collections but xcompat's own: how they are made, and their rows."""
+        found = []
+        for each in sorted(self.client.list_collections(), key=lambda one: one.name):
+            if each.name != "xcompat_records":
+                rows = each.get(include=["embeddings", "metadatas", "documents", "uris"])
+                rows["embeddings"] = rows["embeddings"].tolist()
+                found.append([each.name, str(each.id), each.configuration_json, each.metadata, rows])
+        return found
+
+
+@contextmanager
+def chroma_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Make a folder."""
+    chromadb = pytest.importorskip("chromadb")
+
+    settings = chromadb.config.Settings(anonymized_telemetry=False)
+    with chromadb.PersistentClient(folder / "chroma", settings) as client:
+        yield ChromaPlace(f"chroma://{folder / 'chroma'}", client)
+
+
+PLACES = {
+    "postgresql": postgres_place,
+    "chroma": chroma_place,
+}
 """Scheme -> what makes an empty database in a folder, or on a server that tests share."""

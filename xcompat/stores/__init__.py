@@ -8,7 +8,11 @@ from urllib.parse import urlsplit
 from xcompat.errors import XcompatError, nearest
 from xcompat.stores.base import Rows, Space, Store
 
-KINDS = {"postgresql": "pgvector", "postgres": "pgvector"}
+KINDS = {
+    "postgresql": "pgvector",
+    "postgres": "pgvector",
+    "chroma": "chroma",
+}
 """Scheme of a URI -> the module of this package whose ``open_store`` opens it, which is also the extra that brings its client."""
 
 
@@ -16,7 +20,8 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     """Open a store by its address.
 
     Args:
-        uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column.
+        uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
+            ``chroma:///folder?collection=items``: a collection. docs/stores.md has them all.
 
     Returns:
         The store; nothing of it is changed or read yet but what its tables are.

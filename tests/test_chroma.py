@@ -1,0 +1,241 @@
+"""Chroma: half-done renames, what is copied, a real server, what is refused; test_stores.py has the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store_places import ChromaPlace, chroma_place
+
+import xcompat.stores
+from xcompat import Fingerprint, XcompatError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.stores import Store, migration
+from xcompat.stores.mapping import Mapping
+
+chromadb = pytest.importorskip("chromadb")
+N, OLD_DIM, NEW_DIM = 60, 8, 12
+OLD = Fingerprint.from_string("the old model")
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def model(vectors: np.ndarray) -> RidgeModel:
+    """A map of galleries, solved."""
+    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
+    return RidgeModel(config).fit([pairs]).eval()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChromaPlace]:
+    """An empty folder."""
+    with chroma_place(request, tmp_path) as found:
+        assert isinstance(found, ChromaPlace)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def store(place: ChromaPlace, vectors: np.ndarray) -> Store:
+    return filled(place, vectors)
+
+
+def filled(place: ChromaPlace, vectors: np.ndarray) -> Store:
+    """Make a collection whose vectors the old model made."""
+    place.fill(vectors)
+    found = place.open()
+    found.name_model("items", OLD)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- a folder
+
+
+def test_everything_beside_the_vector_is_copied(place: ChromaPlace, vectors: np.ndarray, model: RidgeModel) -> None:
+    """Also of rows that lose a key of their metadata meanwhile, and of collections that were made the old way."""
+    options = {"metadata": {"hnsw:space": "ip", "hnsw:M": 7, "shop": "ours"}, "embedding_function": None}
+    items = place.client.create_collection("items", **options)
+    items.add(["a", "b", "c"], vectors[:3], [{"price": 1, "tags": ["x", "y"]}, None, {"price": 3}], ["one", None, None])
+    items.add(["d"], vectors[3:4], uris=["file:///d.png"])
+    store = place.open()
+    store.name_model("items", OLD)
+    assert store.metric == "ip" and items.metadata == place.collection().metadata
+    migration.start(store, Mapping(model))
+    items.update(["a"], metadatas=[{"price": None}])
+    migration.switch(store, Mapping(model))
+    new, old = place.collection(), place.collection("items_before")
+    assert new.metadata == old.metadata and new.configuration_json["hnsw"] == old.configuration_json["hnsw"]
+    rows, copies = (rest(one) for one in (old, new))
+    assert all(metadata.pop("xcompat_state") for metadata, _, _ in copies.values())
+    assert copies == rows and rows["a"] == ({"tags": ["x", "y"]}, "one", None)
+
+
+def rest(collection: Any) -> dict[str, tuple[dict[str, Any], str | None, str | None]]:
+    """Return what a collection holds beside vectors, by id."""
+    found = collection.get(include=["metadatas", "documents", "uris"])
+    metadatas = [each or {} for each in found["metadatas"]]
+    return dict(zip(found["ids"], zip(metadatas, found["documents"], found["uris"], strict=True), strict=True))
+
+
+@pytest.mark.parametrize("then", ["switch", "rollback"])
+@pytest.mark.parametrize("killed", ["switch", "rollback"])
+def test_a_kill_between_the_two_renames_is_mended_by_either_verb(
+    store: Store, place: ChromaPlace, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, killed: str, then: str
+) -> None:
+    before, mapping = place.vectors("items"), Mapping(model)
+    calls = {"switch": lambda one: migration.switch(one, mapping), "rollback": migration.rollback}
+    migration.start(store, mapping)
+    new = place.vectors("items_new")
+    if killed == "rollback":
+        migration.switch(store, mapping)
+    renamed, rename = [], chromadb.Collection.modify
+
+    def once(collection: Any, **changes: Any) -> None:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(changes)
+        rename(collection, **changes)
+
+    monkeypatch.setattr(chromadb.Collection, "modify", once)
+    with pytest.raises(KeyboardInterrupt):
+        calls[killed](store)
+    monkeypatch.undo()
+    assert sorted(one.name for one in place.client.list_collections()) == ["items_before", "items_new", "xcompat_records"]
+    if (killed, then) == ("rollback", "switch"):
+        with pytest.raises(XcompatError, match="has been switched back: rollback"):
+            calls[then](place.open())
+        return
+    calls[then](place.open())
+    expected = {"switch": (new, "items_before"), "rollback": (before, "items_new")}[then]
+    np.testing.assert_array_equal(list(place.vectors("items").values()), list(expected[0].values()))
+    assert expected[1] in place.open().spaces()
+
+
+def test_a_second_migration_does_not_take_the_marks_of_the_first_for_its_own(
+    store: Store, place: ChromaPlace, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    migration.start(store, Mapping(model))
+    migration.switch(store, Mapping(model))
+    migration.finish(store)
+    store = place.open()
+    made = Mapping(model).made[0]
+    back = RidgeModel.config_class(old=describe_old(made, NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
+    given = torch.from_numpy(np.stack(list(place.vectors("items").values())))
+    second = RidgeModel(back).fit([(torch.from_numpy(vectors), given)])
+    migration.start(store, Mapping(second.eval()))
+    place.delete("3")
+    migration.switch(store, Mapping(second))
+    assert store.count() == N - 1 and migration.rollback(place.open())[1] == 0
+    assert place.open().describe()["dim"] == NEW_DIM
+
+
+def test_texts_and_fields_are_read_and_asked_for(store: Store, vectors: np.ndarray) -> None:
+    documents = [text for rows in store.rows(7, content="#document") for text in rows.contents or []]
+    prices = [price for rows in store.rows(7, content="price") for price in rows.contents or []]
+    assert documents == [f"item {row}" for row in range(N)] and prices == [row % 10 for row in range(N)]
+    hits = store.search(vectors[:1], N, {"price": {"$lt": 2}, "#document": {"$contains": "item 4"}})[0]
+    assert {hit.id for hit in hits} == {"40", "41"}
+
+
+def test_what_does_not_fit_is_refused_in_one_line(store: Store, place: ChromaPlace, model: RidgeModel, tmp_path: Path) -> None:
+    before = place.everything()
+    folder = place.address
+    for uri, said in [
+        (folder, "names no collection"),
+        (f"{folder}?collection=itens", "there is no collection 'itens'; did you mean 'items'"),
+        (f"{folder}?collection=items&metric=ip", "has no option 'metric'"),
+        (f"chroma://{tmp_path}/nothing?collection=items", "holds no Chroma"),
+        ("chroma://127.0.0.1:9/?collection=items", "Could not connect to a Chroma server"),
+        ("chroma://me:secret@127.0.0.1:9/?collection=items", "CHROMA_CLIENT_AUTH_CREDENTIALS"),
+    ]:
+        with pytest.raises(XcompatError, match=said) as refusal:
+            xcompat.stores.open(uri)
+        assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(XcompatError, match="Chroma keeps float32 alone"):
+        migration.start(store, Mapping(model), dtype="float16")
+    with pytest.raises(XcompatError, match="Got: x"):
+        migration.start(store, Mapping(model), "x")
+    with pytest.raises(XcompatError, match="is no condition of Chroma"):
+        store.search(np.ones((1, OLD_DIM)), filter="price < 3")
+    place.client.create_collection("items_new", embedding_function=None)
+    with pytest.raises(XcompatError, match="has a collection 'items_new' already"):
+        migration.start(store, Mapping(model))
+    place.client.delete_collection("items_new")
+    assert place.everything() == before
+
+
+# ----------------------------------------------------------------------------------------------------- a server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A server on loopback; its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("server")
+    command = [Path(sys.executable).with_name("chroma"), "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)]
+    with (folder / "log").open("w") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "ANONYMIZED_TELEMETRY": "False"})
+        while running.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
+            pass
+        assert running.poll() is None, (folder / "log").read_text()
+        yield port
+        running.send_signal(signal.SIGTERM)
+        running.wait()
+
+
+@pytest.fixture
+def served(server: int) -> Iterator[ChromaPlace]:
+    """A server without collections."""
+    settings = chromadb.config.Settings(anonymized_telemetry=False)
+    with chromadb.HttpClient("127.0.0.1", server, settings=settings) as client:
+        for each in client.list_collections():
+            client.delete_collection(each.name)
+        found = ChromaPlace(f"chroma://127.0.0.1:{server}/", client)
+        yield found
+        found.close()
+
+
+def test_a_server_is_migrated_while_others_write(served: ChromaPlace, vectors: np.ndarray, model: RidgeModel) -> None:
+    store = filled(served, vectors)
+    migration.start(store, Mapping(model), batch=16)
+    served.put("3", vectors[4])
+    served.put("1000", vectors[5])
+    served.delete("7")
+    assert migration.status(served.open())[1] == 2
+    migration.switch(store, Mapping(model))
+    new, old = served.vectors("items"), served.vectors("items_before")
+    assert new.keys() == old.keys() == {*map(str, range(N)), "1000"} - {"7"}
+    np.testing.assert_allclose(np.stack([new[item] for item in old]), Mapping(model)(np.stack(list(old.values()))), atol=1e-5)
+
+
+def test_a_claim_on_a_server_holds_for_every_spelling_and_ends_with_its_process(
+    served: ChromaPlace, vectors: np.ndarray, model: RidgeModel
+) -> None:
+    store = filled(served, vectors)
+    spelled = served.uri().replace("127.0.0.1", "localhost").replace("/?", "?")
+    with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+        migration.start(xcompat.stores.open(spelled), Mapping(model))
+    code = f"import os, xcompat.stores as s; s.open({spelled!r}).claimed().__enter__(); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    migration.start(store, Mapping(model))
+    assert migration.status(store)[1] == 0

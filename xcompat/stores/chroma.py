@@ -1,0 +1,380 @@
+"""Chroma, a folder or a server: spaces are collections, one beside the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import httpx
+import numpy as np
+import xxhash
+from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT, Settings
+from chromadb.errors import ChromaError, NotFoundError
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import Hit
+from xcompat.retrieval.manifest import Metric
+from xcompat.stores.base import BEFORE, UNKNOWN, LostConnectionError, Rows, Space, Store
+from xcompat.stores.lease import Lease
+from xcompat.stores.uri import StoreUri
+
+OPTIONS = ("collection", "tenant", "database", "ssl")
+METRICS: dict[str, Metric] = {"cosine": "cosine", "ip": "ip", "l2": "l2"}
+RECORDS = "xcompat_records"
+"""The collection that holds what xcompat knows: a row for each record, whose document is JSON."""
+STATE = "xcompat_state"
+"""Key of the metadata of a copied row: what the row that it was made from was then."""
+DOCUMENT = "#document"
+"""What Chroma itself calls the text of a row, where names of metadata are asked for."""
+ROWS: list[Any] = ["embeddings", "metadatas", "documents", "uris"]
+EXAMPLE = '{"price": {"$lt": 50}}'
+PIECES = 32
+"""Places of a collection that a sample is read from."""
+
+
+class ChromaStore(Store):
+    """One collection, and the copy of it that holds new vectors; rows are added in the order of the old one."""
+
+    def __init__(self, uri: StoreUri) -> None:
+        self.uri = uri
+        self.client = _connect(uri)
+        self.space = uri.require("collection")
+        self._lease = Lease(self)
+        own = self._found(self.space) or (self._found(self.space + BEFORE) if self.record("migration") else None)
+        if own is None:  # and no switch was killed between its two renames
+            with explained(uri):
+                raise self._missing(self.space)
+        kinds = [kind for kind in ("hnsw", "spann") if own.configuration_json.get(kind)]
+        self.metric = METRICS[own.configuration_json[kinds[0]]["space"]]
+        self._searched: dict[str, tuple[chromadb.Collection, Space]] = {}
+
+    # ------------------------------------------------------------------------------------------------- collections
+
+    def _found(self, name: str) -> chromadb.Collection | None:
+        """Return a collection, without the function by which it embeds texts; None if there is none."""
+        with explained(self.uri):
+            try:
+                return self.client.get_collection(name, embedding_function=None)
+            except NotFoundError:
+                return None
+
+    def _collection(self, name: str) -> chromadb.Collection:
+        if (found := self._found(name)) is None:
+            raise self._missing(name)
+        return found
+
+    def _missing(self, name: str) -> XcompatError:
+        names = [one.name for one in self.client.list_collections() if one.name != RECORDS]
+        return XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, names)}")
+
+    @override
+    def spaces(self) -> dict[str, Space]:
+        known = {name: self._found(name) for name in sorted({self.space, *self.added_spaces()})}
+        self._searched = {name: (one, self._space(name, one)) for name, one in known.items() if one is not None}
+        return {name: space for name, (_, space) in self._searched.items()}
+
+    def _space(self, name: str, collection: chromadb.Collection) -> Space:
+        with explained(self.uri):
+            first_1D = collection.get(limit=1, include=["embeddings"])["embeddings"]
+        dim = len(first_1D[0]) if first_1D is not None and len(first_1D) else None
+        model = self._model(collection)
+        return Space(name, dim, "float32", Fingerprint(model["digest"], model["name"]) if model else None)
+
+    def _model(self, collection: chromadb.Collection) -> dict[str, Any] | None:
+        """Return what is known of a collection, whatever its name is now: its model, and the collection that it is a copy of."""
+        return self._row(str(collection.id))
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @override
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        if (found := self._found(name := space or self.space)) is None:  # while a switch is half done, or after it was finished
+            return 0
+        if without is not None:
+            return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
+        with explained(self.uri):
+            return found.count()
+
+    @override
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: dict[str, Any] | str | None = None,
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        name = space or self.space
+        if name not in self._searched:
+            self.spaces()
+        collection, own = self._searched[name]
+        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        if own.dim is not None and queries_QD.shape[1] != own.dim:
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        asked: dict[str, Any] = {"query_embeddings": queries_QD, "n_results": top_k, "include": ["distances"]}
+        with explained(self.uri):
+            found = collection.query(**asked, **_conditions(filter))
+        version, one = own.fingerprint or UNKNOWN, 0.0 if self.metric == "l2" else 1.0
+        distances = found["distances"] or []
+        return [
+            [Hit(item, one - away, version, None) for item, away in zip(*each, strict=True)]
+            for each in zip(found["ids"], distances, strict=True)
+        ]
+
+    @override
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        own, total = self._collection(self.space), self.count()
+        pieces = min(PIECES, -(-total // max(count, 1)))
+        read = [self._page(own, -(-count // pieces), total * piece // pieces, content) for piece in range(pieces)]
+        ids = [item for rows in read for item in rows.ids][:count]
+        with explained(self.uri):
+            found = self._collection(other).get(ids=ids or [""], include=["embeddings"])
+        others = dict(zip(found["ids"], np.asarray(found["embeddings"], np.float32), strict=True))
+        vectors = dict(zip(ids, np.concatenate([rows.vectors_ND for rows in read]), strict=False))
+        if not (both := [item for item in ids if item in others]):
+            return Rows([], np.empty((0, 0), np.float32), []), np.empty((0, 0), np.float32)
+        held = dict(zip(ids, [value for rows in read for value in rows.contents or []], strict=False))
+        contents = None if content is None else [held[item] for item in both]
+        own_ND, others_ND = (np.stack([each[item] for item in both]) for each in (vectors, others))
+        return Rows(both, own_ND, [""] * len(both), contents), others_ND
+
+    @override
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        """Read by position, as Chroma cannot seek an id: where others delete rows meanwhile, some that follow are missed.
+
+        A migration reads again until nothing is lacking, and once more after the switch, when nobody writes there any more.
+        """
+        own = self._collection(space or self.space)
+        other = self._found(without) if without is not None else None
+        offset = 0
+        while (page := self._page(own, batch, offset, content)).ids:
+            offset += len(page.ids)
+            rows = page if other is None else self._lacking(other, own, page)
+            if rows.ids:
+                yield rows
+
+    def _page(self, collection: chromadb.Collection, limit: int, offset: int, content: str | None) -> Rows:
+        with explained(self.uri):
+            page = collection.get(limit=limit, offset=offset, include=ROWS)
+        vectors_ND = np.asarray(page["embeddings"], np.float32)
+        plain = [{key: value for key, value in (each or {}).items() if key != STATE} for each in page["metadatas"] or []]
+        copies = list(zip(plain, page["documents"] or [], page["uris"] or [], strict=True))
+        states = [_state(vector_D, copy) for vector_D, copy in zip(vectors_ND, copies, strict=True)]
+        contents = None
+        if content is not None:
+            contents = [document if content == DOCUMENT else metadata.get(content) for metadata, document, _ in copies]
+        return Rows(page["ids"], vectors_ND, states, contents, copies)
+
+    def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows) -> Rows:
+        """Return those rows that another collection has not, or not as they are now."""
+        held = self._held(other, rows.ids)
+        copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states are those of other rows
+        lacks = [
+            number
+            for number, (item, state) in enumerate(zip(rows.ids, rows.states, strict=True))
+            if item not in held or (copied and held[item] not in (None, state))
+        ]
+        picked: list[Any] = [[part[number] for number in lacks] if part is not None else None for part in rows[2:]]
+        return Rows([rows.ids[number] for number in lacks], rows.vectors_ND[lacks], *picked)
+
+    def _held(self, collection: chromadb.Collection, ids: list[str]) -> dict[str, str | None]:
+        """Return those ids that a collection has, with the state of each; None if it was not copied."""
+        held: dict[str, Any] = {}
+        for start in range(0, len(ids), self._most):
+            with explained(self.uri):
+                found = collection.get(ids=ids[start : start + self._most], include=["metadatas"])
+            held |= {item: (one or {}).get(STATE) for item, one in zip(found["ids"], found["metadatas"] or [], strict=True)}
+        return held
+
+    @property
+    def _most(self) -> int:
+        """Most rows of one call."""
+        return self.client.get_max_batch_size()
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    @override
+    def name_model(self, space: str, model: Fingerprint) -> None:
+        if space not in (known := self.spaces()):
+            raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
+        collection = self._collection(space)
+        self._set_row(str(collection.id), {**(self._model(collection) or {}), "digest": model.digest, "name": model.name})
+
+    @override
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        if dtype != "float32":
+            raise XcompatError(f"{self.uri}: Chroma keeps float32 alone; leave --dtype out")
+        for taken in (name, self.space + BEFORE):
+            if self._found(taken) is not None:
+                raise XcompatError(f"{self.uri} has a collection {taken!r} already; choose another name, or delete it first")
+        own = self._collection(self.space)
+        index: Any = {kind: own.configuration_json[kind] for kind in ("hnsw", "spann") if own.configuration_json.get(kind)}
+        with explained(self.uri):
+            made = self.client.create_collection(name, metadata=own.metadata, configuration=index, embedding_function=None)
+        self._set_row(str(made.id), {"digest": model.digest, "name": model.name, "source": str(own.id)})
+
+    @override
+    def write(self, space: str, rows: Rows) -> int:
+        collection = self._collection(space)
+        for start in range(0, len(rows.ids), self._most):
+            piece = slice(start, start + self._most)
+            metadatas, documents, uris = zip(*(rows.copies or [])[piece], strict=True)
+            states = [{**one, STATE: state} for one, state in zip(metadatas, rows.states[piece], strict=True)]
+            with explained(self.uri):
+                if stale := collection.get(ids=rows.ids[piece], include=[])["ids"]:  # to change a row would keep what it had
+                    collection.delete(ids=stale)
+                collection.add(rows.ids[piece], rows.vectors_ND[piece], states, list(documents), uris=list(uris))  # type: ignore[arg-type]
+        return len(rows.ids)
+
+    @override
+    def tidy(self, space: str, like: str) -> int:
+        new, old = self._collection(space), self._collection(like)
+        offset, stale = 0, list[str]()
+        with explained(self.uri):
+            while (page := new.get(limit=self._most, offset=offset, include=["metadatas"]))["ids"]:
+                offset += len(page["ids"])
+                ours = [item for item, one in zip(page["ids"], page["metadatas"] or [], strict=True) if one and STATE in one]
+                stale += set(ours).difference(old.get(ids=ours, include=[])["ids"]) if ours else []
+            for start in range(0, len(stale), self._most):
+                new.delete(ids=stale[start : start + self._most])
+        return len(stale)
+
+    @override
+    def index_like(self, space: str) -> list[str]:
+        """Nothing is left to build: Chroma indexes what is written, as the old collection's configuration says."""
+        return []
+
+    @override
+    def switch(self, space: str) -> None:
+        """Rename both collections; between the two renames there is none of the name."""
+        if self._found(self.space + BEFORE) is None:
+            self._rename(self.space, self.space + BEFORE)
+        if self._found(space) is not None:
+            self._rename(space, self.space)
+
+    @override
+    def switch_back(self, space: str) -> None:
+        if self._found(self.space + BEFORE) is None:
+            return
+        if self._found(self.space) is not None:
+            self._rename(self.space, space)
+        self._rename(self.space + BEFORE, self.space)
+
+    def _rename(self, old: str, new: str) -> None:
+        self._searched = {}
+        with explained(self.uri):
+            self._collection(old).modify(name=new)
+
+    @override
+    def drop_space(self, name: str) -> None:
+        self._searched = {}
+        dropped = self._collection(name)
+        with explained(self.uri):
+            self.client.delete_collection(name)
+        self._set_row(str(dropped.id), None)
+
+    @override
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def claimed(self) -> AbstractContextManager[None]:
+        return self._lease.held()
+
+    @override
+    def renew_claim(self) -> None:
+        self._lease.renew()
+
+    # ------------------------------------------------------------------------------------------------- records
+
+    @override
+    def record(self, key: str) -> dict[str, Any] | None:
+        return self._row(f"{self.space}/{key}")
+
+    @override
+    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        self._set_row(f"{self.space}/{key}", value)
+
+    def _row(self, name: str) -> dict[str, Any] | None:
+        if (records := self._found(RECORDS)) is None:
+            return None
+        with explained(self.uri):
+            found = records.get(ids=[name], include=["documents"])["documents"]
+        return json.loads(found[0]) if found else None
+
+    def _set_row(self, name: str, value: dict[str, Any] | None) -> None:
+        with explained(self.uri):
+            records = self.client.get_or_create_collection(RECORDS, embedding_function=None)
+            if value is None:
+                records.delete(ids=[name])
+            else:
+                records.upsert([name], np.zeros((1, 1), np.float32), documents=[json.dumps(value)])  # a row needs some vector
+
+    @override
+    def close(self) -> None:
+        self.client.close()
+
+
+def _connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks close()
+    """Open a folder or a server, without telemetry; what a server wants to know of us, chromadb reads from the environment."""
+    if uri.parts.username or uri.parts.password:
+        raise XcompatError(f"{uri}: user and password go into CHROMA_CLIENT_AUTH_CREDENTIALS, as chromadb says; leave them out")
+    settings = Settings(anonymized_telemetry=False)
+    tenant, database = uri.options.get("tenant", DEFAULT_TENANT), uri.options.get("database", DEFAULT_DATABASE)
+    with explained(uri):
+        if uri.parts.hostname is not None:
+            ssl = uri.options.get("ssl", "false") == "true"
+            return chromadb.HttpClient(uri.parts.hostname, uri.parts.port or 8000, ssl, None, settings, tenant, database)
+        folder = Path(uri.parts.path).resolve()
+        if not (folder / "chroma.sqlite3").is_file():
+            raise XcompatError(f"{uri}: {folder} holds no Chroma; name the folder of a PersistentClient by its full path")
+        return chromadb.PersistentClient(folder, settings, tenant, database)
+
+
+@contextmanager
+def explained(uri: StoreUri) -> Iterator[None]:
+    """Turn the errors of Chroma into one line."""
+    try:
+        yield
+    except XcompatError:
+        raise
+    except httpx.TransportError as error:
+        raise LostConnectionError(f"{uri} does not answer ({error}); run it again once it does, and it continues") from error
+    except (ChromaError, ValueError, httpx.HTTPError) as error:
+        raise XcompatError(f"{uri}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _conditions(filter: dict[str, Any] | str | None) -> dict[str, Any]:  # noqa: A002
+    """Return a condition on metadata, and under ``#document`` one on the text, as Chroma takes them."""
+    try:
+        where = dict(json.loads(filter) if isinstance(filter, str) else filter or {})
+    except (json.JSONDecodeError, TypeError, ValueError):
+        raise XcompatError(
+            f'{filter!r} is no condition of Chroma; write one as JSON, such as {{"price": {{"$lt": 50}}}}'
+        ) from None
+    text = where.pop(DOCUMENT, None)
+    return {"where": where or None, "where_document": text}
+
+
+def _state(vector_D: NDArray[np.float32], copy: tuple[Any, ...]) -> str:
+    """Return what changes when a row does."""
+    rest = json.dumps(copy, sort_keys=True, default=vars).encode()  # sparse vectors are the only values that JSON has not
+    return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + rest)
+
+
+def open_store(uri: str) -> ChromaStore:
+    """Open a collection by its address."""
+    return ChromaStore(StoreUri.parse(uri, OPTIONS))
