@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,12 +45,10 @@ class PgVectorStore(Store):
         vectors = [name for name, kind in columns.items() if kind.partition("(")[0] in DTYPES]
         added = self.added_spaces()
         own = [name for name in vectors if name not in added or name == uri.options.get("column")]
-        self.space = self._one_of(uri.options.get("column"), own, "column", "a column of type vector or halfvec")
-        self.key = self._one_of(
-            uri.options.get("id"), self._unique_columns(), "id", "a column with a primary key or a unique index"
-        )
+        self.space = uri.choose("column", own, "a column of type vector or halfvec")
+        self.key = uri.choose("id", self._unique_columns(), "a column with a primary key or a unique index")
         self.key_type = columns[self.key]
-        self.metric = self._metric(uri.options.get("metric"))
+        self.metric = uri.metric() or self._metric()
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -100,20 +98,8 @@ class PgVectorStore(Store):
             )
         ]
 
-    def _one_of(self, given: str | None, known: Sequence[str], option: str, what: str) -> str:
-        if given is not None and given not in known:
-            raise XcompatError(f"{self.uri}: {given!r} is not {what}; {nearest(given, known)}")
-        if given is None and len(known) != 1:
-            found = f"it has {', '.join(known)}" if known else "it has none"
-            raise XcompatError(f"{self.uri}: the table needs {what}, and {found}; name one with {option}=")
-        return given or known[0]
-
-    def _metric(self, given: str | None) -> Metric:
-        """Return how vectors are compared: as the address says, else as an index of the column does, else by cosine."""
-        if given is not None:
-            if given not in OPERATORS:
-                raise XcompatError(f"{self.uri}: there is no metric {given!r}; {nearest(given, OPERATORS)}")
-            return given
+    def _metric(self) -> Metric:
+        """Return how vectors are compared: as an index of the column does, else by cosine."""
         made = " ".join(how for _, how in self._indexes(self.space))
         return next((metric for metric in OPERATORS if f"_{metric}_ops" in made), "cosine")
 

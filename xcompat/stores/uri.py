@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast, get_args
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from xcompat.errors import XcompatError, nearest
+from xcompat.retrieval.manifest import Metric
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,37 @@ class StoreUri:
         if not (value := self.options.get(name)):
             raise XcompatError(f"{self} names no {name}; add it to the address, as in ?{name}=NAME")
         return value
+
+    def choose(self, option: str, known: Sequence[str], what: str) -> str:
+        """Return the column of the table that an option names, or the only one.
+
+        Args:
+            option: which may be given.
+            known: the columns that fit.
+            what: such a column, for messages.
+
+        Raises:
+            XcompatError: it names another, or none and there is not exactly one.
+        """
+        given = self.options.get(option)
+        if given is not None and given not in known:
+            raise XcompatError(f"{self}: {given!r} is not {what}; {nearest(given, known)}")
+        if given is None and len(known) != 1:
+            found = f"it has {', '.join(known)}" if known else "it has none"
+            raise XcompatError(f"{self}: the table needs {what}, and {found}; name one with {option}=")
+        return given or known[0]
+
+    def metric(self) -> Metric | None:
+        """Return how vectors are compared, if the address says it.
+
+        Raises:
+            XcompatError: there is no such metric.
+        """
+        if (given := self.options.get("metric")) is None:
+            return None
+        if given not in get_args(Metric):
+            raise XcompatError(f"{self}: there is no metric {given!r}; {nearest(given, get_args(Metric))}")
+        return cast("Metric", given)
 
 
 def shown(uri: str) -> str:
