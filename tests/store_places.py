@@ -14,18 +14,20 @@ import pytest
 from numpy.typing import NDArray
 
 import xcompat.stores
+from xcompat import Fingerprint
+from xcompat.retrieval import Gallery
 from xcompat.stores import Store
 
+OLD = Fingerprint.from_string("the old model")
 
-class Place(ABC):
-    """A database of items with a vector and a price.
+
+class Readable(ABC):
+    """A store of items with a vector and a price.
 
     Args:
-        into: the name of a new space.
         cheap: the filter ``price < 3`` in its language.
     """
 
-    into = "embedding_new"
     cheap: Any
     shared = True
     """Whether several clients may open it at once."""
@@ -52,6 +54,16 @@ class Place(ABC):
     @abstractmethod
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
         """Make the items: ids are the numbers of the rows, prices their last digits."""
+
+
+class Place(Readable):
+    """A database, which others change too.
+
+    Args:
+        into: the name of a new space.
+    """
+
+    into = "embedding_new"
 
     @abstractmethod
     def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
@@ -206,8 +218,40 @@ def chroma_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place
         yield ChromaPlace(f"chroma://{folder / 'chroma'}", client)
 
 
+class GalleryPlace(Readable):
+    """A gallery in a folder."""
+
+    cheap: Any = {"price": [0, 1, 2]}  # noqa: RUF012
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the folder; a gallery says its metric itself."""
+        return f"file://{self.folder}"
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the gallery in two commits."""
+        gallery = Gallery.create(self.folder, OLD, dim=vectors_ND.shape[1], metric=metric)
+        for rows in (range(231), range(231, len(vectors_ND))):
+            gallery.add(vectors_ND[rows], [str(row) for row in rows], [{"price": row % 10} for row in rows])
+            gallery.commit()
+
+
+@contextmanager
+def gallery_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Readable]:
+    """Open an empty folder."""
+    yield GalleryPlace(folder / "items")
+
+
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
 }
 """Scheme -> what makes an empty database in a folder, or on a server that tests share."""
+READABLE = {
+    **PLACES,
+    "file": gallery_place,
+}
+"""Likewise, with stores that are read alone."""

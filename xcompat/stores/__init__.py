@@ -12,8 +12,9 @@ KINDS = {
     "postgresql": "pgvector",
     "postgres": "pgvector",
     "chroma": "chroma",
+    "file": "gallery",
 }
-"""Scheme of a URI -> the module of this package whose ``open_store`` opens it, which is also the extra that brings its client."""
+"""Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
 
 
 def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
@@ -21,7 +22,7 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
 
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
-            ``chroma:///folder?collection=items``: a collection. docs/stores.md has them all.
+            ``chroma:///folder?collection=items``: a collection; ``file:///folder``: a gallery. docs/stores.md has them all.
 
     Returns:
         The store; nothing of it is changed or read yet but what its tables are.
@@ -32,7 +33,7 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     Example:
         ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
     """
-    scheme = urlsplit(uri).scheme
+    scheme = urlsplit(uri).scheme.partition("+")[0]
     if scheme not in KINDS:
         raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
     try:

@@ -116,6 +116,7 @@ def plan(store: Store, mapping: Filling, dtype: str = "float32") -> Plan:
         FingerprintMismatchError: the map is for another model's vectors.
         XcompatError: nobody has said which model made the vectors, or the new ones could not be indexed as they are.
     """
+    store.record(RECORD)  # refused where nothing can be migrated
     mapping.require_fit(store, dtype)
     started, seen = time.perf_counter(), 0
     for rows in store.rows(mapping.tried, content=mapping.content):
@@ -191,10 +192,13 @@ def status(store: Store) -> tuple[Migration, int]:
     Raises:
         XcompatError: there is none.
     """
-    migration = migration_of(store)
-    switched = migration.state == "switched" or migration.before in store.spaces()
-    old, new = (migration.before, migration.space) if switched else (migration.space, migration.into)
-    return migration, store.count(old, new)
+    migration, spaces = migration_of(store), store.spaces()
+    if migration.before in spaces:
+        return migration, store.count(migration.before, migration.space)
+    if migration.into in spaces:
+        return migration, store.count(migration.space, migration.into)
+    filling = migration.state == "filling"  # killed before the space was added; else in finish
+    return migration, store.count(migration.space) if filling else 0
 
 
 def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:

@@ -1,0 +1,129 @@
+"""xcompat's own galleries: read as other stores are; a new model is brought to them by their own upgrade."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
+
+from xcompat.errors import XcompatError
+from xcompat.retrieval import Gallery, Hit
+from xcompat.retrieval.manifest import VersionRecord
+from xcompat.retrieval.snapshot import Snapshot
+from xcompat.stores.base import Rows, Space, Store
+from xcompat.stores.uri import StoreUri
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.versions import Model
+
+
+class GalleryStore(Store):
+    """The state of a gallery when it was opened. Its spaces are its versions: what one model made; searched is the newest."""
+
+    def __init__(self, uri: StoreUri) -> None:
+        self.uri = uri
+        if uri.parts.netloc:
+            raise XcompatError(f"{uri} is no absolute path; write file:///GALLERY, with three slashes")
+        self.gallery = Gallery.open(Path(unquote(uri.parts.path)))
+        self.metric = self.gallery.metric
+        manifest = self.gallery.manifest
+        self.versions = {str(version.fingerprint): version for version in manifest.present() or manifest.versions[:1]}
+        self.space = list(self.versions)[-1]
+
+    @override
+    def spaces(self) -> dict[str, Space]:
+        return {name: Space(name, made.dim, "float32", made.fingerprint) for name, made in self.versions.items()}
+
+    @override
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        if without is not None:
+            raise self._refusal()
+        return len(self.gallery) if space is None else len(self._of(self.versions[space]))
+
+    def _of(self, version: VersionRecord) -> Snapshot:
+        """Return what one model made of the gallery."""
+        manifest = self.gallery.manifest
+        own = tuple(segment for segment in manifest.segments if segment.version == version.digest)
+        return Snapshot(self.gallery.path, manifest.model_copy(update={"segments": own}))
+
+    @override
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: dict[str, Any] | str | None = None,
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        """Find the nearest vectors of one model; :meth:`find` searches those of all.
+
+        Args:
+            vectors_QD: (Q, D) queries in the space.
+            top_k: most hits of a query.
+            filter: as a gallery's ``where``, or ``KEY=VALUE``.
+            space: another version than the newest.
+        """
+        version = self.versions[space or self.space]
+        return self._of(version).search(vectors_QD, version.fingerprint, top_k, _wanted(filter))
+
+    @override
+    def find(
+        self, embeds_QD: ArrayLike, model: Model, top_k: int = 10, filter: dict[str, Any] | str | None = None
+    ) -> list[list[Hit]]:
+        return self.gallery.search(embeds_QD, model, top_k, _wanted(filter))
+
+    @override
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        if without is not None:
+            raise self._refusal()
+        for segment in self._of(self.versions[space or self.space]).segments:
+            for _, items in segment.blocks(batch):
+                known = [json.loads(text or "{}") for text in items.metadata]
+                contents = [metadata.get(content) for metadata in known] if content is not None else None
+                yield Rows(items.ids, items.embeds[0], [""] * len(items), contents)
+
+    @override
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        raise self._refusal()
+
+    def _refusal(self) -> XcompatError:
+        return XcompatError(
+            f"{self.uri} is a gallery, which keeps its generations itself: "
+            f"bring it to a new model with `xcompat gallery upgrade {self.gallery.path} --model RUN`"
+        )
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise self._refusal()
+
+    record = set_record = name_model = add_space = write = index_like = _refuse
+    switch = switch_back = drop_space = alone = claimed = _refuse
+
+    @override
+    def close(self) -> None:
+        return
+
+
+def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(condition, str):
+        return condition
+    from xcompat.retrieval.commands import wanted_values
+
+    key, values = wanted_values(condition)
+    return {key: values}
+
+
+def open_store(uri: str) -> GalleryStore:
+    """Open a gallery by the address of its folder."""
+    return GalleryStore(StoreUri.parse(uri, ()))
