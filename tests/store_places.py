@@ -6,10 +6,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
@@ -218,6 +221,74 @@ def chroma_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place
         yield ChromaPlace(f"chroma://{folder / 'chroma'}", client)
 
 
+class LancePlace(Place):
+    """A table of LanceDB in a folder."""
+
+    cheap = "price < 3"
+
+    def __init__(self, folder: Path) -> None:
+        import lancedb
+
+        super().__init__()
+        self.folder = folder
+        self.database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
+
+    @property
+    def table(self) -> Any:
+        """The table, as services open it."""
+        return self.database.open_table("items")
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the table."""
+        return f"lancedb://{self.folder}?{urlencode({'table': 'items', **options})}"
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the table; the address says the metric."""
+        rows = np.arange(len(vectors_ND))
+        self.database.create_table("items", pa.table({"id": rows, "price": rows % 10, "embedding": fixed_size(vectors_ND)}))
+
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Insert a row, or change its vector and its price."""
+        row = pa.table({"id": [int(item)], "price": [1], "embedding": fixed_size(vector_D[None])})
+        self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(row)
+
+    def note(self, item: str, value: str | None) -> None:
+        """Set a column of one row, which the table gets when it is first needed."""
+        if "about" not in self.table.schema.names:
+            self.table.add_columns(pa.field("about", pa.string()))
+        self.table.update(where=f"id = {item}", values={"about": value})
+
+    def delete(self, item: str) -> None:
+        """Delete a row."""
+        self.table.delete(f"id = {item}")
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Read a column."""
+        rows = self.table.search().where(f"{space} IS NOT NULL").select(["id", space]).to_arrow().to_pylist()
+        return {str(row["id"]): np.array(row[space], np.float32) for row in rows}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Set a column of one row."""
+        self.table.merge_insert("id").when_matched_update_all().execute(
+            pa.table({"id": [int(item)], space: fixed_size(vector_D[None])})
+        )
+
+    def everything(self) -> Any:
+        """Return the table in the order of its ids, with its schema, and the names of all tables."""
+        return self.table.to_arrow().sort_by("id"), self.table.schema, self.database.list_tables().tables
+
+
+def fixed_size(vectors_ND: NDArray[Any]) -> Any:
+    """Return vectors as Arrow's lists of one length."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors_ND).reshape(-1)), vectors_ND.shape[1])
+
+
+@contextmanager
+def lance_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Open an empty folder."""
+    yield LancePlace(folder)
+
+
 class GalleryPlace(Readable):
     """A gallery in a folder."""
 
@@ -248,6 +319,7 @@ def gallery_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Readable]:
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
+    "lancedb": lance_place,
 }
 """Scheme -> what makes an empty database in a folder, or on a server that tests share."""
 READABLE = {

@@ -13,6 +13,7 @@ KINDS = {
     "postgres": "pgvector",
     "chroma": "chroma",
     "file": "gallery",
+    "lancedb": "lancedb",
 }
 """Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
 
@@ -22,7 +23,8 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
 
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
-            ``chroma:///folder?collection=items``: a collection; ``file:///folder``: a gallery. docs/stores.md has them all.
+            ``chroma:///folder?collection=items``: a collection; ``lancedb:///folder?table=items``: a table of LanceDB;
+            ``file:///folder``: a gallery. docs/stores.md has them all.
 
     Returns:
         The store; nothing of it is changed or read yet but what its tables are.

@@ -1,0 +1,170 @@
+"""LanceDB: which columns and addresses it takes, its indexes, half precision, other writers, object stores."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from lancedb.index import BTree, HnswSq, IvfPq
+from store_places import OLD, LancePlace, fixed_size
+
+import xcompat.stores
+from xcompat import XcompatError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.stores import migration
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.mapping import Mapping
+
+N, DIM = 600, 16
+
+
+@pytest.fixture
+def vectors() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((N, DIM)).astype(np.float32)
+
+
+@pytest.fixture
+def mapping(vectors: np.ndarray) -> Mapping:
+    """A rotation."""
+    config = RidgeModel.config_class(old=describe_old(OLD, DIM), embedding_dim=DIM, direction="old_to_new")
+    old = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1)
+    return Mapping(RidgeModel(config).fit([(old.flip(1), old)]).eval())
+
+
+@pytest.fixture
+def place(tmp_path: Path, vectors: np.ndarray) -> LancePlace:
+    found = LancePlace(tmp_path)
+    found.fill(vectors)
+    found.open().name_model("embedding", OLD)
+    return found
+
+
+def test_an_address_that_names_nothing_usable_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
+    rows = {"id": range(3), "half": [0.5] * 3, "loose": [[1.0, 2.0]] * 3, "double": fixed_size(vectors[:3].astype(np.float64))}
+    lancedb.connect(tmp_path).create_table("odd", pa.table(rows))
+    for uri, said in [
+        ("lancedb://here?table=odd", "is no absolute path; write lancedb:///FOLDER"),
+        (f"lancedb://{tmp_path}/none?table=odd", "there is no folder"),
+        (f"lancedb://{tmp_path}", "names no table; add it"),
+        (f"lancedb://{tmp_path}?table=od", "there is no table 'od'; did you mean 'odd'"),
+        (f"lancedb://{tmp_path}?table=odd", "needs a column of vectors of one length, of float32 or float16, and it has none"),
+        (f"lancedb://{tmp_path}?table=odd&column=loose", "'loose' is not a column of vectors of one length"),
+        (f"lancedb://{tmp_path}?table=odd&colum=half", "has no option 'colum'; did you mean 'column'"),
+        ("lancedb+db://cloud?table=odd&api_key=secret", "lancedb[+]db://cloud[?]table=odd is LanceDB's cloud"),
+    ]:
+        with pytest.raises(XcompatError, match=said.replace("?", "[?]").replace("[[?]]", "[?]")):
+            xcompat.stores.open(uri)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, None]])
+def test_ids_that_do_not_name_each_row_are_refused(
+    tmp_path: Path, vectors: np.ndarray, mapping: Mapping, ids: list[int | None]
+) -> None:
+    lancedb.connect(tmp_path).create_table("items", pa.table({"id": ids, "embedding": fixed_size(vectors[:3])}))
+    store = xcompat.stores.open(f"lancedb://{tmp_path}?table=items")
+    store.name_model("embedding", OLD)
+    with pytest.raises(XcompatError, match="ids are missing or stand twice"):
+        migration.start(store, mapping)
+    assert store.describe()["spaces"] == {"embedding": DIM} and store.record(migration.RECORD) is None
+
+
+def test_rows_without_a_vector_stay_without(place: LancePlace, mapping: Mapping) -> None:
+    place.table.add(pa.table({"id": [9000], "price": [1]}))
+    store = place.open()
+    migration.start(store, mapping)
+    assert migration.verify(store, mapping).passed and store.count() == N + 1
+    assert len(store.search(np.ones((1, DIM)), top_k=2 * N, space="embedding_new")[0]) == N
+
+
+def test_half_precision(place: LancePlace, mapping: Mapping, vectors: np.ndarray) -> None:
+    store = place.open()
+    migration.start(store, mapping, dtype="float16")
+    assert place.table.schema.field("embedding_new").type.value_type == pa.float16()
+    assert migration.verify(store, mapping).passed
+    migration.switch(store, mapping)
+    assert place.open().find(mapping(vectors[:1]), mapping.model, 1)[0][0].id == "0"
+
+
+@pytest.mark.parametrize("config", [IvfPq(distance_type="dot", num_sub_vectors=4), HnswSq(distance_type="l2", m=12)])
+def test_a_new_column_gets_the_indexes_of_the_old_one(
+    place: LancePlace, mapping: Mapping, vectors: np.ndarray, config: IvfPq | HnswSq
+) -> None:
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    place.database.create_table("items", place.table.to_arrow().set_column(2, "embedding", fixed_size(unit)), mode="overwrite")
+    place.table.create_index("embedding", config=config)
+    place.table.create_index("id", config=BTree())
+    store = place.open()
+    assert store.metric == {"dot": "ip", "l2": "l2"}[config.distance_type]
+    store.name_model("embedding", OLD)
+    migration.start(store, mapping, batch=100)
+    assert store.index_like("embedding_new") == ["embedding_new_idx"]
+    known = {tuple(index.columns): index for index in place.table.list_indices()}
+    old, new = known["embedding",], known["embedding_new",]
+    assert old.index_type == new.index_type and old.index_details["metric_type"] == new.index_details["metric_type"]
+    assert old.index_details.get("compression") == new.index_details.get("compression")
+    assert old.index_details.get("hnsw") == new.index_details.get("hnsw")
+    assert [index.num_unindexed_rows for index in known.values()] == [0, 0, 0]
+    migration.switch(store, mapping)
+    migration.finish(store)
+    assert sorted(index.columns for index in place.table.list_indices()) == [["embedding"], ["id"]]
+
+
+def test_a_switch_is_one_version(place: LancePlace, mapping: Mapping) -> None:
+    store = place.open()
+    migration.start(store, mapping)
+    before = place.table.version
+    store.switch("embedding_new")
+    assert place.table.version == before + 1
+
+
+def test_nothing_is_lost_of_what_another_client_writes_at_the_same_time(
+    place: LancePlace, mapping: Mapping, vectors: np.ndarray
+) -> None:
+    """Both write the same rows in blocks; every price and every vector that was written is there at the end."""
+
+    def serve() -> None:
+        for start in range(0, N, 20):
+            rows = np.arange(start, start + 20)
+            table = {"id": rows, "price": rows + 1000, "embedding": fixed_size(-vectors[rows])}
+            place.table.merge_insert("id").when_matched_update_all().execute(pa.table(table))
+
+    service = threading.Thread(target=serve)
+    store = place.open()
+    service.start()
+    migration.start(store, mapping, batch=50)
+    service.join()
+    migration.switch(store, mapping)
+    rows = place.table.to_arrow().sort_by("id")
+    assert rows["price"].to_pylist() == list(range(1000, 1000 + N))
+    found = np.stack(rows["embedding"].to_pylist())
+    np.testing.assert_allclose(found, mapping(-vectors / np.linalg.norm(vectors, axis=1, keepdims=True)), atol=1e-5)
+
+
+def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mapping) -> None:
+    uri = place.uri().replace("lancedb:", "lancedb+file-object-store:")
+    store = xcompat.stores.open(uri)
+    with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+        migration.start(xcompat.stores.open(uri), mapping)
+    migration.start(store, mapping, batch=100)
+    migration.switch(store, mapping)
+    migration.finish(store)
+    assert place.database.list_tables().tables == ["items"] and store.describe()["fingerprint"] == mapping.made[0].digest
+
+
+def test_a_store_that_does_not_answer_is_named_without_its_keys() -> None:
+    nowhere = "endpoint=http://127.0.0.1:1&allow_http=true&region=x&client_max_retries=0"
+    with pytest.raises(LostConnectionError, match="does not answer .* it continues") as raised:
+        xcompat.stores.open(f"lancedb+s3://bucket/db?table=items&aws_access_key_id=me&aws_secret_access_key=hidden&{nowhere}")
+    assert "hidden" not in str(raised.value) and str(raised.value).startswith("lancedb+s3://bucket/db?table=items ")
+
+
+def test_a_condition_that_is_wrong_is_told_in_one_line(place: LancePlace) -> None:
+    with pytest.raises(XcompatError, match="table=items: .*No field named prize"):
+        place.open().search(np.ones((1, DIM)), filter="prize < 3")

@@ -1,0 +1,352 @@
+"""LanceDB: spaces are columns of vectors of one table, on a disk or an object store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import Hit
+from xcompat.retrieval.lock import lock_writer
+from xcompat.retrieval.manifest import Metric
+from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.lancedb_client import RETRYING, explained, like, place
+from xcompat.stores.lease import Lease
+from xcompat.stores.uri import StoreUri
+
+OPTIONS = ("table", "column", "id", "metric")
+DISTANCES: dict[Metric, str] = {"cosine": "cosine", "ip": "dot", "l2": "l2"}
+TYPES = {"float32": pa.float32(), "float16": pa.float16()}
+STATE = "xcompat_state"
+"""The column beside a new space that says which old vector each new one was made of."""
+MODEL = b"xcompat:model"
+"""Key of a column's metadata that says which model made it: it goes with the column when that is renamed."""
+RECORDS = "_xcompat"
+"""Ends the name of the table, beside the user's own, that holds what xcompat knows of it; there is none without a migration."""
+ALWAYS = timedelta(days=36_500)
+"""Age up to which old versions are kept: which go is the user's decision."""
+
+
+class LanceStore(Store):
+    """One table. Every write is one version of it; a row that somebody else changes meanwhile is found by its state."""
+
+    def __init__(self, uri: StoreUri) -> None:
+        self.uri = uri
+        where, self.folder = place(uri)
+        self.name = uri.require("table")
+        with explained(uri):
+            self.database = lancedb.connect(where, read_consistency_interval=timedelta(0), storage_options=uri.rest or None)
+        if (table := self._open(self.name)) is None:
+            tables = [name for name in self.database.list_tables().tables or [] if not name.endswith(RECORDS)]
+            raise XcompatError(f"{uri}: there is no table {self.name!r}; {nearest(self.name, tables)}")
+        self.table = table
+        self.lease = Lease(self)
+        added = self.added_spaces()
+        own = [name for name in self.spaces() if name not in added or name == uri.options.get("column")]
+        self.space = uri.choose("column", own, "a column of vectors of one length, of float32 or float16")
+        self.key = uri.choose("id", self._keys(), "a column of integers or texts that names each row")
+        self.key_type = self.table.schema.field(self.key).type
+        self.metric = uri.metric() or self._metric()
+
+    # ------------------------------------------------------------------------------------------------- the table
+
+    def _open(self, name: str) -> Any | None:  # noqa: ANN401
+        with explained(self.uri):
+            try:
+                return self.database.open_table(name)
+            except ValueError as error:
+                if "was not found" in str(error):
+                    return None
+                raise
+
+    def _keys(self) -> list[str]:
+        """Return the columns that may name rows: ``id`` alone if there is one, unless the address says otherwise."""
+        known = [field.name for field in self.table.schema if pa.types.is_integer(field.type) or _is_text(field.type)]
+        return ["id"] if "id" in known and "id" not in self.uri.options else known
+
+    def _metric(self) -> Metric:
+        """Return how vectors are compared: as an index of the column does, else by cosine."""
+        made = [self.table.index_stats(index.name).distance_type for index in self._indexes(self.space)]
+        return next((metric for metric, distance in DISTANCES.items() if distance in made), "cosine")
+
+    def _indexes(self, column: str) -> list[Any]:
+        """Return a column's approximate indexes."""
+        with explained(self.uri):
+            return [index for index in self.table.list_indices() if index.columns == [column]]
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @override
+    def spaces(self) -> dict[str, Space]:
+        found = {}
+        with explained(self.uri):
+            for field in self.table.schema:
+                if pa.types.is_fixed_size_list(field.type) and field.type.value_type in TYPES.values():
+                    dtype = next(dtype for dtype, kind in TYPES.items() if kind == field.type.value_type)
+                    said = (field.metadata or {}).get(MODEL)
+                    model = Fingerprint(**json.loads(said)) if said else None
+                    found[field.name] = Space(field.name, field.type.list_size, dtype, model)
+        return found
+
+    @override
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        if without is not None:
+            return sum(len(found) for found in self._read(10_000, space or self.space, without))
+        with explained(self.uri):
+            return int(self.table.count_rows(f"{_quoted(space)} IS NOT NULL" if space is not None else None))
+
+    @override
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: str | None = None,
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        own = self.spaces()[space or self.space]
+        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        if queries_QD.shape[1] != own.dim:
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        if not len(queries_QD):
+            return []
+        with explained(self.uri):
+            asked = self.table.search(queries_QD, vector_column_name=own.name).distance_type(DISTANCES[self.metric])
+            asked = asked.where(filter) if filter else asked
+            found = asked.limit(top_k).select([self.key, "_distance"]).to_arrow().combine_chunks()
+        ids, version = found[self.key].cast(pa.string()).to_pylist(), own.fingerprint or UNKNOWN
+        hits: list[list[Hit]] = [[] for _ in queries_QD]
+        numbers = found["query_index"].to_pylist() if len(queries_QD) > 1 else [0] * len(found)
+        for number, name, away in zip(numbers, ids, found["_distance"].to_pylist(), strict=True):
+            hits[number].append(Hit(name, self._score(away), version, None))
+        return hits
+
+    def _score(self, distance: float) -> float:
+        return -distance if self.metric == "l2" else 1 - distance
+
+    @override
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        both = f"{_quoted(self.space)} IS NOT NULL AND {_quoted(other)} IS NOT NULL"
+        with explained(self.uri):
+            asked = self.database.open_table(self.name)
+            asked.checkout(asked.version)  # or rows that move are not where they were counted
+            known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
+            chosen = known[np.linspace(0, len(known) - 1, min(count, len(known))).astype(int)].tolist()
+            columns = {"key": self.key, "vector": self.space, "other": other} | (
+                {"content": content} if content is not None else {}
+            )
+            read = {name: _quoted(column) for name, column in columns.items()}
+            found = asked.take_row_ids(chosen).select(read).to_arrow()
+        contents = found["content"].to_pylist() if content is not None else None
+        rows = Rows(_ids(found["key"]), _array(found["vector"]), [""] * len(found), contents)
+        return rows, _array(found["other"])
+
+    @override
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        waiting = None
+        for found in self._read(batch, space or self.space, without, content):
+            waiting = pa.concat_tables([waiting, found]) if waiting is not None else found
+            while len(waiting) >= batch:
+                yield _rows(waiting.slice(0, batch))
+                waiting = waiting.slice(batch)
+        if waiting is not None and len(waiting):
+            yield _rows(waiting)
+
+    def _read(self, batch: int, space: str, without: str | None, content: str | None = None) -> Iterator[pa.Table]:
+        """Read the rows that :meth:`rows` gives, all as they were at one moment, with their states."""
+        read = {"key": self.key, "vector": space} | ({"content": content} if content is not None else {})
+        asked = {name: _quoted(column) for name, column in read.items()}
+        if without is not None:
+            asked["there"] = f"{_quoted(without)} IS NOT NULL"
+            asked["was"] = _quoted(STATE) if without == self._followed() else "CAST(NULL AS STRING)"
+        with explained(self.uri):
+            query = self.table.search().where(f"{_quoted(space)} IS NOT NULL").select(asked)
+            for found in query.to_batches(batch):
+                states = _states(_array(pa.chunked_array([found["vector"]])))
+                table = pa.Table.from_batches([found]).append_column("state", pa.array(states, pa.string()))
+                if without is not None:
+                    compared = zip(states, *(table[name].to_pylist() for name in ("there", "was")), strict=True)
+                    lacks = [not there or was not in (None, state) for state, there, was in compared]
+                    table = table.filter(pa.array(lacks, pa.bool_()))
+                yield table.select([*read, "state"])
+
+    def _followed(self) -> str | None:
+        """Return the space whose vectors have states: the one that the migration writes, whatever it is called now."""
+        if (known := self.record("migration")) is None:
+            return None
+        return str(known["into"] if known["into"] in self.table.schema.names else known["space"])
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    @override
+    def name_model(self, space: str, model: Fingerprint) -> None:
+        if space not in (known := self.spaces()):
+            raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
+        said = {key.decode(): value.decode() for key, value in _metadata(model).items()}
+        self._do(self.table.update_field_metadata, {"path": space, "metadata": said})
+
+    @override
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        for column in (name, STATE):
+            if column in self.table.schema.names:
+                raise XcompatError(f"{self.uri} has a column {column!r} already; choose another name, or drop it first")
+        with explained(self.uri):
+            ids = self.table.search().select([self.key]).to_arrow()[self.key]
+        if ids.null_count or pc.count_distinct(ids).as_py() < len(ids):
+            raise XcompatError(
+                f"{self.key} of {self.uri} does not name each row: ids are missing or stand twice; name another column with id="
+            )
+        added = [pa.field(name, pa.list_(TYPES[dtype], dim), metadata=_metadata(model)), pa.field(STATE, pa.string())]
+        self._do(self.table.add_columns, added)
+
+    @override
+    def write(self, space: str, rows: Rows) -> int:
+        kind = self.table.schema.field(space).type
+        flat = np.ascontiguousarray(rows.vectors_ND, kind.value_type.to_pandas_dtype()).reshape(-1)
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind)
+        ids = pa.array(rows.ids, pa.string()).cast(self.key_type)
+        written = pa.table({self.key: ids, space: vectors, STATE: pa.array(rows.states, pa.string())})
+        return int(self._do(self.table.merge_insert(self.key).when_matched_update_all().execute, written).num_updated_rows)
+
+    @override
+    def index_like(self, space: str) -> list[str]:
+        """Build the approximate indexes of the searched column for another one too, and bring all indexes up to date."""
+        made, dim = [], self.spaces()[space].dim
+        for number, index in enumerate(self._indexes(self.space)):
+            name = f"{space}_idx{number or ''}"
+            if name not in [other.name for other in self._indexes(space)]:
+                distance = self.table.index_stats(index.name).distance_type
+                self._do(self.table.create_index, space, config=like(index, distance, dim), name=name)
+            made.append(name)
+        if self.table.list_indices():  # rows that were written have moved, out of what indexes of other columns cover
+            self._do(self.table.optimize, cleanup_older_than=ALWAYS)
+        return made
+
+    @override
+    def switch(self, space: str) -> None:
+        if self.space + BEFORE not in self.table.schema.names:
+            self._rename({self.space: self.space + BEFORE, space: self.space})
+
+    @override
+    def switch_back(self, space: str) -> None:
+        if self.space + BEFORE in self.table.schema.names:
+            self._rename({self.space: space, self.space + BEFORE: self.space})
+
+    def _rename(self, names: dict[str, str]) -> None:
+        """Rename columns in one version of the table."""
+        self._do(self.table.alter_columns, *({"path": old, "rename": new} for old, new in names.items()))
+
+    @override
+    def drop_space(self, name: str) -> None:
+        self._do(self.table.drop_columns, [column for column in (name, STATE) if column in self.table.schema.names])
+
+    @override
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        if self.folder is None:
+            with self.lease.held():
+                yield
+            return
+        with explained(self.uri):
+            lock = lock_writer(self.folder / f"{self.name}.lance")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @override
+    def renew_claim(self) -> None:
+        if self.folder is None:
+            self.lease.renew()
+
+    # ------------------------------------------------------------------------------------------------- records
+
+    @override
+    def record(self, key: str) -> dict[str, Any] | None:
+        if (records := self._open(self.name + RECORDS)) is None:
+            return None
+        with explained(self.uri):
+            found = records.search().where(f"key = '{key}'").select(["value"]).to_arrow()["value"].to_pylist()
+        return json.loads(found[0]) if found else None
+
+    @override
+    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        records = self._open(self.name + RECORDS)
+        with explained(self.uri):
+            if value is not None:
+                schema = pa.schema({"key": pa.string(), "value": pa.string()})
+                records = records or self.database.create_table(self.name + RECORDS, schema=schema)
+                said = pa.table({"key": [key], "value": [json.dumps(value)]}, schema)
+                records.merge_insert("key").when_matched_update_all().when_not_matched_insert_all().execute(said)
+            elif records is not None:
+                records.delete(f"key = '{key}'")
+                if not records.count_rows():
+                    self.database.drop_table(self.name + RECORDS)
+
+    @override
+    def close(self) -> None:
+        return
+
+    def _do(self, change: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Change the table, again and again while others commit in between."""
+        with explained(self.uri):
+            return RETRYING(change, *args, **options)
+
+
+def _quoted(column: str) -> str:
+    return f"`{column}`"
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _metadata(model: Fingerprint) -> dict[bytes, bytes]:
+    return {MODEL: json.dumps({"digest": model.digest, "name": model.name}).encode()}
+
+
+def _ids(column: pa.ChunkedArray) -> list[str]:
+    ids: list[str] = column.cast(pa.string()).to_pylist()
+    return ids
+
+
+def _array(column: pa.ChunkedArray) -> NDArray[np.float32]:
+    """Return vectors (N, D) as float32 of their own; missing numbers are not finite."""
+    flat = column.combine_chunks().flatten()
+    return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, column.type.list_size)
+
+
+def _states(vectors_ND: NDArray[np.float32]) -> list[str]:
+    return [xxhash.xxh3_64_hexdigest(vector_D) for vector_D in vectors_ND]
+
+
+def _rows(table: pa.Table) -> Rows:
+    contents = table["content"].to_pylist() if "content" in table.column_names else None
+    return Rows(_ids(table["key"]), _array(table["vector"]), table["state"].to_pylist(), contents)
+
+
+def open_store(uri: str) -> LanceStore:
+    """Open a table by its address."""
+    return LanceStore(StoreUri.parse(uri, OPTIONS, passes_on="+" in uri.partition(":")[0]))

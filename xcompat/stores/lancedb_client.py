@@ -1,0 +1,73 @@
+"""The client of LanceDB: where tables are, its errors in one line, commits that collide, and indexes like others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import tenacity
+from lancedb import index as indexes
+
+from xcompat.errors import XcompatError
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.uri import StoreUri
+
+RETRYING = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(lambda error: "Retryable commit conflict" in str(error)),
+    wait=tenacity.wait_random_exponential(0.01, 1),
+    stop=tenacity.stop_after_attempt(20),
+    reraise=True,
+)
+"""Makes a change again while others commit in between."""
+
+
+def place(uri: StoreUri) -> tuple[str, Path | None]:
+    """Return what goes to ``lancedb.connect``, and the folder if that is one."""
+    inner = uri.parts.scheme.partition("+")[2]
+    if inner == "db":
+        raise XcompatError(
+            f"{uri} is LanceDB's cloud, which cannot rename columns; tables on disks and object stores can be opened"
+        )
+    if inner:
+        return f"{inner}://{uri.parts.netloc}{uri.parts.path}", None
+    if uri.parts.netloc:
+        raise XcompatError(f"{uri} is no absolute path; write lancedb:///FOLDER?table=NAME, with three slashes")
+    folder = Path(unquote(uri.parts.path)).resolve()
+    if not folder.is_dir():  # LanceDB would make it
+        raise XcompatError(f"{uri}: there is no folder {folder}")
+    return str(folder), folder
+
+
+@contextmanager
+def explained(uri: StoreUri) -> Iterator[None]:
+    """Turn the errors of LanceDB into one line."""
+    try:
+        yield
+    except XcompatError:
+        raise
+    except (RuntimeError, OSError, ValueError) as error:
+        plain = " ".join(str(error).split()).removeprefix("lance error: ")
+        said = re.sub(r",? ?(Location \{.*|/\S+\.rs:\d+:\d+)", "", plain)[:300]
+        if "RetryError" in str(error) or "HttpError" in str(error):
+            raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
+        raise XcompatError(f"{uri}: {said}") from error
+
+
+def like(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
+    """Return the configuration of an index like another one; how many partitions it has is for LanceDB to choose."""
+    known = index.index_details or {}
+    graph, compression = known.get("hnsw") or {}, known.get("compression") or {}
+    options = {
+        "m": graph.get("max_connections"),
+        "ef_construction": graph.get("construction_ef"),
+        "num_bits": compression.get("num_bits") if compression.get("type") != "sq" else None,
+        "num_sub_vectors": compression.get("num_sub_vectors"),
+    }
+    if options["num_sub_vectors"] and dim and dim % options["num_sub_vectors"]:
+        del options["num_sub_vectors"]  # LanceDB chooses one that divides
+    kind = getattr(indexes, index.index_type.replace("IvfHnsw", "Hnsw"))
+    return kind(distance_type=distance, **{name: value for name, value in options.items() if value is not None})
