@@ -316,10 +316,77 @@ def gallery_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Readable]:
     yield GalleryPlace(folder / "items")
 
 
+class MilvusPlace(Place):
+    """A file of Milvus Lite."""
+
+    into = "items_new"
+    cheap = "price < 3"
+
+    def __init__(self, file: Path, client: Any) -> None:
+        super().__init__()
+        self.file, self.client = file, client
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the collection, which says its metric itself."""
+        return f"milvus://{self.file}?collection=items"
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the collection."""
+        from pymilvus import DataType
+
+        schema, index = self.client.create_schema(enable_dynamic_field=True), self.client.prepare_index_params()
+        schema.add_field("id", DataType.INT64, is_primary=True)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=vectors_ND.shape[1])
+        index.add_index("vector", "FLAT", metric_type=metric.upper())
+        self.client.create_collection("items", schema=schema, index_params=index, consistency_level="Strong")
+        self.client.insert("items", [{"id": row, "vector": vector, "price": row % 10} for row, vector in enumerate(vectors_ND)])
+
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Insert a row, or change it."""
+        self.client.upsert("items", [{"id": int(item), "vector": vector_D, "price": 1}])
+
+    def note(self, item: str, value: str | None) -> None:
+        """Replace one row by one that says more."""
+        row = self.client.get("items", ids=[int(item)], output_fields=["*"])[0]
+        self.client.upsert("items", [{**row, "about": value}])
+
+    def delete(self, item: str) -> None:
+        """Delete a row."""
+        self.client.delete("items", ids=[int(item)])
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Read a collection."""
+        rows = self.client.query(space, filter="id >= 0", output_fields=["vector"])
+        return {str(row["id"]): np.array(row["vector"], np.float32) for row in rows}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Replace one row by one with another vector."""
+        row = self.client.get(space, ids=[int(item)], output_fields=["*"])[0]
+        self.client.upsert(space, [{**row, "vector": vector_D}])
+
+    def everything(self) -> Any:
+        """Return all collections but xcompat's own: how they are made, and their rows."""
+        names = sorted(set(self.client.list_collections()) - {"xcompat_records"})
+        rows = [sorted(map(str, self.client.query(name, filter="id >= 0", output_fields=["*"]))) for name in names]
+        made = [str(self.client.describe_collection(name)) for name in names]
+        return names, made, rows
+
+
+@contextmanager
+def milvus_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Make a file."""
+    pymilvus = pytest.importorskip("pymilvus")
+
+    client = pymilvus.MilvusClient(str(folder / "milvus.db"))
+    yield MilvusPlace(folder / "milvus.db", client)
+    client.close()
+
+
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
     "lancedb": lance_place,
+    "milvus": milvus_place,
 }
 """Scheme -> what makes an empty database in a folder, or on a server that tests share."""
 READABLE = {

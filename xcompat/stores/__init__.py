@@ -14,6 +14,7 @@ KINDS = {
     "chroma": "chroma",
     "file": "gallery",
     "lancedb": "lancedb",
+    "milvus": "milvus",
 }
 """Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
 

@@ -66,6 +66,11 @@ class Rows(NamedTuple):
     contents: list[Any] | None = None
     copies: list[Any] | None = None
 
+    def pick(self, numbers: list[int]) -> Rows:
+        """Return some of the rows."""
+        rest: list[Any] = [[part[number] for number in numbers] if part is not None else None for part in self[2:]]
+        return Rows([self.ids[number] for number in numbers], self.vectors_ND[numbers], *rest)
+
 
 class Store(ABC):
     """A database that holds vectors, left where it is.

@@ -95,9 +95,9 @@ class ChromaStore(Store):
 
     @override
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        if (found := self._found(name := space or self.space)) is None:  # while a switch is half done, or after it was finished
+        if (found := self._found(name := space or self.space)) is None:  # as while a switch is half done
             return 0
-        if without is not None:
+        if without is not None and self.count(without):  # else all lack it
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
         with explained(self.uri):
             return found.count()
@@ -187,8 +187,7 @@ class ChromaStore(Store):
             for number, (item, state) in enumerate(zip(rows.ids, rows.states, strict=True))
             if item not in held or (copied and held[item] not in (None, state))
         ]
-        picked: list[Any] = [[part[number] for number in lacks] if part is not None else None for part in rows[2:]]
-        return Rows([rows.ids[number] for number in lacks], rows.vectors_ND[lacks], *picked)
+        return rows.pick(lacks)
 
     def _held(self, collection: chromadb.Collection, ids: list[str]) -> dict[str, str | None]:
         """Return those ids that a collection has, with the state of each; None if it was not copied."""

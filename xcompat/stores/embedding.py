@@ -74,8 +74,7 @@ class Embedding:
         kept = [place for place, content in enumerate(opened) if content is not None]
         found = [content for content in opened if content is not None]
         vectors = embed_in_memory(self.embedder, found) if self.pictures is None else self._embedded(found)
-        picked = ([values[place] for place in kept] if values is not None else None for values in (rows.contents, rows.copies))
-        return Rows([rows.ids[place] for place in kept], vectors, [rows.states[place] for place in kept], *picked)
+        return rows.pick(kept)._replace(vectors_ND=vectors)
 
     def _opened(self, store: Store, item: str, value: Any) -> Any:  # noqa: ANN401
         """Return a text or a picture; None if it cannot be read."""

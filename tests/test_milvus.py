@@ -1,0 +1,207 @@
+"""Milvus: aliases, what is copied, half-done renames, what is refused; test_stores.py has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store_places import MilvusPlace, milvus_place
+
+import xcompat.stores
+from xcompat import Fingerprint, XcompatError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.stores import Store, migration
+from xcompat.stores.mapping import Mapping
+
+pymilvus = pytest.importorskip("pymilvus")
+N, OLD_DIM, NEW_DIM = 60, 8, 12
+OLD = Fingerprint.from_string("the old model")
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def model(vectors: np.ndarray) -> RidgeModel:
+    """A map of galleries, solved."""
+    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
+    return RidgeModel(config).fit([pairs]).eval()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusPlace]:
+    """An empty file."""
+    with milvus_place(request, tmp_path) as found:
+        assert isinstance(found, MilvusPlace)
+        yield found
+        found.close()
+
+
+def opened(place: MilvusPlace, collection: str = "items") -> Store:
+    """Open a collection whose vectors the old model made."""
+    place.opened.append(xcompat.stores.open(f"milvus://{place.file}?collection={collection}&field=vector"))
+    place.opened[-1].name_model(collection, OLD)
+    return place.opened[-1]
+
+
+def made(place: MilvusPlace, key: dict[str, Any], **options: Any) -> None:
+    """Make a collection of many kinds of fields."""
+    kind = pymilvus.DataType
+    schema, index = place.client.create_schema(enable_dynamic_field=True, **options), place.client.prepare_index_params()
+    schema.add_field("id", is_primary=True, **key)
+    for name, datatype, more in [
+        ("vector", kind.FLOAT_VECTOR, {"dim": OLD_DIM}),
+        ("other", kind.FLOAT_VECTOR, {"dim": 3}),
+        ("words", kind.SPARSE_FLOAT_VECTOR, {}),
+        ("price", kind.INT32, {"nullable": True}),
+        ("stock", kind.INT64, {"default_value": 7}),
+        ("sizes", kind.ARRAY, {"element_type": kind.INT64, "max_capacity": 5}),
+        ("about", kind.JSON, {}),
+    ]:
+        schema.add_field(name, datatype, **more)
+    index.add_index("vector", "HNSW", metric_type="IP", params={"M": 8, "efConstruction": 64})
+    index.add_index("other", "FLAT", metric_type="L2")
+    index.add_index("words", "SPARSE_INVERTED_INDEX", metric_type="IP")
+    index.add_index("price", "INVERTED")
+    place.client.create_collection("items", schema=schema, index_params=index, consistency_level="Strong")
+
+
+def row_of(number: int, vector: np.ndarray) -> dict[str, Any]:
+    some = {"other": [number, 1.0, 2.0], "words": {1: 0.5, number + 2: 0.25}, "price": number % 3 or None}
+    return {"vector": vector, **some, "sizes": [number, 4], "about": {"name": f"é {number}"}, "dynamic": number}
+
+
+def rest(place: MilvusPlace, name: str) -> dict[Any, Any]:
+    """Return what a collection holds beside the vectors, by id."""
+    rows = place.client.query(name, filter="", limit=1000, output_fields=["*"])
+    return {row["id"]: {key: row[key] for key in row if key not in ("vector", "xcompat_state")} for row in rows}
+
+
+@pytest.mark.parametrize("kind", ["text", "number", "automatic"])
+def test_everything_beside_the_vector_is_copied(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel, kind: str) -> None:
+    varchar = {"datatype": pymilvus.DataType.VARCHAR, "max_length": 99}
+    made(place, varchar if kind == "text" else {"datatype": pymilvus.DataType.INT64}, auto_id=kind == "automatic")
+    rows = [row_of(number, vector) for number, vector in enumerate(vectors)]
+    ids = {"text": [{"id": f'é"{row}'} for row in range(N)], "number": [{"id": 3 * row} for row in range(N)]}.get(kind, [{}] * N)
+    place.client.insert("items", [{**row, **key} for row, key in zip(rows, ids, strict=True)])
+    store = opened(place)
+    assert store.metric == "ip"
+    read = list(store.rows(7))
+    assert next(store.rows(7, after=read[2].ids[-1])).ids == read[3].ids
+    migration.start(store, Mapping(model), batch=16)
+    first = next(iter(rest(place, "items")))
+    place.client.delete("items", ids=[first])
+    migration.switch(store, Mapping(model))
+    assert rest(place, "items") == rest(place, "items_before") and len(rest(place, "items")) == N - 1
+    new, old = (place.client.describe_collection(name) for name in ("items", "items_before"))
+    fields = [{field["name"]: str(field).replace(str(NEW_DIM), str(OLD_DIM)) for field in one["fields"]} for one in (new, old)]
+    assert "xcompat_state" in fields[0].pop("xcompat_state") and fields[0] == fields[1]
+    indexes = [
+        [place.client.describe_index(name, index) for index in place.client.list_indexes(name)]
+        for name in ("items", "items_before")
+    ]
+    kept = ("index_type", "metric_type", "field_name", "index_name")
+    assert [[one[key] for key in kept] for one in indexes[0]] == [[one[key] for key in kept] for one in indexes[1]]
+    service = {
+        **row_of(99, np.ones(NEW_DIM, np.float32)),
+        **({} if kind == "automatic" else {"id": "new" if kind == "text" else 999}),
+    }
+    assert place.client.insert("items", [service])["insert_count"] == 1
+    assert migration.rollback(store)[1] == 1
+
+
+def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel) -> None:
+    place.fill(vectors)
+    place.client.rename_collection("items", "items_v1")
+    place.client.load_collection("items_v1")
+    place.client.create_alias("items_v1", "items")
+    store, mapping = opened(place), Mapping(model)
+    migration.start(store, mapping, "items_v2")
+    place.put("3", vectors[4])
+    for _ in range(2):
+        migration.switch(store, mapping)
+        assert place.client.describe_alias("items")["collection_name"] == "items_v2"
+        assert place.client.describe_alias("items_before")["collection_name"] == "items_v1"
+        np.testing.assert_allclose(place.vectors("items")["3"], mapping(vectors[4:5])[0], atol=1e-5)
+        assert store.describe()["fingerprint"] == mapping.made[0].digest
+        migration.rollback(store)
+        assert place.client.describe_alias("items")["collection_name"] == "items_v1"
+        assert set(place.client.list_collections()) == {"items_v1", "items_v2", "xcompat_records"}
+        assert store.describe()["fingerprint"] == OLD.digest
+    migration.switch(store, mapping)
+    migration.finish(store)
+    assert place.client.list_aliases("items_v2")["aliases"] == ["items"]
+    assert set(place.client.list_collections()) == {"items_v2", "xcompat_records"}
+
+
+@pytest.mark.parametrize("verb", ["switch", "rollback"])
+def test_a_kill_between_the_two_renames_is_mended_by_the_next_call(
+    place: MilvusPlace, vectors: np.ndarray, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    place.fill(vectors)
+    store, mapping = opened(place), Mapping(model)
+    migration.start(store, mapping)
+    expected = place.vectors("items_new" if verb == "switch" else "items")
+    if verb == "rollback":
+        migration.switch(store, mapping)
+    renamed, rename = [], pymilvus.MilvusClient.rename_collection
+
+    def once(*given: Any) -> None:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(given)
+        rename(*given)
+
+    calls = {"switch": lambda one: migration.switch(one, mapping), "rollback": migration.rollback}
+    monkeypatch.setattr(pymilvus.MilvusClient, "rename_collection", once)
+    with pytest.raises(KeyboardInterrupt):
+        calls[verb](store)
+    monkeypatch.undo()
+    assert set(place.client.list_collections()) == {"items_before", "items_new", "xcompat_records"}
+    calls[verb](place.open())
+    found = place.vectors("items")
+    assert found.keys() == expected.keys()
+    np.testing.assert_array_equal(np.stack([found[item] for item in expected]), np.stack(list(expected.values())))
+
+
+def test_what_does_not_fit_is_refused_in_one_line(
+    place: MilvusPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
+) -> None:
+    place.fill(vectors)
+    store = opened(place)
+    before, file = place.everything(), f"milvus://{place.file}"
+    for uri, said in [
+        (file, "names no collection"),
+        (f"{file}?collection=itens", "there is no collection 'itens'; did you mean 'items'"),
+        (f"{file}?collection=items&field=vektor", "'vektor' is no field of float vectors; did you mean 'vector'"),
+        (f"milvus://{tmp_path}/nothing.db?collection=items", "is no file of Milvus Lite"),
+    ]:
+        with pytest.raises(XcompatError, match=said) as refusal:
+            xcompat.stores.open(uri)
+        assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "nothing.db").exists()
+    for filter_ in ("price <", "no such thing"):
+        with pytest.raises(XcompatError, match="field=vector: ") as refusal:
+            store.search(vectors[:1], filter=filter_)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(XcompatError, match="copied as float32"):
+        migration.start(store, Mapping(model), dtype="float16")
+    place.client.create_alias("items", "items_before")
+    with pytest.raises(XcompatError, match="has a collection 'items_before' already"):
+        migration.start(store, Mapping(model))
+    place.client.drop_alias("items_before")
+    assert place.everything() == before
+    place.client.create_partition("items", "second")
+    with pytest.raises(XcompatError, match="would lose the partitions _default, second"):
+        migration.start(store, Mapping(model))
+    assert store.record(migration.RECORD) is None

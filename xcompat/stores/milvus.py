@@ -1,0 +1,397 @@
+"""Milvus, a server or a file of Milvus Lite: spaces are collections, one beside the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+from pymilvus import DataType
+from pymilvus.exceptions import MilvusException
+from typing_extensions import override
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import Hit
+from xcompat.retrieval.manifest import Metric
+from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.lease import Lease
+from xcompat.stores.milvus_client import connect, explained
+from xcompat.stores.milvus_schema import STATE, indexes_like, mark_of, records, require_copyable, schema_like
+from xcompat.stores.uri import StoreUri
+
+OPTIONS = ("collection", "field", "ssl")
+METRICS: dict[str, Metric] = {"COSINE": "cosine", "IP": "ip", "L2": "l2"}
+RECORDS = "xcompat_records"
+"""The collection that holds what xcompat knows: a row for each record."""
+BYTES = 2**25
+"""Bytes of vectors in one call; Milvus takes 64 MB."""
+STRONG = {"consistency_level": "Strong"}
+
+
+class MilvusStore(Store):
+    """One collection, or the one that an alias names, and the copy of it that holds new vectors."""
+
+    _most = 16_000  # rows of one call; Milvus takes 16,384
+
+    def __init__(self, uri: StoreUri) -> None:
+        self.uri = uri
+        self.client = connect(uri)
+        self.space = uri.require("collection")
+        self._lease = Lease(self)
+        with explained(uri):
+            for name in {self.space, *self.added_spaces()}:
+                if self._is_there(name):
+                    self.client.load_collection(name)
+        halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # between the two names of a switch
+        made = self._described(self.space + BEFORE if halfway else self.space)
+        self.key, self.numeric = next(
+            (one["name"], one["type"] == DataType.INT64) for one in made["fields"] if "is_primary" in one
+        )
+        self.automatic = bool(made.get("auto_id"))
+        self.field = self._vector_field([one["name"] for one in made["fields"] if one["type"] == DataType.FLOAT_VECTOR])
+        self.metric = self._metric(made["collection_name"])
+        self._searched: dict[str, Space] = {}
+
+    # ------------------------------------------------------------------------------------------------- collections
+
+    def _is_there(self, name: str) -> bool:
+        with explained(self.uri):
+            return bool(self.client.has_collection(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """Return what Milvus says of a collection, or of the one that an alias names."""
+        with explained(self.uri):
+            if not self.client.has_collection(name):
+                names = [one for one in self.client.list_collections() if one != RECORDS]
+                raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, names)}")
+            return dict(self.client.describe_collection(name))
+
+    def _aliased(self, alias: str) -> str | None:
+        """Return the collection that an alias names; None if it is none."""
+        try:
+            return str(self.client.describe_alias(alias)["collection_name"])
+        except MilvusException:
+            return None
+
+    def _vector_field(self, known: list[str]) -> str:
+        given = self.uri.options.get("field")
+        if given is not None and given not in known:
+            raise XcompatError(f"{self.uri}: {given!r} is no field of float vectors; {nearest(given, known)}")
+        if given is None and len(known) != 1:
+            raise XcompatError(f"{self.uri}: the fields of float vectors are {', '.join(known) or 'none'}; name one with field=")
+        return given or known[0]
+
+    def _metric(self, collection: str) -> Metric:
+        with explained(self.uri):
+            names = self.client.list_indexes(collection, field_name=self.field)
+            found = self.client.describe_index(collection, names[0])["metric_type"] if names else "COSINE"
+        if found not in METRICS:
+            raise XcompatError(f"{self.uri}: {self.field} is compared by {found}; only {', '.join(METRICS)} can be searched")
+        return METRICS[found]
+
+    @override
+    def spaces(self) -> dict[str, Space]:
+        names = sorted(name for name in {self.space, *self.added_spaces()} if self._is_there(name))
+        self._searched = {name: self._space(name) for name in names}
+        return dict(self._searched)
+
+    def _space(self, name: str) -> Space:
+        fields = {one["name"]: one for one in self._described(name)["fields"]}
+        model = self._model(name)
+        known = Fingerprint(model["digest"], model["name"]) if model else None
+        return Space(name, int(fields[self.field]["params"]["dim"]), "float32", known)
+
+    def _identity(self, name: str) -> str:
+        """Return what names a collection for good: the mark of one that we made, else the name that it had before a switch."""
+        return mark_of(self._described(name)) or name.removesuffix(BEFORE)
+
+    def _model(self, name: str) -> dict[str, Any] | None:
+        """Return what is known of a collection: its model, and the collection that it is a copy of."""
+        return self.record(f"model/{self._identity(name)}")
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @override
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        name = space or self.space
+        if not self._is_there(name):  # while a switch is half done, or after it was finished
+            return 0
+        if without is not None and self.count(without):  # else all lack it
+            return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
+        with explained(self.uri):
+            return int(self.client.query(name, filter="", output_fields=["count(*)"], **STRONG)[0]["count(*)"])
+
+    @override
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: str | None = None,
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        name = space or self.space
+        if name not in self._searched:
+            self.spaces()
+        own = self._searched[name]
+        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        if queries_QD.shape[1] != own.dim:
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        asked: dict[str, Any] = {"anns_field": self.field, "limit": top_k, "output_fields": [self.key]}
+        with explained(self.uri):
+            found = self.client.search(name, data=list(queries_QD), filter=filter or "", **asked)
+        version, sign = own.fingerprint or UNKNOWN, -1 if self.metric == "l2" else 1
+        return [[Hit(str(hit[self.key]), sign * hit["distance"], version, None) for hit in hits] for hits in found]
+
+    @override
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        step = max(1, self.count() // max(count, 1))
+        pages = self._pages(self.space, self._most, [self.key])
+        ids = [row[self.key] for row in islice(chain.from_iterable(pages), 0, step * count, step)]
+        fields, more = [self.key, self.field], [content] if content is not None else []
+        own, others = self._get(self.space, ids, fields + more), self._get(other, ids, fields)
+        both = [item for item in ids if item in own and item in others]
+        read_ND = [np.array([rows[item][self.field] for item in both], np.float32) for rows in (own, others)]
+        contents = [own[item].get(content) for item in both] if more else None
+        return Rows([str(item) for item in both], read_ND[0], [""] * len(both), contents), read_ND[1]
+
+    @override
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        name = space or self.space
+        there = without is not None and self._is_there(without)
+        dim = self._space(name).dim or 1
+        for page in self._pages(name, min(batch, self._most, max(1, BYTES // (4 * dim))), ["*"], after):
+            rows = self._rows(page, content)
+            if without is not None and there:
+                rows = self._lacking(without, name, rows)
+            if rows.ids:
+                yield rows
+
+    def _pages(self, name: str, limit: int, fields: list[str], after: str | None = None, where: str = "") -> Iterator[list[Any]]:
+        """Read rows in the order of their ids.
+
+        Each page is the first of an iterator of its own: pymilvus would ask for the next one by an id that it does not quote.
+        """
+        last = after if after is None or not self.numeric else int(after)
+        while True:
+            asked = [where] * bool(where) + ([f"{self.key} > {_literal(last)}"] if last is not None else [])
+            with explained(self.uri):
+                pages = self.client.query_iterator(name, limit, filter=" and ".join(asked), output_fields=fields, **STRONG)
+                page = pages.next()
+                pages.close()
+            if not page:
+                return
+            yield page
+            last = page[-1][self.key]
+
+    def _rows(self, page: list[Any], content: str | None) -> Rows:
+        vectors_ND = np.array([row[self.field] for row in page], np.float32)
+        ids = [str(row[self.key]) for row in page]
+        contents = [row.get(content) for row in page] if content is not None else None
+        copies = [{name: value for name, value in row.items() if name not in (self.field, STATE)} for row in page]
+        states = [_state(vector_D, copy) for vector_D, copy in zip(vectors_ND, copies, strict=True)]
+        return Rows(ids, vectors_ND, states, contents, copies)
+
+    def _lacking(self, other: str, own: str, rows: Rows) -> Rows:
+        """Return those rows that another collection has not, or not as they are now."""
+        copied = (self._model(other) or {}).get("source") == self._identity(own)  # else its states are those of other rows
+        held = self._get(other, [copy[self.key] for copy in rows.copies or []], [self.key, *[STATE] * copied])
+        kept = {str(item): row.get(STATE) for item, row in held.items()}
+        lacks = [
+            number
+            for number, (item, state) in enumerate(zip(rows.ids, rows.states, strict=True))
+            if item not in kept or kept[item] not in (None, state)
+        ]
+        return rows.pick(lacks)
+
+    def _get(self, name: str, ids: list[Any], fields: list[str]) -> dict[Any, Any]:
+        """Return those of some rows that are there, by key."""
+        found: dict[Any, Any] = {}
+        for start in range(0, len(ids), self._most):
+            with explained(self.uri):
+                rows = self.client.query(name, f"{self.key} in {_literal(ids[start : start + self._most])}", fields, **STRONG)
+            found |= {row[self.key]: row for row in rows}
+        return found
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    @override
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        if dtype != "float32":
+            raise XcompatError(f"{self.uri}: vectors are copied as float32 in Milvus; leave --dtype out")
+        for taken in (name, self.space + BEFORE):
+            if self._is_there(taken):
+                raise XcompatError(f"{self.uri} has a collection {taken!r} already; choose another name, or drop it first")
+        made = self._described(self.space)
+        with explained(self.uri):
+            require_copyable(str(self.uri), made, self.client.list_partitions(self.space))
+            indexes = [self.client.describe_index(self.space, index) for index in self.client.list_indexes(self.space)]
+            like = schema_like(made, self.field, dim)
+        try:
+            with explained(self.uri):
+                self.client.create_collection(name, index_params=indexes_like(indexes), **like)
+                if mark_of(self._described(name)) is None:
+                    raise XcompatError(f"{self.uri}: this Milvus keeps no properties of collections; take a newer one")
+        except XcompatError:
+            self.client.drop_collection(name)  # it may be there without its indexes
+            raise
+        known = {"digest": model.digest, "name": model.name, "source": self._identity(self.space)}
+        self.set_record(f"model/{self._identity(name)}", known)
+
+    @override
+    def name_model(self, space: str, model: Fingerprint) -> None:
+        if space not in (known := self.spaces()):
+            raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
+        what = {**(self._model(space) or {}), "digest": model.digest, "name": model.name}
+        self.set_record(f"model/{self._identity(space)}", what)
+
+    @override
+    def write(self, space: str, rows: Rows) -> int:
+        new = [
+            {**copy, self.field: vector_D, STATE: state}
+            for copy, vector_D, state in zip(rows.copies or [], rows.vectors_ND, rows.states, strict=True)
+        ]
+        most = max(1, min(self._most, BYTES // max(rows.vectors_ND[:1].nbytes, 1)))
+        for start in range(0, len(new), most):
+            piece = new[start : start + most]
+            with explained(self.uri):
+                if self.automatic:  # which an upsert would give other ids
+                    self._delete(space, [row[self.key] for row in piece])
+                    made = self.client.insert(space, piece)["ids"]
+                    if list(made) != [row[self.key] for row in piece]:
+                        raise XcompatError(f"{self.uri}: this Milvus gives copies other ids (auto_id); take a newer one")
+                else:
+                    self.client.upsert(space, piece)
+        return len(new)
+
+    def _delete(self, space: str, ids: list[Any]) -> None:
+        with explained(self.uri):
+            for start in range(0, len(ids), self._most):
+                self.client.delete(space, filter=f"{self.key} in {_literal(ids[start : start + self._most])}")
+
+    @override
+    def tidy(self, space: str, like: str) -> int:
+        stale: list[Any] = []
+        for page in self._pages(space, self._most, [self.key], where=f"{STATE} is not null"):
+            ids = [row[self.key] for row in page]
+            stale += set(ids).difference(self._get(like, ids, [self.key]))
+        self._delete(space, stale)
+        return len(stale)
+
+    @override
+    def index_like(self, space: str) -> list[str]:
+        """Nothing is left to build but of rows that Milvus still holds in memory: the indexes were made with the collection."""
+        with explained(self.uri):
+            self.client.flush(space)
+        return []
+
+    @override
+    def switch(self, space: str) -> None:
+        """Let the alias name the new collection, at once; without one, rename both collections, one after the other."""
+        self._searched = {}
+        old, before = self._aliased(self.space), self.space + BEFORE
+        with explained(self.uri):
+            if old is not None:
+                if not self._is_there(before):
+                    self.client.create_alias(old, before)
+                if old != space:
+                    self.client.alter_alias(space, self.space)
+                return
+        if not self._is_there(before):
+            self._rename(self.space, before)
+        if self._is_there(space):
+            self._rename(space, self.space)
+
+    @override
+    def switch_back(self, space: str) -> None:
+        self._searched = {}
+        new, before = self._aliased(self.space), self.space + BEFORE
+        if not self._is_there(before):
+            return
+        with explained(self.uri):
+            if new is not None:
+                if new == space:
+                    self.client.alter_alias(self._aliased(before), self.space)
+                self.client.drop_alias(before)
+                return
+        if self._is_there(self.space):
+            self._rename(self.space, space)
+        self._rename(before, self.space)
+
+    def _rename(self, old: str, new: str) -> None:
+        with explained(self.uri):
+            self.client.rename_collection(old, new)
+            self.client.load_collection(new)  # Milvus Lite releases what is renamed
+
+    @override
+    def drop_space(self, name: str) -> None:
+        self._searched = {}
+        known = f"model/{self._identity(name)}"
+        with explained(self.uri):
+            if (collection := self._aliased(name)) is not None:
+                self.client.drop_alias(name)
+            self.client.drop_collection(collection or name)
+        self.set_record(known, None)
+
+    @override
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def claimed(self) -> AbstractContextManager[None]:
+        return self._lease.held()
+
+    @override
+    def renew_claim(self) -> None:
+        self._lease.renew()
+
+    # ------------------------------------------------------------------------------------------------- records
+
+    @override
+    def record(self, key: str) -> dict[str, Any] | None:
+        if not self._is_there(RECORDS):
+            return None
+        with explained(self.uri):
+            found = self.client.get(RECORDS, [f"{self.space}/{key}"], output_fields=["value"], **STRONG)
+        return dict(found[0]["value"]) if found else None
+
+    @override
+    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        with explained(self.uri):
+            if not self.client.has_collection(RECORDS):
+                self.client.create_collection(RECORDS, **records(), **STRONG)
+            if value is None:
+                self.client.delete(RECORDS, ids=[f"{self.space}/{key}"])
+            else:
+                self.client.upsert(RECORDS, [{"key": f"{self.space}/{key}", "value": value, "vector": [0.0, 0.0]}])
+
+    @override
+    def close(self) -> None:
+        self.client.close()
+
+
+def _literal(value: Any) -> str:  # noqa: ANN401
+    """Return ids as Milvus' expressions spell them."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _state(vector_D: NDArray[np.float32], copy: dict[str, Any]) -> str:
+    """Return what changes when a row does."""
+    return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + json.dumps(copy, sort_keys=True, default=list).encode())
+
+
+def open_store(uri: str) -> MilvusStore:
+    """Open a collection by its address."""
+    return MilvusStore(StoreUri.parse(uri, OPTIONS))

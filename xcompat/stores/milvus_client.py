@@ -1,0 +1,50 @@
+"""Connections to Milvus: errors in one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote
+
+from pymilvus import MilvusClient
+from pymilvus.exceptions import MilvusException
+
+from xcompat.errors import XcompatError
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.uri import StoreUri
+
+LOST = 2
+"""The code by which pymilvus says that nothing answers."""
+
+
+def connect(uri: StoreUri) -> MilvusClient:
+    """Open a file or a server."""
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints the traceback of each error that it raises
+    parts = uri.parts
+    with explained(uri):
+        if parts.hostname is not None:
+            scheme = "https" if uri.options.get("ssl") == "true" else "http"
+            who = {"user": unquote(parts.username or ""), "password": unquote(parts.password or "")}
+            return MilvusClient(f"{scheme}://{parts.hostname}:{parts.port or 19530}", db_name=parts.path.strip("/"), **who)
+        file = Path(parts.path).resolve()
+        if file.suffix != ".db" or not file.exists():
+            raise XcompatError(f"{uri}: {file} is no file of Milvus Lite; name one that ends in .db by its full path")
+        logging.getLogger("grpc._server").setLevel(logging.CRITICAL)  # and Milvus Lite that of each call that it lacks
+        try:
+            return MilvusClient(str(file))
+        except MilvusException as error:
+            raise XcompatError(f"{uri} cannot be opened ({error.message}); end another process that has it open") from error
+
+
+@contextmanager
+def explained(uri: StoreUri) -> Iterator[None]:
+    """Turn the errors of Milvus into one line."""
+    try:
+        yield
+    except MilvusException as error:
+        said = " ".join(error.message.split())[:300] or "it refuses"
+        if error.code == LOST:
+            raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
+        raise XcompatError(f"{uri}: {said}") from error

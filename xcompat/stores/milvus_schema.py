@@ -1,0 +1,94 @@
+"""How a collection of Milvus is made: one like another, but for the dimension of one field."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pymilvus import DataType, MilvusClient
+
+from xcompat.errors import XcompatError
+
+STATE = "xcompat_state"
+"""Field of a copied row: what the row that it was made from was then; a service that inserts need not know it."""
+MARK = "xcompat.mark"
+"""Property of a collection that we made, which stays whatever it is renamed to."""
+COPIED = {DataType.FLOAT_VECTOR, DataType.SPARSE_FLOAT_VECTOR}
+"""Vectors that can be read and written as they are."""
+OPTIONS = ("description", "is_primary", "nullable", "element_type", "is_partition_key", "is_clustering_key")
+INDEX = {"index_type", "metric_type", "field_name", "index_name", "total_rows", "indexed_rows", "pending_index_rows", "state"}
+"""What Milvus says of an index beside its parameters."""
+
+
+def mark_of(made: dict[str, Any]) -> str | None:
+    """Return the mark of a collection that we made."""
+    return made.get("properties", {}).get(MARK)
+
+
+def require_copyable(where: str, made: dict[str, Any], partitions: list[str]) -> None:
+    """Refuse a collection that cannot be copied whole.
+
+    Args:
+        where: its address.
+        made: what Milvus says of it.
+        partitions: their names.
+
+    Raises:
+        XcompatError: why.
+    """
+    if len(partitions) > 1 and not any(field.get("is_partition_key") for field in made["fields"]):
+        raise XcompatError(f"{where}: a copy would lose the partitions {', '.join(partitions)}; only partition keys are kept")
+    if made.get("functions") or made.get("struct_array_fields"):
+        raise XcompatError(f"{where}: functions and structs of a collection cannot be copied")
+    for field in made["fields"]:
+        if "VECTOR" in DataType(field["type"]).name and field["type"] not in COPIED:
+            raise XcompatError(f"{where}: {field['name']} cannot be copied; only vectors of float32 and sparse ones can")
+
+
+def schema_like(made: dict[str, Any], vectors: str, dim: int) -> dict[str, Any]:
+    """Return what makes a collection like another.
+
+    Args:
+        made: what Milvus says of the other.
+        vectors: the field of vectors that are replaced.
+        dim: of the new ones.
+    """
+    automatic = bool(made.get("auto_id"))
+    schema = MilvusClient.create_schema(
+        auto_id=automatic, enable_dynamic_field=made["enable_dynamic_field"], description=made["description"]
+    )
+    for field in made["fields"]:
+        if field["name"] != STATE:
+            given = {name: field[name] for name in OPTIONS if name in field} | field["params"]
+            given |= {"dim": dim} if field["name"] == vectors else {}
+            if (default := field.get("default_value")) is not None:
+                given["default_value"] = getattr(default, default.WhichOneof("data"))
+            schema.add_field(field["name"], DataType(field["type"]), **given)
+    schema.add_field(STATE, DataType.VARCHAR, max_length=64, nullable=True)
+    kept = {**made["properties"], MARK: uuid.uuid4().hex}
+    return {
+        "schema": schema,
+        "properties": kept | ({"allow_insert_auto_id": "true"} if automatic else {}),  # for the ids of the copied rows
+        "consistency_level": made["consistency_level_name"],
+        "num_shards": made["num_shards"],
+    }
+
+
+def indexes_like(found: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pymilvus has no types
+    """Return what makes the indexes that another collection has."""
+    indexes = MilvusClient.prepare_index_params()
+    for index in found:
+        metric = {"metric_type": index["metric_type"]} if index.get("metric_type", "NONE") not in ("", "NONE") else {}
+        rest = {name: value for name, value in index.items() if name not in INDEX}
+        indexes.add_index(index["field_name"], index["index_type"], index["index_name"], params=rest, **metric)
+    return indexes
+
+
+def records() -> dict[str, Any]:
+    """Return what makes the collection of our records."""
+    schema, index = MilvusClient.create_schema(), MilvusClient.prepare_index_params()
+    schema.add_field("key", DataType.VARCHAR, max_length=1024, is_primary=True)
+    schema.add_field("value", DataType.JSON)
+    schema.add_field("vector", DataType.FLOAT_VECTOR, dim=2)  # a collection must have one
+    index.add_index("vector", "FLAT", metric_type="L2")
+    return {"schema": schema, "index_params": index}
