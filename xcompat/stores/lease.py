@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 RECORD = "claim"
 SECONDS = 60.0
 """After so long without :meth:`Lease.renew`, a claim of another machine has ended."""
+_HELD: set[str] = set()
+"""Owners of the claims that this process holds; one that it lost with a connection is not among them."""
 
 
 class Lease:
@@ -45,11 +47,13 @@ class Lease:
         found = self.store.record(RECORD)
         if found is not None and self._lives(found):
             raise self._taken()
+        _HELD.add(self.owner)
         try:
             self._write()
             self.renew()
             yield
         finally:
+            _HELD.discard(self.owner)
             if self._own():
                 self.store.set_record(RECORD, None)
 
@@ -75,6 +79,8 @@ class Lease:
         """Whether its process may still run: one of this machine can be looked for."""
         if found["host"] != socket.gethostname():
             return bool(self.clock() < found["until"])
+        if found["pid"] == os.getpid():  # or a process before this one, whose number it has
+            return found["owner"] in _HELD
         try:
             os.kill(found["pid"], 0)
         except ProcessLookupError:
