@@ -382,13 +382,110 @@ def milvus_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place
     client.close()
 
 
+class QdrantPlace(Place):
+    """A collection of Qdrant behind an alias: in a folder that one client alone may open, or on a stand-in for a server."""
+
+    cheap = '{"must": [{"key": "price", "range": {"lt": 3}}]}'
+
+    def __init__(self, address: str, engine: Any = None) -> None:
+        super().__init__()
+        self.address, self.engine, self.shared = address, engine, engine is not None
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the alias."""
+        return f"{self.address}/items" + "?" * bool(options) + "&".join(f"{name}={value}" for name, value in options.items())
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """Open a client of its own, or take that of the store, where only one may be open."""
+        from qdrant_client import QdrantClient
+
+        if self.engine is not None or self.opened:
+            yield self.engine or self.opened[-1].client  # type: ignore[attr-defined]
+            return
+        client = QdrantClient(path=self.address.removeprefix("qdrant://"))
+        yield client
+        client.close()
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+        """Make the collection and the alias."""
+        from qdrant_client import models
+
+        distance = {"cosine": models.Distance.COSINE, "ip": models.Distance.DOT, "l2": models.Distance.EUCLID}[metric]
+        with self.client() as client:
+            client.create_collection("items_v1", models.VectorParams(size=vectors_ND.shape[1], distance=distance))
+            payloads = [{"price": row % 10} for row in range(len(vectors_ND))]
+            client.upload_collection("items_v1", vectors_ND, payloads, range(len(vectors_ND)))
+            alias = models.CreateAlias(collection_name="items_v1", alias_name="items")
+            client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
+
+    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Write a point."""
+        from qdrant_client import models
+
+        with self.client() as client:
+            client.upsert("items", [models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": 1})])
+
+    def note(self, item: str, value: str | None) -> None:
+        """Set a key of the payload of one point."""
+        with self.client() as client:
+            client.set_payload("items", {"about": value}, [int(item)])
+
+    def delete(self, item: str) -> None:
+        """Delete a point."""
+        with self.client() as client:
+            client.delete("items", [int(item)])
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        """Read a collection, as directions: the local mode brings vectors to length 1 only when it searches."""
+        with self.client() as client:
+            points, _ = client.scroll(space, limit=10_000, with_vectors=True)
+        found = {str(point.id): np.array(point.vector) for point in points}
+        return {item: (vector / np.linalg.norm(vector)).astype(np.float32) for item, vector in found.items()}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        """Replace a vector, and leave the payload."""
+        from qdrant_client import models
+
+        with self.client() as client:
+            client.update_vectors(space, [models.PointVectors(id=int(item), vector=vector_D.tolist())])
+
+    def everything(self) -> Any:
+        """Return aliases, and what each collection is and holds."""
+        with self.client() as client:
+            aliases = {alias.alias_name: alias.collection_name for alias in client.get_aliases().aliases}
+            names = sorted(found.name for found in client.get_collections().collections)
+            held = {name: client.scroll(name, limit=10_000, with_vectors=True)[0] for name in names}
+            return aliases, held, {name: client.get_collection(name).config for name in names}
+
+
+@contextmanager
+def qdrant_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Make an empty folder of the client's local mode."""
+    from qdrant_client import QdrantClient
+
+    QdrantClient(path=str(folder / "qdrant")).close()
+    yield QdrantPlace(f"qdrant://{folder}/qdrant")
+
+
+@contextmanager
+def qdrant_server_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Start a stand-in for a server."""
+    from qdrant_server import served
+
+    with served() as server:
+        yield QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
+
+
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
     "lancedb": lance_place,
     "milvus": milvus_place,
+    "qdrant": qdrant_place,
+    "qdrant-server": qdrant_server_place,
 }
-"""Scheme -> what makes an empty database in a folder, or on a server that tests share."""
+"""Name of a test -> what makes an empty database in a folder, or on a server that tests share."""
 READABLE = {
     **PLACES,
     "file": gallery_place,

@@ -63,6 +63,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
         "langchain_core": "langchain-core",
         "llama_index": "llama-index-core",
         "haystack": "haystack-ai",
+        "qdrant_client": "qdrant-client",
     }
     imported = set()
     for path in MODULES:

@@ -15,6 +15,8 @@ KINDS = {
     "file": "gallery",
     "lancedb": "lancedb",
     "milvus": "milvus",
+    "qdrant": "qdrant",
+    "qdrants": "qdrant",
 }
 """Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
 
@@ -24,8 +26,8 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
 
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
-            ``chroma:///folder?collection=items``: a collection; ``lancedb:///folder?table=items``: a table of LanceDB;
-            ``file:///folder``: a gallery. docs/stores.md has them all.
+            ``qdrant://host:6333/items``, ``milvus://host/db?collection=items``, ``chroma:///folder?collection=items``: a
+            collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. docs/stores.md has them all.
 
     Returns:
         The store; nothing of it is changed or read yet but what its tables are.

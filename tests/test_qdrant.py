@@ -1,0 +1,343 @@
+"""Qdrant: its kinds of vectors and ids, settings, aliases, servers and keys; test_stores.py has the rest.
+
+No server runs here: qdrant_server.py stands in for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import pytest
+import torch
+from store_places import QdrantPlace
+
+import xcompat.stores
+from xcompat import Fingerprint, XcompatError
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+from xcompat.retrieval.versions import identity
+from xcompat.stores import Store, migration
+from xcompat.stores.base import LostConnectionError
+from xcompat.stores.mapping import Mapping
+
+qdrant_client = pytest.importorskip("qdrant_client")
+from qdrant_client import models  # noqa: E402
+from qdrant_server import Server, served  # noqa: E402
+
+N, OLD_DIM, NEW_DIM = 60, 8, 12
+OLD = Fingerprint.from_string("the old model")
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def mapping(vectors: np.ndarray) -> Mapping:
+    """A map of galleries, solved."""
+    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
+    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
+    return Mapping(RidgeModel(config).fit([pairs]).eval())
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with served() as found:
+        yield found
+
+
+def address(server: Server, name: str = "items", **options: str) -> str:
+    """Return the address of a collection of a server."""
+    more = "&".join(f"{key}={value}" for key, value in options.items())
+    return f"qdrant://127.0.0.1:{server.port}/{name}" + "?" * bool(more) + more
+
+
+def alias(client: Any, collection: str = "items_v1", name: str = "items") -> None:
+    """Let services ask a collection by an alias."""
+    made = models.CreateAlias(collection_name=collection, alias_name=name)
+    client.update_collection_aliases([models.CreateAliasOperation(create_alias=made)])
+
+
+def opened(uri: str) -> Store:
+    """Open a store whose vectors the old model made."""
+    store = xcompat.stores.open(uri)
+    store.name_model(store.space, OLD)
+    return store
+
+
+# --------------------------------------------------------------------------------------------- what stands beside a vector
+
+
+def filled_with_all_kinds(client: Any, vectors: np.ndarray) -> list[str | int]:
+    """Make a collection of named, sparse and multiple vectors, numbers and UUIDs, and points without the searched vector."""
+    client.create_collection(
+        "items_v1",
+        {
+            "image": models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE),
+            "title": models.VectorParams(size=3, distance=models.Distance.DOT),
+            "tokens": models.VectorParams(
+                size=2,
+                distance=models.Distance.DOT,
+                multivector_config=models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM),
+            ),
+        },
+        sparse_vectors_config={"words": models.SparseVectorParams()},
+        metadata={"owner": "shop"},
+    )
+    ids: list[str | int] = [row if row % 2 else str(UUID(int=row)) for row in range(N)]
+    points = []
+    for row, item in enumerate(ids):
+        known: dict[str, Any] = {"image": vectors[row].tolist(), "title": [row, 0.5, -1.0]}
+        known |= {"tokens": [[row, 1.0]] * (1 + row % 3)} if row % 5 else {}
+        known |= {"words": models.SparseVector(indices=[1, row + 2], values=[0.5, 2.0])} if row % 3 else {}
+        if row in (7, 8):
+            del known["image"]
+        points.append(models.PointStruct(id=item, vector=known, payload={"row": row, "tags": {"b": None, "a": [1]}}))
+    client.upsert("items_v1", points)
+    alias(client)
+    return ids
+
+
+def held(client: Any, name: str) -> dict[Any, Any]:
+    """Return payloads and vectors of a collection, but for the one that is mapped."""
+    points, _ = client.scroll(name, limit=1000, with_vectors=True)
+    return {point.id: (point.payload, {key: v for key, v in point.vector.items() if key != "image"}) for point in points}
+
+
+def test_whatever_stands_beside_the_vector_is_copied_as_it_is(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+    ids = filled_with_all_kinds(server.client, vectors)
+    store = opened(address(server, vector="image"))
+    assert store.count() == N and store.count("items") == N - 2
+    [rows] = store.rows(1000, content="row")
+    assert sorted(rows.ids) == sorted(str(item) for row, item in enumerate(ids) if row not in (7, 8))
+    assert [ids.index(int(name) if name.isdigit() else name) for name in rows.ids] == rows.contents
+    before = held(server.client, "items_v1")
+    migration.start(store, mapping, "items_v2", batch=7)
+    server.client.delete_vectors("items", ["image"], [1])
+    server.client.set_payload("items", {"price": 3}, [7])  # a point without the searched vector
+    server.client.update_vectors("items", [models.PointVectors(id=3, vector={"title": [9.0, 9.0, 9.0]})])
+    after = held(server.client, "items_v1")
+    assert before != after
+    migration.switch(store, mapping)
+    copied = held(server.client, "items")
+    assert {item: (payload.pop("xcompat_state") and payload, rest) for item, (payload, rest) in copied.items()} == after
+    store = xcompat.stores.open(address(server, vector="image"))
+    assert store.count() == N and store.count("items") == N - 3
+    assert store.search(mapping(vectors[9:10]), 1)[0][0].id == "9"
+    migration.finish(store)
+    assert held(server.client, "items") == after
+    kept = server.client.get_collection("items_v2").config.metadata
+    assert kept["owner"] == "shop" and kept.keys() == {"owner", "xcompat_model"}
+
+
+def test_the_new_collection_has_the_settings_of_the_old_one(
+    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = qdrant_client.QdrantClient(port=server.port, check_compatibility=False)
+    client.create_collection(
+        "items_v1",
+        models.VectorParams(
+            size=OLD_DIM, distance=models.Distance.COSINE, on_disk=True, hnsw_config=models.HnswConfigDiff(ef_construct=64)
+        ),
+        shard_number=3,
+        replication_factor=2,
+        write_consistency_factor=2,
+        on_disk_payload=True,
+        hnsw_config=models.HnswConfigDiff(m=8),
+        optimizers_config=models.OptimizersConfigDiff(indexing_threshold=500),
+        wal_config=models.WalConfigDiff(wal_capacity_mb=16),
+        quantization_config=models.ScalarQuantization(
+            scalar=models.ScalarQuantizationConfig(type=models.ScalarType.INT8, quantile=0.99)
+        ),
+        strict_mode_config=models.StrictModeConfig(enabled=True, max_query_limit=5000),
+    )
+    client.create_payload_index("items_v1", "price", models.PayloadSchemaType.INTEGER)
+    client.create_payload_index("items_v1", "text", models.TextIndexParams(type=models.TextIndexType.TEXT, min_token_len=2))
+    client.upload_collection("items_v1", vectors, ids=range(N), wait=True)
+    alias(client)
+    waited: list[float] = []
+    monkeypatch.setattr("xcompat.stores.qdrant.time.sleep", waited.append)
+    store = opened(address(server))
+    migration.start(store, mapping, "items_v2", dtype="float16")
+    server.statuses = ["green", "yellow", "yellow", "green"]
+    assert store.index_like("items_v2") == ["price", "text"] and waited == [1, 1]
+    old, new = (client.get_collection(name) for name in ("items_v1", "items_v2"))
+    assert old.payload_schema == new.payload_schema and len(new.payload_schema) == 2
+    assert new.config.params.vectors.size == NEW_DIM and new.config.params.vectors.datatype == models.Datatype.FLOAT16
+    new.config.params.vectors.size, new.config.params.vectors.datatype = OLD_DIM, None
+    old.config.metadata = new.config.metadata = None
+    assert old.config == new.config
+
+
+def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+    """What the first one wrote into payloads means nothing to the second one."""
+    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
+    server.client.upload_collection("items_v1", vectors, ids=range(N))
+    alias(server.client)
+    back = RidgeModel.config_class(old=describe_old(mapping.made[0], NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
+    pairs = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
+    second = Mapping(RidgeModel(back).fit([pairs]).eval())
+    store = opened(address(server))
+    for number, made in ((2, mapping), (3, second)):
+        migration.start(store, made, f"items_v{number}")
+        assert migration.verify(store, made, queries=9).passed
+        migration.switch(store, made)
+        assert migration.status(store)[1] == 0 and migration.rollback(store)[1] == 0
+        assert migration.status(store)[1] == 0
+        migration.switch(store, made)
+        migration.finish(store)
+    assert store.spaces().keys() == {"items"} and store.count() == N
+    assert [found.name for found in server.client.get_collections().collections] == ["items_v3"]
+
+
+def test_what_is_written_in_the_last_moment_is_caught_up(
+    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
+    server.client.upload_collection("items_v1", vectors, ids=range(N))
+    alias(server.client)
+    store = opened(address(server))
+    migration.start(store, mapping, "items_v2")
+    switched: Callable[[str], None] = store.switch
+
+    def late(space: str) -> None:
+        switched(space)  # the server was asked before, and answers afterwards
+        server.client.upsert("items_v1", [models.PointStruct(id=100, vector=vectors[5].tolist(), payload={"late": True})])
+        server.client.delete("items_v1", [3])
+
+    monkeypatch.setattr(store, "switch", late)
+    migration.switch(store, mapping)
+    found = {hit.id for hit in store.search(mapping(vectors[:1]), N + 1)[0]}
+    assert found == {str(row) for row in range(N) if row != 3} | {"100"}
+
+
+# ----------------------------------------------------------------------------------------------------- searching
+
+
+def test_filters_are_objects_dictionaries_or_json(server: Server, vectors: np.ndarray) -> None:
+    place = QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
+    place.fill(vectors)
+    store = xcompat.stores.open(place.uri())
+    spoken = json.loads(place.cheap)
+    found = [[hit.id for hit in store.search(vectors[:1], N, each)[0]] for each in (place.cheap, spoken, models.Filter(**spoken))]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 18
+    for wrong in ("price < 3", '{"mast": []}', {"must": [{"key": "price", "rank": 3}]}):
+        with pytest.raises(XcompatError) as refusal:
+            store.search(vectors[:1], 3, wrong)
+        assert "\n" not in str(refusal.value) and str(refusal.value).startswith("qdrant://")
+
+
+def test_a_search_asks_once(server: Server, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    QdrantPlace("", server.client).fill(vectors)
+    store = xcompat.stores.open(address(server))
+    server.answers = 1
+    assert [each[0].id for each in store.search(vectors[:5], 1)] == list("01234")
+    assert server.answers == 0
+
+
+# ------------------------------------------------------------------------------------------------- servers and keys
+
+
+@pytest.mark.filterwarnings("ignore:Batch upload failed")
+def test_a_lost_connection_is_a_clear_stop_that_continues(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+    QdrantPlace("", server.client).fill(vectors)
+    store = opened(address(server))
+    server.answers = 60
+    with pytest.raises(LostConnectionError, match="does not answer .* it continues") as refusal:
+        migration.start(store, mapping, "items_v2", batch=10)
+    assert "\n" not in str(refusal.value)
+    server.answers = 10**9
+    store = xcompat.stores.open(address(server))
+    assert migration.status(store)[1] in range(1, N)
+    migration.start(store, mapping)
+    assert migration.status(store)[1] == 0 and migration.verify(store, mapping, 9).passed
+
+
+@pytest.mark.filterwarnings("ignore:Api key is used")
+def test_keys_open_a_server_and_are_never_printed(
+    vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    with served(key="wr1te-me", reader="r3ad-me") as server:
+        QdrantPlace("", server.client).fill(vectors)
+        for given in ({}, {"api_key": "gue55ed"}):
+            with pytest.raises(XcompatError, match="Forbidden") as refusal:
+                xcompat.stores.open(address(server, **given))
+            said.append(str(refusal.value))
+        store = opened(address(server, api_key="wr1te-me"))
+        monkeypatch.setenv("QDRANT_API_KEY", "r3ad-me")
+        reader = xcompat.stores.open(address(server))
+        assert reader.find(vectors[:1], OLD, 1)[0][0].id == "0"
+        before = server.client.get_collection("items_v1").config
+        with pytest.raises(XcompatError, match="the key does not allow that") as refusal:
+            migration.start(reader, mapping)
+        said.append(str(refusal.value))
+        assert server.client.get_collection("items_v1").config == before and len(server.engine.collections) == 1
+        said += [str(store.uri), repr(store.describe()), str(reader.uri)]
+    assert not any(key in text for key in ("wr1te", "r3ad", "gue55ed") for text in [*said, *capfd.readouterr()])
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.filterwarnings("ignore:Api key is used")
+def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    filled_with_all_kinds(server.client, vectors)
+    server.client.create_collection("city", models.VectorParams(size=2, distance=models.Distance.MANHATTAN))
+    qdrant_client.QdrantClient(path=str(tmp_path / "folder")).close()
+    refused = [
+        (address(server, "itms"), "no collection 'itms'; did you mean 'items'"),
+        (address(server), "has image, title; name one with vector="),
+        (address(server, vector="imge"), "'imge' is none of them; did you mean 'image'"),
+        (address(server, vector="tokens"), "'tokens' is none of them"),
+        (address(server, vector="words"), "'words' is none of them"),
+        (address(server, "city"), "compares by Manhattan distance"),
+        (address(server, vector="image", metric="ip"), "compares by Cosine, which is metric=cosine; leave metric= out"),
+        (address(server, collection="items"), "has no option 'collection'"),
+        (f"qdrant://127.0.0.1:{server.port}", "names no collection"),
+        (f"qdrant://127.0.0.1:{server.port}/a/b", "names no collection"),
+        ("qdrant://me:secret@127.0.0.1:1/items", "Qdrant knows no users"),
+        ("qdrant://127.0.0.1:1/items?api_key=secret", "does not answer"),
+        ("qdrant://127.0.0.1:port/items", "port"),
+        (f"qdrant://{tmp_path}/nowhere/items", "is no folder of Qdrant's local mode"),
+        (f"qdrant://{tmp_path}/folder/items", "there is no collection 'items'"),
+    ]
+    for uri, said in refused:
+        with pytest.raises(XcompatError, match=said) as refusal:
+            xcompat.stores.open(uri)
+        assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
+    assert not (tmp_path / "nowhere").exists()
+    with served(version="1.13.4") as old, pytest.raises(XcompatError, match="is Qdrant 1.13.4, .* 1.16 is the first"):
+        xcompat.stores.open(address(old))
+
+
+def test_a_collection_without_an_alias_is_searched_and_not_migrated(
+    server: Server, vectors: np.ndarray, mapping: Mapping
+) -> None:
+    QdrantPlace("", server.client).fill(vectors)
+    store = opened(address(server, "items_v1"))
+    assert store.find(vectors[:1], OLD, 1)[0][0].id == "0" and store.describe()["spaces"] == {"items_v1": OLD_DIM}
+    before = server.client.get_collection("items_v1").config
+    with pytest.raises(XcompatError, match="give it an alias .*, let services ask by the alias, and name that in the address"):
+        migration.start(store, mapping, "items_v2")
+    assert server.client.get_collection("items_v1").config == before and len(server.engine.collections) == 1
+
+
+def test_collections_of_others_are_neither_filled_nor_deleted(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+    QdrantPlace("", server.client).fill(vectors)
+    server.client.create_collection("theirs", models.VectorParams(size=NEW_DIM, distance=models.Distance.COSINE))
+    store = opened(address(server))
+    with pytest.raises(XcompatError, match="a collection or an alias 'theirs' .* already; choose another name"):
+        migration.start(store, mapping, "theirs")
+    begun = migration.Migration(space="items", into="theirs", model=identity(mapping.model).digest)
+    store.set_record(migration.RECORD, begun.model_dump())  # as if it was killed before it was refused
+    migration.rollback(store)
+    assert server.client.collection_exists("theirs") and store.record(migration.RECORD) is None

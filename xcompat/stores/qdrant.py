@@ -1,0 +1,396 @@
+"""Qdrant: spaces are collections with the same ids, and services ask by an alias, which a switch turns round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from qdrant_client import models
+from typing_extensions import override
+
+from xcompat.errors import XcompatError, nearest
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import Hit
+from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.lease import Lease
+from xcompat.stores.qdrant_collections import (
+    STATE,
+    Point,
+    connect,
+    dense,
+    explained,
+    made_like,
+    metric_of,
+    numbers_in,
+    point_id,
+    point_of,
+    vector_of,
+    with_vector,
+)
+from xcompat.stores.uri import StoreUri
+
+OPTIONS = ("vector", "metric", "api_key")
+MARK = "xcompat_"
+"""Begins the keys of a collection's metadata that are ours."""
+PAGE = 1000
+"""Most points of a request that reads."""
+POINTS, NUMBERS = 64, 1_000_000
+"""Most points of a request that writes, and most numbers in it: servers take 32 MB."""
+
+
+class QdrantStore(Store):
+    """An alias and the collection behind it.
+
+    What is known of a migration is metadata of the collection that was there before it, which is ``<alias>_before`` after the
+    switch: so that a switch is one change of aliases and nothing else.
+    """
+
+    def __init__(self, uri: StoreUri) -> None:
+        self.uri = uri
+        self.client, self.space, self.embedded = connect(uri)
+        self.before = self.space + BEFORE
+        self.lease: Lease | None = None
+        info = self._info(self._real(self.space))
+        self.vector = vector_of(uri, info)
+        self.metric = metric_of(uri, dense(info)[self.vector])
+        self.known = self.spaces()
+
+    # ------------------------------------------------------------------------------------------------- collections
+
+    def _aliases(self) -> dict[str, str]:
+        with explained(self.uri):
+            return {alias.alias_name: alias.collection_name for alias in self.client.get_aliases().aliases}
+
+    def _names(self) -> set[str]:
+        with explained(self.uri):
+            return {found.name for found in self.client.get_collections().collections}
+
+    def _real(self, name: str) -> str:
+        """Return the collection that a name means."""
+        known = self._aliases()
+        if name not in known and name not in (others := self._names()):
+            raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, sorted({*known, *others}))}")
+        return known.get(name, name)
+
+    def _home(self) -> str:
+        """Return the collection whose metadata hold the records."""
+        known = self._aliases()
+        return known.get(self.before) or known.get(self.space, self.space)
+
+    def _info(self, collection: str) -> models.CollectionInfo:
+        with explained(self.uri):
+            return self.client.get_collection(collection)
+
+    def _noted(self, collection: str) -> dict[str, Any]:
+        """Return what xcompat wrote into a collection's metadata."""
+        found = self._info(collection).config.metadata or {}
+        return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
+
+    def _note(self, collection: str, **values: Any) -> None:  # noqa: ANN401
+        with explained(self.uri):
+            self.client.update_collection(collection, metadata={MARK + key: value for key, value in values.items()})
+
+    def _is_copy(self, name: str, of: str) -> bool:
+        """Whether a collection was made by a migration of another one."""
+        real = self._real(name)
+        return real != of and self._noted(real).get("copies") == of
+
+    @override
+    def spaces(self) -> dict[str, Space]:
+        aliases, home = self._aliases(), self._home()
+        found = {name: aliases[name] for name in (self.space, self.before) if name in aliases} or {self.space: self.space}
+        begun = self.record("migration")
+        into = begun["into"] if begun else None
+        if into in self._names() and into not in found.values() and self._is_copy(into, home):
+            found[into] = into
+        self.known = {name: self._space(name, self._info(real)) for name, real in found.items()}
+        return dict(self.known)
+
+    def _space(self, name: str, info: models.CollectionInfo) -> Space:
+        if (params := dense(info).get(self.vector)) is None:
+            raise XcompatError(f"{self.uri}: {name} has no single dense vector {self.vector!r} any more")
+        model = (info.config.metadata or {}).get(MARK + "model")
+        dtype = params.datatype or models.Datatype.FLOAT32
+        return Space(name, params.size, dtype.value, Fingerprint(model["digest"], model["name"]) if model else None)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @override
+    def count(self, space: str | None = None, without: str | None = None) -> int:
+        if without is not None and space is not None and self.count(without):
+            return sum(len(rows.ids) for rows in self.rows(PAGE, None, without, space))
+        wanted = self._filter(True) if space is not None else None
+        with explained(self.uri):
+            return self.client.count(space or self.space, wanted, exact=True).count
+
+    def _filter(self, has_vector: bool) -> models.Filter:
+        has = models.HasVectorCondition(has_vector=self.vector)
+        return models.Filter(must=[has]) if has_vector else models.Filter(must_not=[has])
+
+    @override
+    def search(
+        self,
+        vectors_QD: ArrayLike,
+        top_k: int = 10,
+        filter: models.Filter | dict[str, Any] | str | None = None,
+        space: str | None = None,
+    ) -> list[list[Hit]]:
+        name, queries_QD = space or self.space, np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        own = self.known.get(name)
+        if own is None or own.dim != queries_QD.shape[1]:  # it may have been switched
+            own = self.spaces()[name]
+        if own.dim != queries_QD.shape[1]:
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        asked: dict[str, Any] = {"using": self.vector or None, "limit": top_k, "with_payload": False}
+        with explained(self.uri):
+            if isinstance(filter, str):
+                filter = models.Filter.model_validate_json(filter)  # noqa: A001
+            elif isinstance(filter, dict):
+                filter = models.Filter.model_validate(filter)  # noqa: A001
+            if len(queries_QD) == 1:  # the client takes longer for a batch of one
+                found = [self.client.query_points(name, queries_QD[0].tolist(), query_filter=filter, **asked)]
+            else:
+                requests = [models.QueryRequest(query=query, filter=filter, **asked) for query in queries_QD.tolist()]
+                found = self.client.query_batch_points(name, requests)
+        version = own.fingerprint or UNKNOWN
+        return [[Hit(str(hit.id), self._score(hit.score), version, None) for hit in each.points] for each in found]
+
+    def _score(self, score: float) -> float:
+        """Return what :class:`~xcompat.retrieval.Hit` calls a score: higher is better."""
+        return -(score**2) if self.metric == "l2" else score
+
+    def _points(
+        self, space: str, page: int, after: str | None = None, without: str | None = None, has_vector: bool = True
+    ) -> Iterator[list[Point]]:
+        """Read points in the order of their ids, those of a request at a time."""
+        lacking = self._lacking(without, space) if without is not None else list
+        wanted, offset = self._filter(has_vector), point_id(after)
+        while True:
+            with explained(self.uri):
+                records, offset = self.client.scroll(space, wanted, page, offset=offset, with_payload=True, with_vectors=True)
+            yield lacking([self._point(record) for record in records if str(record.id) != after])
+            if offset is None:
+                return
+
+    def _point(self, found: models.Record | models.ScoredPoint) -> Point:
+        return point_of(found, self.vector, self.metric)
+
+    def _lacking(self, space: str, other: str) -> Callable[[list[Point]], list[Point]]:
+        """Return what keeps those points of another space that a space lacks, or has as they were before they changed."""
+        is_copy = self._is_copy(space, self._real(other))
+
+        def lacking(points: list[Point]) -> list[Point]:
+            there = self._states(space, [point.rest.id for point in points])
+            return [
+                point
+                for point in points
+                if point.rest.id not in there or (is_copy and there[point.rest.id] not in (None, point.state))
+            ]
+
+        return lacking
+
+    def _states(self, space: str, ids: list[Any]) -> dict[Any, str | None]:
+        """Return the states that points of a space carry by id, None for points that services wrote."""
+        with explained(self.uri):
+            found = self.client.retrieve(space, ids, with_payload=[STATE]) if ids else []
+        return {record.id: (record.payload or {}).get(STATE) for record in found}
+
+    @override
+    def rows(
+        self,
+        batch: int,
+        after: str | None = None,
+        without: str | None = None,
+        space: str | None = None,
+        content: str | None = None,
+    ) -> Iterator[Rows]:
+        found: list[Point] = []
+        for points in self._points(space or self.space, min(batch, PAGE), after, without):
+            found += points
+            while len(found) >= batch:
+                yield self._rows(found[:batch], content)
+                del found[:batch]
+        if found:
+            yield self._rows(found, content)
+
+    def _rows(self, points: list[Point], content: str | None = None) -> Rows:
+        vectors_ND = np.stack([point.vector_D for point in points if point.vector_D is not None])
+        contents = [(point.rest.payload or {}).get(content) for point in points] if content is not None else None
+        return Rows([str(point.rest.id) for point in points], vectors_ND, [point.state for point in points], contents, [*points])
+
+    @override
+    def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
+        random = models.SampleQuery(sample=models.Sample.RANDOM)
+        with explained(self.uri):
+            drawn = self.client.query_points(
+                self.space, random, query_filter=self._filter(True), limit=count, with_payload=True, with_vectors=True
+            ).points
+        points = {hit.id: self._point(hit) for hit in drawn}
+        for point in self._lacking(other, self.space)(list(points.values())):
+            del points[point.rest.id]
+        if not points:
+            empty = np.empty((0, 0), np.float32)
+            return Rows([], empty, []), empty
+        with explained(self.uri):
+            found = self.client.retrieve(other, list(points), with_payload=False, with_vectors=True)
+        theirs = {record.id: self._point(record).vector_D for record in found}
+        both = [(point, vector_D) for name, point in points.items() if (vector_D := theirs.get(name)) is not None]
+        return self._rows([point for point, _ in both], content), np.stack([vector_D for _, vector_D in both])
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    @override
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        aliases, names = self._aliases(), self._names()
+        if self.space not in aliases:
+            raise XcompatError(
+                f"{self.uri} is a collection, and services that ask by its name cannot be switched: give it an alias "
+                f"(client.update_collection_aliases), let services ask by the alias, and name that in the address"
+            )
+        for taken in (name, self.before):
+            if taken in aliases or taken in names:
+                raise XcompatError(f"{self.uri} has a collection or an alias {taken!r} beside it already; choose another name")
+        own = aliases[self.space]
+        info = self._info(own)
+        if info.config.params.sharding_method == models.ShardingMethod.CUSTOM:
+            raise XcompatError(f"{self.uri} has shards by keys of its own, which cannot be copied; migrate it by hand")
+        kept = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith(MARK)}
+        ours = {MARK + "model": {"digest": model.digest, "name": model.name}, MARK + "copies": own}
+        with explained(self.uri):
+            self.client.create_collection(name, **made_like(info, self.vector, dim, dtype), metadata={**kept, **ours})
+        self._index(name, info)
+
+    @override
+    def name_model(self, space: str, model: Fingerprint) -> None:
+        if space not in (known := self.spaces()):
+            raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
+        self._note(self._real(space), model={"digest": model.digest, "name": model.name})
+        self.known = self.spaces()
+
+    @override
+    def write(self, space: str, rows: Rows) -> int:
+        return self._upload(space, rows.copies or [], rows.vectors_ND)
+
+    def _upload(self, space: str, points: list[Point], vectors_ND: NDArray[np.float32] | None) -> int:
+        """Write points with new vectors, or those without the searched vector as they are."""
+        dim = vectors_ND.shape[1] if vectors_ND is not None else 0
+        size = max(1, dim + max(map(numbers_in, points), default=0))
+        new = vectors_ND if vectors_ND is not None else [None] * len(points)
+        made = (with_vector(point, self.vector, vector_D) for point, vector_D in zip(points, new, strict=True))
+        with explained(self.uri):
+            self.client.upload_points(space, made, batch_size=min(POINTS, max(1, NUMBERS // size)), wait=True)
+        return len(points)
+
+    @override
+    def tidy(self, space: str, like: str) -> int:
+        """Delete copies of points that another space has no more, and copy points without the searched vector as they are."""
+        for points in self._points(like, PAGE, without=space, has_vector=False):
+            self._upload(space, points, None)
+        gone, offset = 0, None
+        while True:
+            with explained(self.uri):
+                records, offset = self.client.scroll(space, None, PAGE, offset=offset, with_payload=[STATE])
+                copies = [record.id for record in records if STATE in (record.payload or {})]
+                kept = {record.id for record in self.client.retrieve(like, copies, with_payload=False)} if copies else set()
+                if lost := [name for name in copies if name not in kept]:
+                    self.client.delete(space, models.PointIdsList(points=lost), wait=True)
+            gone += len(lost)
+            if offset is None:
+                return gone
+
+    @override
+    def index_like(self, space: str) -> list[str]:
+        """Index the same fields of the payload, and wait until the server has indexed the vectors."""
+        made = self._index(space, self._info(self._real(self.space)))
+        while (status := self._info(self._real(space)).status) == models.CollectionStatus.YELLOW:
+            self.renew_claim()
+            time.sleep(1)
+        if status == models.CollectionStatus.RED:
+            raise XcompatError(f"{self.uri}: the server cannot index {space}; look into its log, then start again")
+        return made
+
+    def _index(self, space: str, like: models.CollectionInfo) -> list[str]:
+        """Index fields of the payload; before the points come, so that the graph of vectors knows of them."""
+        for field, index in like.payload_schema.items():
+            with explained(self.uri):
+                self.client.create_payload_index(space, field, index.params or index.data_type, wait=True)
+        return list(like.payload_schema)
+
+    @override
+    def switch(self, space: str) -> None:
+        if self._real(self.space) != space:
+            self._alias({self.before: self._home(), self.space: space})
+
+    @override
+    def switch_back(self, space: str) -> None:
+        if self.before in self._aliases():
+            self._alias({self.space: self._home()}, self.before)
+
+    def _alias(self, names: dict[str, str], gone: str | None = None) -> None:
+        """Let names mean collections, at once."""
+        actions: list[models.CreateAliasOperation | models.DeleteAliasOperation] = [
+            models.CreateAliasOperation(create_alias=models.CreateAlias(collection_name=collection, alias_name=name))
+            for name, collection in names.items()
+        ]
+        if gone is not None:
+            actions.append(models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=gone)))
+        with explained(self.uri):
+            self.client.update_collection_aliases(actions)
+
+    @override
+    def drop_space(self, name: str) -> None:
+        """Delete a collection; after a switch the new one gets the records, and its payloads are again as services wrote them."""
+        own, gone = self._real(self.space), self._real(name)
+        if name == self.before:
+            noted = self._noted(gone)
+            self._note(own, **{key: noted.get(key) for key in ("migration", "claim")})
+        with explained(self.uri):
+            self.client.delete_collection(gone)
+            if name == self.before:
+                self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
+                self._note(own, copies=None)
+
+    # ------------------------------------------------------------------------------------------------- claims and records
+
+    @override
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        if self.embedded:  # the client lets nobody else open the folder
+            yield
+            return
+        self.lease = Lease(self)
+        try:
+            with self.lease.held():
+                yield
+        finally:
+            self.lease = None
+
+    @override
+    def renew_claim(self) -> None:
+        if self.lease is not None:
+            self.lease.renew()
+
+    @override
+    def record(self, key: str) -> dict[str, Any] | None:
+        return self._noted(self._home()).get(key)
+
+    @override
+    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        self._note(self._home(), **{key: value})
+
+    @override
+    def close(self) -> None:
+        self.client.close()
+
+
+def open_store(uri: str) -> QdrantStore:
+    """Open a collection by its address."""
+    return QdrantStore(StoreUri.parse(uri, OPTIONS))
