@@ -28,6 +28,7 @@ TOYS = {
     "pair_memory": {"most": 128},
     "stores": {"items": 200, "migrated": 0, "dim": 8, "queries": 2, "rounds": 1},
     "chroma_milvus_stores": {"items": 60, "dim": 8, "rounds": 1},
+    "qdrant_store": {"items": 60, "dim": 8},
 }
 
 
