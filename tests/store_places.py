@@ -14,14 +14,31 @@ from urllib.parse import urlencode
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from numpy.typing import NDArray
 
 import xcompat.stores
 from xcompat import Fingerprint
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
 from xcompat.retrieval import Gallery
 from xcompat.stores import Store
 
 OLD = Fingerprint.from_string("the old model")
+
+
+def unit_vectors(count: int, dim: int) -> NDArray[np.float32]:
+    """Return (count, dim) random directions, the same each time."""
+    rows = np.random.default_rng(0).standard_normal((count, dim)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def map_of_galleries(vectors_Nd: NDArray[np.float32], dim: int) -> RidgeModel:
+    """Solve a map of the old model's vectors to so many dimensions."""
+    new = vectors_Nd @ np.random.default_rng(1).standard_normal((vectors_Nd.shape[1], dim)).astype(np.float32)
+    old = describe_old(OLD, vectors_Nd.shape[1])
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors_Nd)
+    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=dim, direction="old_to_new")).fit([pairs]).eval()
 
 
 class Readable(ABC):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_places import ChromaPlace, chroma_place
+from store_places import ChromaPlace, chroma_place, map_of_galleries, unit_vectors
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
@@ -30,17 +30,13 @@ OLD = Fingerprint.from_string("the old model")
 
 @pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
-    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit_vectors(N, OLD_DIM)
 
 
 @pytest.fixture(scope="module")
 def model(vectors: np.ndarray) -> RidgeModel:
     """A map of galleries, solved."""
-    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
-    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
-    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
-    return RidgeModel(config).fit([pairs]).eval()
+    return map_of_galleries(vectors, NEW_DIM)
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from store_places import MilvusPlace, milvus_place
+from store_places import MilvusPlace, map_of_galleries, milvus_place, unit_vectors
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import RidgeModel
-from xcompat.models import describe_old
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
@@ -25,17 +23,13 @@ OLD = Fingerprint.from_string("the old model")
 
 @pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
-    rows = np.random.default_rng(0).standard_normal((N, OLD_DIM)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit_vectors(N, OLD_DIM)
 
 
 @pytest.fixture(scope="module")
 def model(vectors: np.ndarray) -> RidgeModel:
     """A map of galleries, solved."""
-    new = vectors @ np.random.default_rng(1).standard_normal((OLD_DIM, NEW_DIM)).astype(np.float32)
-    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
-    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors)
-    return RidgeModel(config).fit([pairs]).eval()
+    return map_of_galleries(vectors, NEW_DIM)
 
 
 @pytest.fixture

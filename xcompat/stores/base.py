@@ -196,6 +196,21 @@ class Store(ABC):
             )
         return self.search(view, top_k, filter)
 
+    def queries(self, vectors_QD: ArrayLike, own: Space) -> NDArray[np.float32]:
+        """Return queries as (Q, D) float32, one of them as one row.
+
+        Args:
+            vectors_QD: (Q, D) or (D,).
+            own: the space that they search.
+
+        Raises:
+            XcompatError: they have another dimension.
+        """
+        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        if own.dim is not None and queries_QD.shape[1] != own.dim:
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        return queries_QD
+
     # ------------------------------------------------------------------------------------------------- writing
 
     @abstractmethod

@@ -114,9 +114,7 @@ class ChromaStore(Store):
         if name not in self._searched:
             self.spaces()
         collection, own = self._searched[name]
-        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
-        if own.dim is not None and queries_QD.shape[1] != own.dim:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        queries_QD = self.queries(vectors_QD, own)
         asked: dict[str, Any] = {"query_embeddings": queries_QD, "n_results": top_k, "include": ["distances"]}
         with explained(self.uri):
             found = collection.query(**asked, **_conditions(filter))

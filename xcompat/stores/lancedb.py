@@ -116,9 +116,7 @@ class LanceStore(Store):
         space: str | None = None,
     ) -> list[list[Hit]]:
         own = self.spaces()[space or self.space]
-        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
-        if queries_QD.shape[1] != own.dim:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        queries_QD = self.queries(vectors_QD, own)
         if not len(queries_QD):
             return []
         with explained(self.uri):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.progress import progress_bar, rate_of
 from xcompat.stores.ahead import ahead
-from xcompat.stores.base import BEFORE, Rows, Store
+from xcompat.stores.base import BEFORE, Store
 
 if TYPE_CHECKING:
     from xcompat.stores.embedding import Embedding
@@ -223,7 +223,7 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
         made, place = mapping.of(store, rows), {item: row for row, item in enumerate(rows.ids)}
         kept = [place[item] for item in made.ids]
         mapped_ND, stored_ND = made.vectors_ND, stored_ND[kept]
-        rows = Rows(made.ids, rows.vectors_ND[kept], made.states)
+        rows = rows.pick(kept)
     wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
     shares, started = [], time.monotonic()
     for old_D, new_D in zip(rows.vectors_ND, mapped_ND, strict=True):

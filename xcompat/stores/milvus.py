@@ -139,9 +139,7 @@ class MilvusStore(Store):
         if name not in self._searched:
             self.spaces()
         own = self._searched[name]
-        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
-        if queries_QD.shape[1] != own.dim:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        queries_QD = self.queries(vectors_QD, own)
         asked: dict[str, Any] = {"anns_field": self.field, "limit": top_k, "output_fields": [self.key]}
         with explained(self.uri):
             found = self.client.search(name, data=list(queries_QD), filter=filter or "", **asked)

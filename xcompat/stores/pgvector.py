@@ -146,9 +146,7 @@ class PgVectorStore(Store):
         space: str | None = None,
     ) -> list[list[Hit]]:
         own = self.spaces()[space or self.space]
-        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
-        if own.dim is not None and queries_QD.shape[1] != own.dim:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        queries_QD = self.queries(vectors_QD, own)
         half = sql.SQL("::halfvec" if own.dtype == "float16" else "")
         distance = sql.SQL("{} {} %s::vector{}").format(sql.Identifier(own.name), sql.SQL(OPERATORS[self.metric]), half)
         where = sql.SQL(f"AND ({filter.replace('%', '%%')})") if filter else sql.SQL("")

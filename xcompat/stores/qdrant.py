@@ -143,8 +143,7 @@ class QdrantStore(Store):
         own = self.known.get(name)
         if own is None or own.dim != queries_QD.shape[1]:  # it may have been switched
             own = self.spaces()[name]
-        if own.dim != queries_QD.shape[1]:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+        self.queries(queries_QD, own)
         asked: dict[str, Any] = {"using": self.vector or None, "limit": top_k, "with_payload": False}
         with explained(self.uri):
             if isinstance(filter, str):
