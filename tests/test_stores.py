@@ -152,6 +152,29 @@ def test_vectors_of_an_unknown_model_are_not_searched(place: Place, vectors: np.
         place.open().find(vectors[:1], OLD)
 
 
+def test_an_open_store_notices_that_another_has_switched(place: Place, vectors: np.ndarray) -> None:
+    """Also where the new vectors have as many dimensions as the old ones."""
+    if not place.shared:
+        pytest.skip("one client alone may open it")
+    place.fill(vectors)
+    store, other, same = place.open(), place.open(), map_of_galleries(vectors, OLD_DIM)
+    other.name_model(other.space, OLD)
+    mapping = Mapping(same)
+    before = ids(store.find(vectors[:9], OLD, 5))
+    migration.start(other, mapping, place.into)
+    assert ids(store.find(vectors[:9], OLD, 5)) == before
+    migration.switch(other, mapping)
+    if store.tells:
+        assert store.search(mapping(vectors[:1]), 1)[0][0].version == mapping.made[0]
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared with"):
+        store.find(vectors[:9], OLD, 5)
+    found = store.find(mapping(vectors[:9]), same, 5)
+    assert ids(found) == ids(place.open().search(mapping(vectors[:9]), 5)) == ids(store.search(mapping(vectors[:9]), 5))
+    assert {hit.version for hits in found for hit in hits} == {mapping.made[0]}
+    migration.rollback(place.open())
+    assert ids(store.find(vectors[:9], OLD, 5)) == before
+
+
 # ----------------------------------------------------------------------------------------------------- migration
 
 

@@ -80,12 +80,16 @@ class Store(ABC):
         space: the name of the space that is searched.
         metric: how its vectors are compared.
         locks: whether :meth:`alone` keeps others out.
+        tells: whether each search tells by the ``version`` of its hits what it has searched. Elsewhere it tells what
+            :meth:`spaces` has seen last, which another process may have switched since.
     """
 
     uri: StoreUri
     space: str
     metric: Metric
     locks: ClassVar[bool] = False
+    tells: ClassVar[bool] = False
+    _known: Space | None = None
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -183,18 +187,35 @@ class Store(ABC):
             XcompatError: nobody has said which model made the stored vectors.
             FingerprintMismatchError: the queries cannot be compared with them.
         """
-        own = self.spaces()[self.space]
+        own = (self._known if self.tells else None) or self._look()
+        try:
+            hits = self.search(self._viewed(embeds_QD, model, own), top_k, filter)
+        except XcompatError:
+            if self._look() == own:
+                raise
+        else:
+            if all(hit.version == own.fingerprint for found in hits for hit in found):
+                return hits
+            self._known = None
+        return self.find(embeds_QD, model, top_k, filter)  # it was switched, or named, since we looked
+
+    def _look(self) -> Space:
+        """Look at what is searched."""
+        self._known = self.spaces()[self.space]
+        return self._known
+
+    def _viewed(self, embeds_QD: ArrayLike, model: Model, own: Space) -> ArrayLike:
+        """Return a model's queries in a space."""
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
         dim = own.dim if own.dim is not None else np.asarray(embeds_QD).shape[-1]
-        version = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
-        view = query_view(model, embeds_QD, version)
+        view = query_view(model, embeds_QD, VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim))
         if view is None:
             raise FingerprintMismatchError(
                 f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made; "
                 "take that model, or one that is compatible with it"
             )
-        return self.search(view, top_k, filter)
+        return view
 
     def queries(self, vectors_QD: ArrayLike, own: Space) -> NDArray[np.float32]:
         """Return queries as (Q, D) float32, one of them as one row.

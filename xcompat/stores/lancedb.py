@@ -42,6 +42,8 @@ ALWAYS = timedelta(days=36_500)
 class LanceStore(Store):
     """One table. Every write is one version of it; a row that somebody else changes meanwhile is found by its state."""
 
+    tells = True
+
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
         where, self.folder = place(uri)

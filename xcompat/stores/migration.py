@@ -165,12 +165,13 @@ def start(
 def _fill(store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None) -> None:
     """Write the vectors of all rows that lack one, round after round."""
     with progress_bar() as bar:
-        task = bar.add_task(f"filling {migration.into}", total=store.count(store.space, migration.into), rate="")
+        lacking = migration.into if migration.written else None  # of a new space all lack, and some stores read all to count
+        task = bar.add_task(f"filling {migration.into}", total=store.count(store.space, lacking), rate="")
         throttle = _Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
-            lacking = store.rows(batch, migration.after, migration.into, content=mapping.content)
-            for ids, rows in ahead((rows.ids, mapping.of(store, rows)) for rows in lacking):
+            read = store.rows(batch, migration.after, migration.into, content=mapping.content)
+            for ids, rows in ahead((rows.ids, mapping.of(store, rows)) for rows in read):
                 written = store.write(migration.into, rows)
                 migration.after, migration.written = ids[-1], migration.written + written
                 store.set_record(RECORD, migration.model_dump())

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import psycopg
 from numpy.typing import ArrayLike, NDArray
-from pgvector import Vector
 from psycopg import sql
 from typing_extensions import override
 
@@ -18,13 +17,13 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
-from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.base import BEFORE, Rows, Space, Store
 from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
 from xcompat.stores.pgvector_records import Records
+from xcompat.stores.pgvector_search import OPERATORS, Searches
 from xcompat.stores.uri import StoreUri
 
 OPTIONS = ("table", "column", "id", "metric")
-OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
 INDEXED = {"float32": 2_000, "float16": 4_000}
 """Most dimensions that pgvector builds an index for."""
 DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
@@ -34,6 +33,7 @@ class PgVectorStore(Store):
     """One table. Every write is one transaction; rows that somebody else changes meanwhile are left for the next round."""
 
     locks = True
+    tells = True
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -49,6 +49,7 @@ class PgVectorStore(Store):
         self.key = uri.choose("id", self._unique_columns(), "a column with a primary key or a unique index")
         self.key_type = columns[self.key]
         self.metric = uri.metric() or self._metric()
+        self.searches = Searches(self.client, self.records, self.table, self.key, self.metric, self.spaces)
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -145,23 +146,7 @@ class PgVectorStore(Store):
         filter: str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
-        own = self.spaces()[space or self.space]
-        queries_QD = self.queries(vectors_QD, own)
-        half = sql.SQL("::halfvec" if own.dtype == "float16" else "")
-        distance = sql.SQL("{} {} %s::vector{}").format(sql.Identifier(own.name), sql.SQL(OPERATORS[self.metric]), half)
-        where = sql.SQL(f"AND ({filter.replace('%', '%%')})") if filter else sql.SQL("")
-        asked = sql.SQL("SELECT {}::text, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s").format(
-            sql.Identifier(self.key), distance, self.table, sql.Identifier(own.name), where
-        )
-        version = own.fingerprint or UNKNOWN
-
-        def ask() -> list[list[Any]]:
-            with self.connection.pipeline():
-                asking = [self.connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
-                return [cursor.fetchall() for cursor in asking]
-
-        found = self.client.again(ask)
-        return [[Hit(name, self._score(float(away)), version, None) for name, away in each] for each in found]
+        return self.searches(space or self.space, lambda own: self.queries(vectors_QD, own), top_k, filter)
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
@@ -182,9 +167,6 @@ class PgVectorStore(Store):
         ids, own, states, others, *contents = zip(*found, strict=True) if found else ((), (), (), ())
         rows = Rows(list(ids), array(own, self._kind(self.space)), list(states), list(contents[0]) if contents else None)
         return rows, array(others, self._kind(other))
-
-    def _score(self, distance: float) -> float:
-        return {"cosine": 1 - distance, "ip": -distance, "l2": -(distance**2)}[self.metric]
 
     @override
     def rows(

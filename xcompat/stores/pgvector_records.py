@@ -48,6 +48,13 @@ class Records:
         found = self.client.execute(sql.SQL(_READ).format(self.table), self.relation, key)
         return found[0][0] if found else None
 
+    def said(self, key: str) -> sql.Composable:
+        """Return a record as SQL, as text: part of a statement that reads the table with it."""
+        if not self.exists:
+            return sql.SQL("NULL")
+        found = sql.SQL("(SELECT value::text FROM {} WHERE relation = {} AND key = {})")
+        return found.format(self.table, sql.Literal(self.relation), sql.Literal(key))
+
     def write(self, key: str, value: dict[str, Any] | None) -> None:
         """Put a record in the place of what is there, or delete it with None."""
         self.client.again(lambda: self._put(key, value))
