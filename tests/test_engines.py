@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +24,9 @@ from pyarrow import fs
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.embedding import embed_in_memory
-from xcompat.engines import TableModel, parts, places, tables
-from xcompat.engines.commands import ENGINES
+from xcompat.engines import TableModel, models, parts, places
 from xcompat.engines.parts import Job, Part, Source
+from xcompat.engines.workers import ENGINES
 from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
@@ -144,7 +143,7 @@ def test_what_cannot_be_mapped_is_one_line(model: str, vectors: np.ndarray, chan
 def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
     function = TableModel.open(save_map(tmp_path / "map", seed=1), "vectors", "vector")
     save_map(tmp_path / "map", seed=2)
-    tables._loaded.cache_clear()
+    models._loaded.cache_clear()
     with pytest.raises(FingerprintMismatchError, match=r"makes .* here, and .* where this began; give every machine the same"):
         function(lists(vectors))
 
@@ -343,22 +342,6 @@ def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: P
 
 
 # ------------------------------------------------------------------------------------------------------ engines
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Run two nodes of Ray with a core each, in a folder whose name is short: that of a socket is limited."""
-    ray, cluster_utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
-        for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_TMPDIR": folder}.items():
-            patch.setenv(name, value)
-        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-        running = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        running.add_node(**node)
-        patch.setenv("RAY_ADDRESS", running.address)
-        yield running
-        ray.shutdown()
-        running.shutdown()
 
 
 @pytest.mark.parametrize("engine", ["daft", "ray"])

@@ -19,7 +19,8 @@ from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
-from xcompat.stores import Store, migration
+from xcompat.retrieval.upgrading import Block
+from xcompat.stores import Rows, Store, migration
 from xcompat.stores.mapping import Mapping
 
 psycopg = pytest.importorskip("psycopg")
@@ -105,9 +106,9 @@ def test_a_stream_gives_every_row_once(postgres: str, database: Any, vectors: np
 class Disturbed(Mapping):
     """A map during which somebody else does something to the table."""
 
-    def __call__(self, vectors_ND: np.ndarray) -> np.ndarray:
+    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         self.disturb()
-        return super().__call__(vectors_ND)
+        return super().given(store, rows)
 
     disturb: Callable[[], None] = staticmethod(lambda: None)
 

@@ -11,7 +11,8 @@ import pytest
 import xcompat.stores
 from xcompat import XcompatError
 from xcompat.methods import RidgeModel
-from xcompat.stores import Store, migration
+from xcompat.retrieval.upgrading import Block
+from xcompat.stores import Rows, Store, migration
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.mapping import Mapping
 
@@ -62,10 +63,10 @@ class Disturbed(Mapping):
     at: dict[int, Callable[[], object]]
     calls: int
 
-    def __call__(self, vectors_ND: np.ndarray) -> np.ndarray:
+    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         object.__setattr__(self, "calls", self.calls + 1)
         self.at.get(self.calls, lambda: None)()
-        return super().__call__(vectors_ND)
+        return super().given(store, rows)
 
 
 def disturbed(model: RidgeModel, at: dict[int, Callable[[], object]]) -> Disturbed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,12 +19,15 @@ from typer.testing import CliRunner
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
+from xcompat.embedding import Contents, embed_contents
+from xcompat.encoders.standins import save_stand_in
 from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
-from xcompat.stores import Store, lease, migration
+from xcompat.retrieval.upgrading import Block
+from xcompat.stores import Rows, Store, lease, migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown
@@ -67,9 +71,9 @@ class Disturbed(Mapping):
 
     disturb: Callable[[], None] = staticmethod(lambda: None)
 
-    def __call__(self, vectors_ND: np.ndarray) -> np.ndarray:
+    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         self.disturb()
-        return super().__call__(vectors_ND)
+        return super().given(store, rows)
 
 
 def disturbed(model: RidgeModel, disturb: Callable[[], None]) -> Disturbed:
@@ -462,3 +466,73 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
     assert shown("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
     with pytest.raises(XcompatError, match="mongodb is no kind of store"):
         xcompat.stores.open("mongodb://host/db")
+
+
+# ------------------------------------------------------------------------------------------- who made the vectors
+
+
+@pytest.fixture
+def described(place: Place, folder_of: dict[str, str]) -> Place:
+    """Texts with the vectors that a model made of them; one is another's, one has no text."""
+    embedder = load_embedder(folder_of["clip"])
+    texts = [f"a thing called {row}" for row in range(40)]
+    made = embed_contents(embedder, Contents(texts)).embeds_ND
+    made[5] = unit_vectors(1, embedder.dim)
+    place.fill(made)
+    for row, text in enumerate(texts):
+        place.note(str(row), text if row != 9 else None)
+    place.close()
+    return place
+
+
+def said(*arguments: str) -> tuple[int, str]:
+    """Run the command line; return the exit code and what it printed, or its error."""
+    result = CliRunner().invoke(app, list(arguments))
+    line = str(result.exception) if isinstance(result.exception, XcompatError) else ""
+    found = result.exit_code, " ".join(f"{result.stdout} {line}".split())
+    del result  # whose traceback holds the store, which may be open once
+    gc.collect()
+    return found
+
+
+def test_the_doctor_says_whether_a_model_made_the_vectors_of_a_store(
+    described: Place, folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    doctor = ("gallery", "doctor", described.uri(), "--texts", "about", "--model")
+    code, found = said(*doctor, folder_of["clip"])
+    assert code == 1 and "looked at │ 39" in found and "made by this model │ 38" in found and "of another origin: 5" in found
+    other = save_stand_in(tmp_path / "other", "clip", load_embedder(folder_of["clip"]).dim, seed=5)
+    code, found = said(*doctor, other)
+    assert code == 1 and "made by this model │ none" in found and "100.0%" in found
+    code, found = said(*doctor, save_stand_in(tmp_path / "wide", "clip", 12, seed=5))
+    assert "and" in found and "makes 12" in found and "made by this model │ │" in found
+
+
+def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, str], model: RidgeModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "map")
+    dim = load_embedder(folder_of["clip"]).dim
+    other, wide = (save_stand_in(tmp_path / str(width), "clip", width, seed=5) for width in (dim, 12))
+    plan = ("migrate", "plan", described.uri(), "--model", folder_of["clip"], "--embed", "about", "--from")
+    for named, why in [
+        (other, f"{other} made 0 of 39 vectors of"),
+        (wide, f"{wide} did not make"),
+    ]:
+        code, line = said(*plan, named)
+        assert code and why in line and described.open().describe()["fingerprint"] is None, line
+        described.close()
+    code, line = said("migrate", "plan", described.uri(), "--model", str(tmp_path / "map"), "--texts", "about")
+    assert code and "name it with --from" in line
+    code, line = said(*plan, folder_of["clip"])
+    assert code == 0 and f"{folder_of['clip']} made 38 of 39 vectors of" in line and "`xcompat gallery doctor` says more" in line
+    store = described.open()
+    assert store.describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest
+
+
+def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of: dict[str, str]) -> None:
+    place.fill(unit_vectors(30, load_embedder(folder_of["clip"]).dim))
+    place.note("3", None)
+    place.close()
+    plan = ("migrate", "plan", place.uri(), "--model", folder_of["clip"], "--embed", "about", "--from", folder_of["clip"])
+    code, line = said(*plan)
+    assert code == 0 and "nobody has looked whether" in line and "no row that was read holds texts in about" in line
+    assert place.open().describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest

@@ -17,6 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 from xcompat.migrate_cli import app as migrate_app
+from xcompat.options import Engine, GpusPerWorker, WorkerCount
 
 RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last one is where an earlier version wrote the report
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
@@ -136,18 +137,16 @@ def embed(
     column: Annotated[str | None, typer.Option(help="What is embedded or mapped; found by its name unless given.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id; `id` unless given.")] = None,
     dtype: Annotated[Literal["float32", "float16"], typer.Option(help="How the vectors are written.")] = "float32",
-    engine: Annotated[
-        Literal["ray", "daft"] | None, typer.Option(help="What spreads the work over processes and machines.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of the engine; one a GPU, or else a core.")] = None,
-    gpus_per_worker: Annotated[float | None, typer.Option(min=0, help="Of each process, such as 0.5.")] = None,
+    engine: Engine = None,
+    workers: WorkerCount = None,
+    gpus_per_worker: GpusPerWorker = None,
 ) -> None:
     """Embed texts or pictures, or map stored vectors, from Parquet to Parquet; or fill the caches that a recipe will read.
 
     Started again, it continues. A column of vectors needs a model that maps galleries.
     """
-    from xcompat.engines.commands import Workers
     from xcompat.engines.commands import embed as embed_parquet
+    from xcompat.engines.workers import Workers
 
     about_files = {"--model": model, "--out": out, "--column": column, "--id-column": id_column, "--engine": engine}
     given = [name for name, value in about_files.items() if value]
@@ -163,8 +162,6 @@ def embed(
         raise XcompatError(f"{overrides[0]!r} overrides a value of a recipe, and {source} is none; leave it out")
     if not (model and out):
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
-    if engine is None and (workers is not None or gpus_per_worker is not None):
-        raise XcompatError("--workers and --gpus-per-worker are of an engine: name one with --engine")
     embed_parquet(source, model, out, Workers(engine, workers, gpus_per_worker), column, id_column, dtype)
 
 

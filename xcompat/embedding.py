@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples, iterate_images
-from xcompat.data.schema import ID, PIXEL_VALUES
+from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
 from xcompat.embedding_cache import (
     CacheInfo,
     EmbeddingCache,
@@ -37,10 +37,14 @@ TOKENS_PER_BATCH = 512  # on a CPU, whose caches hold the activations of so many
 MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
 IMAGES_PER_BATCH = 64
+PICTURES_AT_ONCE = 512  # of those that come as values: as many are in memory beside what they were read from
 __all__ = [
+    "Contents",
+    "Embedded",
     "EmbeddingCache",
     "decoding",
     "embed_blocks",
+    "embed_contents",
     "embed_images",
     "embed_in_memory",
     "embed_rows",
@@ -222,6 +226,61 @@ def embed_rows(
     batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepared, **decoding(embedder.device))
     for kept, batch in (waiting or Waiting()).of(batches):
         yield kept, embedder.embed(batch)
+
+
+class Contents(NamedTuple):
+    """What rows hold, to be embedded together, here or by a worker.
+
+    Args:
+        values: texts, or pictures as a data set stores them: bytes, paths, or both.
+        names: what messages call each picture; None of texts.
+    """
+
+    values: list[Any]
+    names: list[str] | None = None
+
+
+class Embedded(NamedTuple):
+    """Embeddings of contents.
+
+    Args:
+        embeds_ND: (N, d) float32, L2-normalised; NaN for a picture that cannot be read.
+        unread: the names of such pictures, and why.
+        truncated: number of texts that lost their end.
+    """
+
+    embeds_ND: NDArray[np.float32]
+    unread: dict[str, str]
+    truncated: int = 0
+
+
+def embed_contents(embedder: Embedder, contents: Contents) -> Embedded:
+    """Embed what rows hold; the same contents give the same bits wherever they are embedded."""
+    embeds_ND = np.full((len(contents.values), embedder.dim), np.nan, np.float32)
+    if contents.names is not None:
+        bad = BadSamples(max_share=1, total=len(contents.values), quiet=True)
+        for rows_B, embeds_BD in _embedded_pictures(embedder, contents, bad):
+            embeds_ND[rows_B] = embeds_BD.numpy(force=True)
+        return Embedded(embeds_ND, bad.reasons)
+    before, blocks = embedder.processor.count_truncated, [contents.values] if contents.values else []
+    for batches in embed_blocks(embedder, blocks, Waiting()):
+        for rows_B, embeds_BD in batches:
+            embeds_ND[rows_B] = embeds_BD.numpy(force=True)
+    return Embedded(embeds_ND, {}, embedder.processor.count_truncated - before)
+
+
+def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:
+    """Embed pictures, in the same batches as if they were one data set: in Arrow, bytes of many would be too long."""
+    import datasets
+    import pyarrow as pa
+
+    size = images_per_batch(embedder.processor, embedder.device)
+    step = size * max(1, PICTURES_AT_ONCE // size)
+    for start in range(0, len(pictures.values), step):
+        table = {IMAGE: pictures.values[start : start + step], ID: (pictures.names or [])[start : start + step]}
+        rows = datasets.Dataset(pa.table(table))
+        for rows_B, embeds_BD in embed_rows(embedder, rows, range(len(rows)), size, bad=bad):
+            yield rows_B + start, embeds_BD
 
 
 def images_per_batch(processor: Processor, device: torch.device) -> int:

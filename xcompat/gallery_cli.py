@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from xcompat.errors import XcompatError
+from xcompat.options import Engine, GpusPerWorker, WorkerCount
 
 if TYPE_CHECKING:
     from xcompat.embedding_provider import ServedMap
+    from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
     from xcompat.retrieval.originals import Originals
@@ -159,20 +161,28 @@ def upgrade(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    engine: Engine = None,
+    workers: WorkerCount = None,
+    gpus_per_worker: GpusPerWorker = None,
 ) -> None:
     """Map stored embeddings to a newer model, or embed pictures or texts anew within a budget."""
+    from xcompat.engines.workers import Workers
     from xcompat.retrieval import commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
-    if backfill is not None:
-        opened, embedder = _open(gallery), _load(model, dtype)
-        commands.backfill(opened, _originals(backfill, texts), embedder, budget, dry_run)
-    elif budget is not None or dtype != "float32" or texts:
+    if backfill is None and (budget is not None or dtype != "float32" or texts):
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{min(texts).replace('_', '-')}"
         of = "texts" if texts else "pictures"
         raise XcompatError(f"{given} is of {of} to embed anew: name them with --backfill, or leave it out to map all")
+    where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
+    if backfill is None:
+        newer = _load_map(model)
+        with where.pool(model, newer) as spread:
+            commands.upgrade(opened, newer, dry_run, spread)
     else:
-        commands.upgrade(_open(gallery), _load(model), dry_run)
+        embedder, originals = _load(model, dtype), _originals(backfill, texts)
+        with where.pool(model, embedder) as spread:
+            commands.backfill(opened, originals, embedder, budget, dry_run, spread)
 
 
 @app.command()
@@ -194,9 +204,15 @@ def verify(gallery: Folder) -> None:
 
 @app.command()
 def doctor(
-    gallery: Folder,
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
     model: ModelName = "",
-    images: Annotated[Path | None, typer.Option("--images", "--texts", help="The pictures or texts it was built from.")] = None,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            "--images", "--texts", help="The pictures or texts it was built from; of a store, the field that holds or names them."
+        ),
+    ] = None,
+    pictures: Annotated[str | None, typer.Option(help="Of a store, the folder where the paths of pictures begin.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="How many of each version are embedded anew.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -206,11 +222,21 @@ def doctor(
     """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
     from xcompat.retrieval import commands
 
-    if images is None:
-        raise XcompatError("name what the gallery was built from with --images or --texts: a sample of it is embedded anew")
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
-    opened, embedder = _open(gallery), _load(model)
-    if not commands.doctor(opened, embedder, _originals(images, texts), sample):
+    if images is None:
+        raise XcompatError("name what the vectors were made of with --images or --texts: a sample of it is embedded anew")
+    if "://" in gallery:
+        from xcompat.stores.commands import doctor as examine_store
+        from xcompat.stores.doctor import Held
+
+        if texts:
+            raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
+        whole = examine_store(gallery, _load(model), Held(images, Path(pictures) if pictures is not None else None), sample)
+    elif pictures is not None:
+        raise XcompatError("--pictures is of stores, whose rows hold paths; name the pictures of a gallery with --images")
+    else:
+        whole = commands.doctor(_open(Path(gallery)), _load(model), _originals(Path(images), texts), sample)
+    if not whole:
         raise typer.Exit(1)
 
 
@@ -273,6 +299,23 @@ def _load(model: str, dtype: Dtype = "float32") -> Embedder:
     _require_model(model)
     silence_libraries()
     return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
+
+
+def _load_map(model: str) -> CompatModel:
+    """Load a model that may map what is stored, without the encoder that it belongs to."""
+    import torch
+
+    from xcompat.distributed import device
+    from xcompat.models.embedder import is_checkpoint, load_checkpoint
+    from xcompat.paths import model_folder
+    from xcompat.progress import silence_libraries
+
+    _require_model(model)
+    if not is_checkpoint(model_folder(model)):
+        _load(model)  # or there is none
+        raise XcompatError(f"{model} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill")
+    silence_libraries()
+    return torch.nn.Module.to(load_checkpoint(model), device())
 
 
 def _load_asking(model: str, embed_with: str | None) -> Embedder | ServedMap:

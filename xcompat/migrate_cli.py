@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from xcompat.errors import XcompatError
+from xcompat.options import Engine, GpusPerWorker, WorkerCount
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
+    from xcompat.stores.doctor import Held
     from xcompat.stores.migration import Filling
 
 app = typer.Typer(help="Bring the vectors of a database to a new model, where they are.", no_args_is_help=True)
@@ -24,6 +26,12 @@ Pictures = Annotated[str | None, typer.Option("--pictures", help="The folder whe
 Into = Annotated[str | None, typer.Option(help="Name of the new space; that of the old one with _new unless given.")]
 Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="How the new space keeps its numbers.")]
 From = Annotated[str | None, typer.Option("--from", help="The model that made the stored vectors, where the store does not say.")]
+Texts = Annotated[
+    str | None, typer.Option("--texts", help="With --from: the field with the texts of the stored vectors, to look at a sample.")
+]
+Images = Annotated[
+    str | None, typer.Option("--images", help="Likewise, the field with their pictures, or the paths of these below --pictures.")
+]
 
 
 @app.command()
@@ -34,13 +42,16 @@ def plan(
     dtype: Dtype = "float32",
     embed: Embed = None,
     pictures: Pictures = None,
+    texts: Texts = None,
+    images: Images = None,
 ) -> None:
     """Say what is there and what a migration takes; the vectors stay as they are."""
     from xcompat.stores import commands
 
-    store = _open(uri)
-    commands.name_model(store, from_)
-    commands.plan(store, _filling(model, embed, pictures), dtype)
+    held = _held(from_, texts, images, embed, pictures)
+    filling, store = _filling(model, embed, pictures if embed else None), _open(uri)
+    commands.name_model(store, from_, held)
+    commands.plan(store, filling, dtype)
 
 
 @app.command()
@@ -54,13 +65,31 @@ def start(
     dtype: Dtype = "float32",
     embed: Embed = None,
     pictures: Pictures = None,
+    texts: Texts = None,
+    images: Images = None,
+    engine: Engine = None,
+    workers: WorkerCount = None,
+    gpus_per_worker: GpusPerWorker = None,
 ) -> None:
     """Fill a new space beside the old one while others read and write; started again, it continues."""
+    from xcompat.engines.workers import Workers
+    from xcompat.spreading import Spread, led
     from xcompat.stores import commands
 
-    store = _open(uri)
-    commands.name_model(store, from_)
-    commands.start(store, _filling(model, embed, pictures), into, batch, rows_per_second, dtype)
+    def lead(spread: Spread) -> None:
+        store = _open(uri)
+        commands.name_model(store, from_, held)
+        rate = {"batch": batch, "rows_per_second": rows_per_second}
+        commands.start(store, filling, into, **rate, dtype=dtype, spread=spread)
+
+    held = _held(from_, texts, images, embed, pictures)
+    where = Workers(engine, workers, gpus_per_worker)
+    filling = _filling(model, embed, pictures if embed else None)
+    with where.pool(model, filling.model) as spread:
+        if spread is None:
+            led(lead, filling.model)  # the first process alone opens the store
+        else:
+            lead(spread)
 
 
 @app.command()
@@ -108,6 +137,23 @@ def _open(uri: str) -> Store:
     import xcompat.stores
 
     return xcompat.stores.open(uri)
+
+
+def _held(from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None) -> Held | None:
+    """Return where rows hold what their vectors were made of, if that was said."""
+    from xcompat.stores.doctor import Held
+
+    if from_ is None and (texts or images):
+        raise XcompatError("--texts and --images are to look whether a model made the stored vectors: name it with --from")
+    if texts and images:
+        raise XcompatError("--texts and --images both say what the stored vectors were made of; leave one out")
+    if images and pictures is None:
+        raise XcompatError("--images names a field of paths or pictures: say where paths begin, with --pictures")
+    if pictures is not None and not (images or embed):
+        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed or --images")
+    if field := texts or images or embed:
+        return Held(field, None if texts or pictures is None else Path(pictures))
+    return None
 
 
 def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:

@@ -1,18 +1,21 @@
 """Mapping a stored gallery to a newer model against the bare network on tensors in memory, and how much memory it takes.
 
-    python benchmarks/speed/gallery_upgrade.py [--items 50000] [--rounds 5] [--map fct]
+    python benchmarks/speed/gallery_upgrade.py [--items 50000] [--rounds 5] [--map fct] [--workers 0]
 
 FCT's transformation h of 128 to 128 dimensions with random weights, or a solved linear map of that size. The gallery's side reads
 stored embeddings, maps them, writes and checks new segments and commits; the bare side is the map alone, in the same batches, on
 200,000 embeddings at most. Memory is what the process holds of its own (RssAnon), without pages of mapped files, which the system
-takes back when it needs them. Ten million embeddings: --items 10000000 --rounds 1 --map ridge (15 GB of disk).
+takes back when it needs them. With workers, actors of Ray of one thread each map instead, which start before they are timed, and
+the bare side has as many threads. Ten million embeddings: --items 10000000 --rounds 1 --map ridge (15 GB of disk).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +25,13 @@ from measuring import KEPT, ROUNDS, Row, main, medians, timed
 from torch import Tensor
 
 from xcompat import FctConfig, FctModel, Fingerprint, RidgeConfig, RidgeModel
+from xcompat.engines.workers import Workers
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_checkpoint
+from xcompat.progress import silence_libraries
 from xcompat.retrieval import Gallery
+from xcompat.spreading import Spread, here
 
 OLD = Fingerprint.from_string("old")
 DIM, BATCH = 128, 8192
@@ -69,13 +76,32 @@ def alone(model: CompatModel, embeds_ND: Tensor) -> Tensor:
     return torch.cat([model.upgrade(block_BD) for block_BD in embeds_ND.split(BATCH)])
 
 
-def measure(items: int = 50_000, rounds: int = ROUNDS, map: Literal["fct", "ridge"] = "fct") -> list[Row]:  # noqa: A002
+@contextlib.contextmanager
+def spread_over(workers: int, name: str, model: CompatModel) -> Iterator[Spread]:
+    """Yield what spreads blocks over so many actors of Ray; over none, what maps them here."""
+    with Workers("ray" if workers else None, workers or None).pool(name, model) as pool:
+        yield pool or here
+
+
+def measure(
+    items: int = 50_000,
+    rounds: int = ROUNDS,
+    map: Literal["fct", "ridge"] = "fct",  # noqa: A002
+    workers: int = 0,
+) -> list[Row]:
     """Measure an upgrade of a whole gallery."""
+    silence_libraries()
     generator = np.random.default_rng(0)
-    model = {"fct": fct, "ridge": ridge}[map]().eval()
     memory: list[float] = []
     KEPT.mkdir(parents=True, exist_ok=True)  # on the disk that galleries lie on, not in a temporary one of memory
-    with tempfile.TemporaryDirectory(dir=KEPT) as folder:
+    with contextlib.ExitStack() as ends:
+        folder = ends.enter_context(tempfile.TemporaryDirectory(dir=KEPT))
+        name = str(Path(folder).resolve() / "map")
+        {"fct": fct, "ridge": ridge}[map]().eval().save_pretrained(name)
+        model = load_checkpoint(name)
+        spread = ends.enter_context(spread_over(workers, name, model))
+        if workers:
+            torch.set_num_threads(workers)
         gallery = Gallery.create(Path(folder) / "gallery", OLD, dim=DIM)
         embeds_ND = torch.empty(0, DIM)
         for start in range(0, items, BLOCK):
@@ -89,15 +115,15 @@ def measure(items: int = 50_000, rounds: int = ROUNDS, map: Literal["fct", "ridg
             gallery.rollback(first)
             peak = Peak()
             peak.start()
-            gallery.upgrade(model, batch_size=BATCH)
+            gallery.upgrade(model, batch_size=BATCH, spread=spread)
             peak.over.set()
             memory.append(peak.highest - peak.before)
 
         upgrade()
         check(gallery, alone(model, embeds_ND))
         took = medians({"ours": upgrade, "alone": lambda: alone(model, embeds_ND)}, rounds)
-    share, note = items / len(embeds_ND), f"{max(memory):,.0f} MB of its own"
-    what = f"gallery upgrade, {items:,} x {DIM}"
+    share, note = items / len(embeds_ND), f"{items / took['ours']:,.0f} rows/s; {max(memory):,.0f} MB of its own"
+    what = f"gallery upgrade, {items:,} x {DIM}" + (f", {workers} workers of Ray" if workers else "")
     return [timed(what, f"{map} alone, in memory", ">= 0.8", took["ours"], share * took["alone"], note)]
 
 

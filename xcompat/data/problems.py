@@ -101,12 +101,14 @@ class BadSamples:
         total: number of samples; None for a stream, whose share is of the samples seen so far.
         reasons: id -> reason.
         seen: number of samples of a stream so far.
+        quiet: whether somebody else says which they are.
     """
 
     max_share: float = 0.01
     total: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     seen: int = 0
+    quiet: bool = False
 
     def add(self, sample_id: str, reason: str) -> None:
         """Record a sample, and print a notice with its id.
@@ -124,7 +126,8 @@ class BadSamples:
                 f"{len(self.reasons)} of {total} samples cannot be used, more than the share {self.max_share:g}: {named}; "
                 "mend or remove them, or raise max_bad_share"
             )
-        notice(f"skipped {sample_id}: {reason}")
+        if not self.quiet:
+            notice(f"skipped {sample_id}: {reason}")
 
     def share(self) -> None:
         """Add the samples of all processes; every process calls it.

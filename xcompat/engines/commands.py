@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +13,20 @@ from rich.filesize import decimal
 
 from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
 from xcompat.distributed import barrier, gather_objects, is_main_process, process_state, rank, world_size
-from xcompat.engines.parts import FOOTERS_AT_ONCE, Done, Job, Part, Source
+from xcompat.engines.parts import FOOTERS_AT_ONCE, Job, Part, Source
 from xcompat.engines.places import is_local, located, names_in, opened, path_in, write_to
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
+from xcompat.engines.workers import Workers
 from xcompat.errors import XcompatError
 from xcompat.files import clear_leftovers
 from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import map_in_threads
 from xcompat.vectors import EMBEDDING_COLUMNS, ID
 
-ENGINES = {"ray": "xcompat.engines.ray", "daft": "xcompat.engines.daft"}
-"""Name -> the module whose ``run`` spreads parts over workers."""
 PLAN = "_plan.json"
 """A name that readers of folders of Parquet leave out."""
 MOST_UNREAD = 0.01
 """A larger share of pictures that cannot be read stops the run."""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Where the parts are made.
-
-    Args:
-        engine: of :data:`ENGINES`; None for this process, or all those of ``accelerate launch``.
-        count: how many processes; None for one for each GPU of the engine, or else for each core.
-        gpus: of each process, which may be parts of one; None for 1 where there are any.
-    """
-
-    engine: str | None = None
-    count: int | None = None
-    gpus: float | None = None
-
-    def run(self, job: Job, parts: Sequence[Part]) -> Iterator[Done]:
-        """Make files of parts, in any order."""
-        if self.engine is None:
-            return map(job, parts)
-        run: Callable[..., Iterator[Done]] = import_module(ENGINES[self.engine]).run
-        return run(job, parts, self.count, self.gpus)
 
 
 def embed(
@@ -79,8 +54,6 @@ def embed(
     """
     process_state()
     silence_libraries()
-    if workers.engine is not None and world_size() > 1:
-        raise XcompatError("--engine has workers of its own: leave out accelerate launch, or --engine")
     source = Source.read(uri)
     column, reads = _column(source, column)
     id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)

@@ -1,16 +1,21 @@
-"""Parts made by a pool of Ray's actors, on one machine or on a cluster."""
+"""Parts of files, or blocks in order, through a pool of Ray's actors, on one machine or on a cluster."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from importlib import import_module
+from typing import Any, Self
 
+from xcompat.engines.models import NamedModel
 from xcompat.engines.parts import Done, Job, Part
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, what_failed
+from xcompat.spreading import Block, Kept, Result, answered, taken
 
 
 def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
@@ -31,19 +36,101 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
     Raises:
         XcompatError: Ray is not installed, or has not enough GPUs.
     """
+    with _cluster("Ray Data", "ray.data") as there:
+        count, gpus = _spread(there, workers, gpus)
+        yield from _run(job, parts, min(count, len(parts)), gpus)
+
+
+class Pool:
+    """Actors that put blocks through a model, in order; they start with the first block, and end with the ``with``.
+
+    Args:
+        model: each loads it, once.
+        workers: number of actors; one for each GPU, or else for each core, unless given.
+        gpus: of each actor; 1 where there are any, unless given.
+
+    Raises:
+        XcompatError: Ray is not installed, or has not enough GPUs.
+    """
+
+    def __init__(self, model: NamedModel, workers: int | None = None, gpus: float | None = None) -> None:
+        self.model, self.wanted = model, (workers, gpus)
+        self.ends, self.actors = ExitStack(), list[Any]()
+
+    def __enter__(self) -> Self:
+        there = self.ends.enter_context(_cluster("Ray", "ray"))
+        try:
+            self.count, self.gpus = _spread(there, *self.wanted)
+        except XcompatError:
+            self.ends.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+        self.ends.close()
+
+    def __call__(
+        self, function: Callable[[Any, Block], Result], model: object, blocks: Iterable[tuple[Kept, Block]]
+    ) -> Iterator[tuple[Kept, Result]]:
+        """See :class:`~xcompat.spreading.Spread`: two blocks for each actor are under way, one in its hands and one beside it.
+
+        An actor that dies is started again, and its blocks with it.
+        """
+        import ray
+
+        under_way: deque[tuple[Kept, Any]] = deque()
+        try:
+            for number, (kept, block) in enumerate(blocks):
+                if number % self.count == len(self.actors):
+                    self.actors.append(self._actor())
+                if len(under_way) == 2 * self.count:
+                    before, made = under_way.popleft()
+                    yield before, taken(ray.get(made))
+                under_way.append((kept, self.actors[number % self.count].make.remote(function, block)))
+            while under_way:
+                kept, made = under_way.popleft()
+                yield kept, taken(ray.get(made))
+        except ray.exceptions.RayError as error:
+            raise XcompatError(f"a worker of Ray ended ({what_failed(error)}); start again to continue") from error
+
+    def _actor(self) -> Any:  # noqa: ANN401
+        import ray
+
+        worker = ray.remote(_Worker).options(num_cpus=1, num_gpus=self.gpus, max_restarts=-1, max_task_retries=-1)
+        return worker.remote(self.model)
+
+
+class _Worker:
+    """Puts one block at a time through the model, which is loaded with the first."""
+
+    def __init__(self, model: NamedModel) -> None:
+        self.model = model
+
+    def make(self, function: Callable[[Any, Block], Result], block: Block) -> Result | XcompatError:
+        """Return what the function makes, or what it refused."""
+        return answered(lambda named, given: function(named.load(), given), self.model, block)
+
+
+@contextmanager
+def _cluster(name: str, module: str) -> Iterator[dict[str, float]]:
+    """Connect to a cluster, or start one for as long as it is used; yield what it has."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user says so
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it calls an error that it would start actors again
     try:
         import ray
-        import ray.data
+
+        import_module(module)
     except ImportError:
-        raise XcompatError("--engine ray needs Ray Data: pip install 'xcompat[ray]'") from None
+        raise XcompatError(f"--engine ray needs {name}: pip install 'xcompat[ray]'") from None
     begun = not ray.is_initialized()
     if begun:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
-        count, gpus = _spread(ray.cluster_resources(), workers, gpus)
-        yield from _run(job, parts, min(count, len(parts)), gpus)
+        yield ray.cluster_resources()
     finally:
         if begun:
             ray.shutdown()

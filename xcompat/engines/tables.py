@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from xcompat.data import BadSamples
-from xcompat.data.schema import ID, IMAGE
-from xcompat.distributed import device
-from xcompat.embedding import embed_blocks, embed_rows, images_per_batch
+from xcompat.data.schema import IMAGE
+from xcompat.embedding import Contents, embed_contents
 from xcompat.encoders import EncoderSource
-from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.engines.models import NamedModel, anywhere, loaded_by_name, makes
+from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
-from xcompat.progress import Waiting
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder
+from xcompat.progress import notice
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.stores.mapping import Mapping
 from xcompat.vectors import EMBEDDING_COLUMNS, SCALE, rows_of_batch
@@ -74,12 +71,11 @@ class TableModel:
         Raises:
             XcompatError: there is no such model, or it does not take what the column holds.
         """
-        source = EncoderSource(name=model) if isinstance(model, str) else model
-        if Path(source.name).exists():  # workers may run in another folder
-            source = source.model_copy(update={"name": str(Path(source.name).resolve())})
+        source = anywhere(EncoderSource(name=model) if isinstance(model, str) else model)
         known = {"vectors": EMBEDDING, "texts": "text", "images": IMAGE}
-        made, dim = _makes(_loaded(source.model_dump_json(), reads, "cpu"))
-        return cls(source, reads, column or known[reads], made, dim, dtype)
+        loaded = loaded_by_name(source, reads == "vectors")
+        _require_towers(loaded, reads)
+        return cls(source, reads, column or known[reads], *makes(loaded), dtype)
 
     @property
     def field(self) -> pa.Field:
@@ -122,19 +118,18 @@ class TableModel:
             else:
                 rows = self._filled(batch.column(0), before).to_pylist()
                 names = [f"row {before + row + 1:,} of column {self.column!r}" for row in range(len(rows))]
-                embeds_ND = _embedded_texts(model, rows) if self.reads == "texts" else _embedded_images(model, rows, names)
+                embedded = embed_contents(model, Contents(rows, names if self.reads == "images" else None))
+                embeds_ND = embedded.embeds_ND
+                for name, reason in embedded.unread.items():
+                    notice(f"skipped {name}: {reason}")
             made.append(self._as_arrow(embeds_ND))
             before += len(batch)
         column, place = pa.chunked_array(made, self.field.type), table.schema.get_field_index(EMBEDDING)
         return table.append_column(self.field, column) if place < 0 else table.set_column(place, self.field, column)
 
     def _model(self) -> Mapping | Embedder:
-        model = _loaded(self.source.model_dump_json(), self.reads, str(device()))
-        if (found := _makes(model)[0]) != self.made:
-            raise FingerprintMismatchError(
-                f"{self.source.name} makes {found} here, and {self.made} where this began; give every machine the same files"
-            )
-        return model
+        model = NamedModel(self.source, self.made, maps=self.reads == "vectors").load()
+        return model if isinstance(model, Embedder) else Mapping(model)
 
     def _mapped(self, mapping: Mapping, batch: pa.RecordBatch, before: int) -> NDArray[np.float32]:
         where, dim = f"column {self.column!r}", mapping.model.config.old["dim"]
@@ -178,39 +173,11 @@ def kind_of(column: pa.DataType) -> Literal["vector", "text", "image", "other"]:
     return "image" if of_bytes or types.is_binary(column) or types.is_large_binary(column) else "other"
 
 
-@functools.lru_cache(maxsize=1)  # a GPU's copy takes the place of that by which the model became known
-def _loaded(source: str, reads: Reads, place: str) -> Mapping | Embedder:
-    found = EncoderSource.model_validate_json(source)
-    if reads == "vectors":
-        return Mapping(torch.nn.Module.to(load_checkpoint(found), place))
-    embedder = load_embedder(found, place)
-    if reads == "images":
-        embedder.processor.require_images()
-    elif not embedder.processor.max_length:
-        raise XcompatError(f"{embedder.name} embeds pictures only, and these are texts; take a model with a text tower")
-    return embedder
-
-
-def _makes(model: Mapping | Embedder) -> tuple[Fingerprint, int]:
-    return model.made if isinstance(model, Mapping) else (model.version, model.dim)
-
-
-def _embedded_texts(embedder: Embedder, texts: list[str]) -> NDArray[np.float32]:
-    embeds_ND = np.empty((len(texts), embedder.dim), np.float32)
-    for batches in embed_blocks(embedder, [texts], Waiting()):
-        for rows_B, embeds_BD in batches:
-            embeds_ND[rows_B] = embeds_BD.numpy(force=True)
-    return embeds_ND
-
-
-def _embedded_images(embedder: Embedder, images: list[Any], names: list[str]) -> NDArray[np.float32]:
-    """Embed pictures; those that cannot be read are rows of NaN."""
-    import datasets
-    import pyarrow as pa
-
-    rows = datasets.Dataset(pa.table({IMAGE: images, ID: names}))
-    embeds_ND = np.full((len(images), embedder.dim), np.nan, np.float32)
-    size = images_per_batch(embedder.processor, embedder.device)
-    for rows_B, embeds_BD in embed_rows(embedder, rows, range(len(images)), size, bad=BadSamples(max_share=1, total=len(images))):
-        embeds_ND[rows_B] = embeds_BD.numpy(force=True)
-    return embeds_ND
+def _require_towers(model: CompatModel | Embedder, reads: Reads) -> None:
+    """Refuse a model that does not take what a column holds."""
+    if not isinstance(model, Embedder):
+        Mapping(model)
+    elif reads == "images":
+        model.processor.require_images()
+    elif not model.processor.max_length:
+        raise XcompatError(f"{model.name} embeds pictures only, and these are texts; take a model with a text tower")

@@ -14,6 +14,7 @@ from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.ingestion import Added, ingest, origins_of
 from xcompat.retrieval.originals import Originals
 from xcompat.retrieval.segment import id_hashes
+from xcompat.spreading import Spread
 
 TRIED = 64
 """Originals that are embedded to estimate the time for all."""
@@ -44,8 +45,11 @@ class Backfill:
         count = sum(len(rows) for rows, _ in self.originals.embed(self.embedder, tried, BadSamples(1.0, len(tried))))
         return (time.perf_counter() - started) / max(count, 1) * self.items
 
-    def run(self) -> Added:
+    def run(self, spread: Spread | None = None) -> Added:
         """Replace old embeddings by new ones, in the order of :attr:`remaining`, until the budget is spent.
+
+        Args:
+            spread: as :func:`~xcompat.retrieval.ingestion.ingest` takes it.
 
         Returns:
             The counts.
@@ -54,7 +58,7 @@ class Backfill:
             XcompatError: another process writes, or too many cannot be read.
         """
         rows = from_main_process(lambda: self.remaining[: self.items])
-        return ingest(self.gallery, self.originals, self.embedder, replace=True, rows=rows)
+        return ingest(self.gallery, self.originals, self.embedder, replace=True, rows=rows, spread=spread)
 
 
 def remaining_rows(gallery: Gallery, originals: Originals, embedder: Embedder) -> NDArray[np.int64]:

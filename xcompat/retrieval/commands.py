@@ -34,6 +34,7 @@ from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.originals import Originals
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
+from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,37 +223,47 @@ def short(version: Fingerprint) -> str:
     return str(Fingerprint(version.digest, public_name(version.name)))
 
 
-def upgrade(gallery: Gallery, embedder: Embedder, dry_run: bool) -> None:
-    """Map stored embeddings to the space of a newer model; only the first process works, as it alone writes."""
-    model = embedder.model
-    if not isinstance(model, CompatModel):
-        raise XcompatError(
-            f"{embedder.name} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill"
-        )
-    if is_main_process():
-        _map_stored(gallery, model, dry_run)
-    barrier()
+def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:
+    """Map stored embeddings to the space of a newer model; only the first process reads and writes, all of them map.
+
+    Args:
+        gallery: the gallery.
+        model: the newer model.
+        dry_run: whether only to say what it takes.
+        spread: workers of an engine that map in the place of the processes.
+    """
+    if spread is not None:
+        _map_stored(gallery, model, dry_run, spread)
+    else:
+        led(lambda spread: _map_stored(gallery, model, dry_run, spread), model)
 
 
-def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool) -> None:
+def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread) -> None:
     plan = plan_upgrade(gallery, model)
     cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
     if not dry_run:
-        done = gallery.upgrade(model)
+        done = gallery.upgrade(model, spread=spread)
         console.print(
             f"[green]✓[/] {done:,} embeddings mapped; generation {gallery.generation}, undo with `xcompat gallery rollback`"
         )
 
 
-def backfill(gallery: Gallery, originals: Originals, embedder: Embedder, budget: int | None, dry_run: bool) -> None:
+def backfill(
+    gallery: Gallery,
+    originals: Originals,
+    embedder: Embedder,
+    budget: int | None,
+    dry_run: bool,
+    spread: Spread | None = None,
+) -> None:
     """Re-embed what a gallery holds within a budget, in a random order that is the same in all calls."""
     require_views(asking(embedder), gallery.manifest)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
     if not dry_run:
-        added = plan.run()
+        added = plan.run(spread)
         console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added:,} to go")
         notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
@@ -293,9 +304,13 @@ def verify(gallery: Gallery) -> bool:
 
 def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
     """Print which stored embeddings a model made; return whether all were made by the model that their version names."""
-    findings = examine(gallery, originals, embedder, sample)
+    return told(examine(gallery, originals, embedder, sample))
+
+
+def told(findings: list[Finding]) -> bool:
+    """Print what the doctor found; return whether nothing is of another origin."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
-    rows = [_told(finding) for finding in findings]
+    rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():
         table.add_row(name, *(row[name] for row in rows))
     console.print(table)
@@ -306,7 +321,7 @@ def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: i
     return not foreign
 
 
-def _told(finding: Finding) -> dict[str, str]:
+def _lines(finding: Finding) -> dict[str, str]:
     """Return the lines of the doctor's table for one version."""
     made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
     low, high = finding.interval

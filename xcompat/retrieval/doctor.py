@@ -1,10 +1,11 @@
-"""Find out which model made a gallery's embeddings: embed a sample of what it was built from again and compare."""
+"""Find out which model made stored embeddings: embed a sample of what they were made of again and compare."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,25 +120,45 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
             findings.append(replace(plain, note=f"none of the {originals.kind} is one of these"))
         else:
             drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
-            findings.append(_judged(plain, Stored(gallery, version, originals, drawn), embedder))
+            findings.append(judged(plain, Stored.of_gallery(gallery, version, originals, drawn), embedder))
     return findings
 
 
+@dataclass(frozen=True)
 class Stored:
-    """Stored embeddings of some originals, to be compared with new ones."""
+    """Stored embeddings of some originals, to be compared with new ones.
 
-    def __init__(self, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> None:
-        self.originals, self.rows, self.length = originals, rows, gallery.manifest.version(version.digest).length
-        self.ids = [originals.ids[row] for row in rows.tolist()]
-        self.vectors_nd = np.empty((len(rows), gallery.manifest.version(version.digest).dim), np.float32)
-        self.adopted: list[tuple[Segment, NDArray[np.int64]]] = []
-        hashes_n = id_hashes(self.ids)
+    Args:
+        originals: pictures or texts.
+        rows: (n,) the numbers of some of them, ascending.
+        vectors_nd: (n, d) float32, as they are stored.
+        adopted: segments whose index quantises, and the positions in ``rows`` of what they hold.
+        length: that adopted embeddings have.
+    """
+
+    originals: Originals
+    rows: NDArray[np.int64]
+    vectors_nd: NDArray[np.float32]
+    adopted: Sequence[tuple[Segment, NDArray[np.int64]]] = ()
+    length: float = 1.0
+
+    @classmethod
+    def of_gallery(cls, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> Self:
+        """Read what a gallery holds of some originals in one version."""
+        record, ids = gallery.manifest.version(version.digest), [originals.ids[row] for row in rows.tolist()]
+        vectors_nd, adopted, hashes_n = np.empty((len(rows), record.dim), np.float32), [], id_hashes(ids)
         for segment in gallery.segments:
             if segment.record.version == version.digest:
-                places, found = segment.rows_of(self.ids, hashes_n)
-                self.vectors_nd[places] = segment.vectors(found) if len(found) else 0
+                places, found = segment.rows_of(ids, hashes_n)
+                vectors_nd[places] = segment.vectors(found) if len(found) else 0
                 if segment.record.adopted is not None:  # other segments store their vectors unquantised
-                    self.adopted.append((segment, places))
+                    adopted.append((segment, places))
+        return cls(originals, rows, vectors_nd, adopted, record.length)
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids of the rows."""
+        return [self.originals.ids[row] for row in self.rows.tolist()]
 
     def fresh(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
         """Bring new embeddings of some originals into the form in which the gallery would store them.
@@ -165,8 +186,17 @@ class Stored:
         return np.nan_to_num(np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-12), nan=-1)
 
 
-def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
-    """Compare embeddings, try other ways of preprocessing where they differ, and separate the model's from the rest."""
+def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
+    """Compare embeddings, try other ways of preprocessing where they differ, and separate the model's from the rest.
+
+    Args:
+        plain: what is known without a look.
+        stored: a sample.
+        embedder: the examined model.
+
+    Returns:
+        The finding.
+    """
     originals = stored.originals
     parts = originals.embed(embedder, stored.rows, BadSamples(1.0, len(stored.rows)))
     fresh_nd = stored.fresh(parts, np.arange(len(stored.rows)))
@@ -184,15 +214,17 @@ def _judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
         foreign_n, note = ~own_n, "" if plain.claimed else f"made by {embedder.name} under another name"
     else:
         foreign_n, note = own_n, f"not made by {embedder.name}"
+    lengths_n = np.linalg.norm(stored.vectors_nd, axis=1)
+    zeros = int((lengths_n == 0).sum())
     return replace(
         plain,
         looked_at=len(every),
         made={name: int((ways_n[own_n] == name).sum()) for name in sorted(set(ways_n[own_n].tolist()))},
         cosine=float(np.median(cosines_n[own_n])) if own_n.any() else math.nan,
         limit=limit,
-        foreign=tuple(stored.ids[place] for place in every[foreign_n].tolist()),
-        length=float(np.median(np.linalg.norm(stored.vectors_nd, axis=1))),
-        note=note,
+        foreign=tuple(np.array(stored.ids, object)[every[foreign_n]]),
+        length=float(np.median(lengths_n)),
+        note="; ".join(filter(None, (note, f"{zeros:,} are zero: of nothing" if zeros else ""))),
     )
 
 

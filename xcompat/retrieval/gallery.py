@@ -21,6 +21,7 @@ from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
 from xcompat.retrieval.versions import stored_embeddings, stored_version
+from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -259,14 +260,15 @@ class Gallery(Snapshot):
             self.show(self.staging().roll_back(generation))
         return self.generation
 
-    def upgrade(self, model: CompatModel, batch_size: int = 65536) -> int:
+    def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Spread = here) -> int:
         """Map stored embeddings to the space of a newer model, without images; until a compaction a rollback undoes it.
 
         It maps embeddings of the model's old model, and those that compatible models stored in the old model's space.
 
         Args:
             model: a model that maps galleries, such as FCT.
-            batch_size: embeddings in memory at a time.
+            batch_size: embeddings in memory at a time; with workers, a few times as many.
+            spread: where they are mapped; in this process unless given.
 
         Returns:
             The number of mapped embeddings.
@@ -278,7 +280,7 @@ class Gallery(Snapshot):
         with self:
             segments_to_map(self, model)  # refuse before waiting changes are committed
             with self._rewriting() as staging:
-                return upgrade_gallery(staging, model, batch_size)
+                return upgrade_gallery(staging, model, batch_size, spread)
 
     def compact(self) -> int:
         """Join small segments, drop removed rows, and delete all earlier generations; return the bytes freed."""

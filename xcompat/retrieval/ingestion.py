@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +10,14 @@ from numpy.typing import NDArray
 
 from xcompat.data import BadSamples
 from xcompat.distributed import from_main_process, gather_objects, is_main_process, process_state, rank, world_size
+from xcompat.embedding import embed_contents
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.originals import Originals
+from xcompat.retrieval.originals import Originals, Parts
+from xcompat.spreading import Spread
 
 COMMIT_EVERY = 300.0
 """Seconds between two commits: the most work that a kill loses."""
@@ -44,6 +45,7 @@ def ingest(
     embedder: Embedder,
     replace: bool = False,
     rows: NDArray[np.int64] | None = None,
+    spread: Spread | None = None,
 ) -> Added:
     """Embed originals on all processes and add them under their ids on the first; skip those that this model embedded before.
 
@@ -53,6 +55,7 @@ def ingest(
         embedder: the model.
         replace: whether to replace the embeddings of other models.
         rows: row numbers of the originals to embed, in this order; None for all.
+        spread: workers of an engine that embed in the place of the processes.
 
     Returns:
         The counts, on every process.
@@ -69,7 +72,11 @@ def ingest(
     with progress_bar() as bar:
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()
-        for kept, embeds in _embedded(embedder, originals, todo, bad, waiting):
+        if spread is None:
+            embedded = _embedded(embedder, originals, todo, bad, waiting)
+        else:
+            embedded = _embedded_by_workers(embedder, originals, todo, bad, spread)
+        for kept, embeds in embedded:
             rate_of(bar, task, len(kept), originals.kind, waiting)
             if is_main_process():
                 ids = [originals.ids[row] for row in kept.tolist()]
@@ -103,9 +110,7 @@ def _missing(
     return wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
 
 
-def _embedded(
-    embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, waiting: Waiting
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+def _embedded(embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, waiting: Waiting) -> Parts:
     """Deal parts of the rows to all processes in turn; every process yields the embeddings of all, in the order of the rows."""
     size = originals.part(embedder)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -118,6 +123,21 @@ def _embedded(
         if not any(len(kept) for kept, _ in gathered):
             return
         yield from ((kept, embeds) for kept, embeds in gathered if len(kept))
+
+
+def _embedded_by_workers(
+    embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Spread
+) -> Parts:
+    """Send the contents of the same parts to workers, and yield the same embeddings."""
+    size = originals.part(embedder)
+    parts = (rows[start : start + size] for start in range(0, len(rows), size))
+    for part, made in spread(embed_contents, embedder, ((part, originals.contents(part)) for part in parts)):
+        for name, reason in made.unread.items():
+            bad.add(name, reason)
+        embedder.processor.count_truncated += made.truncated  # in another process
+        read = np.isfinite(made.embeds_ND[:, 0])
+        if read.any():
+            yield part[read], made.embeds_ND[read]
 
 
 def origins_of(gallery: Gallery, originals: Originals) -> list[Fingerprint | None]:

@@ -16,8 +16,8 @@ from PIL.Image import Image
 from pydantic import ValidationError
 
 from xcompat.data import BadSamples, PairSource, TextSource, holds_pictures, load_items_of_text, load_pairs
-from xcompat.data.schema import CAPTION, ID, METADATA, TEXT, captions_of
-from xcompat.embedding import embed_blocks, embed_rows, images_per_batch
+from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of
+from xcompat.embedding import Contents, embed_blocks, embed_rows, images_per_batch
 from xcompat.errors import XcompatError
 from xcompat.progress import Waiting
 
@@ -48,6 +48,9 @@ class Originals(Protocol):
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
         """Return what a gallery keeps beside the embeddings of rows."""
+
+    def contents(self, rows: NDArray[np.int64]) -> Contents:
+        """Read rows, to be embedded by a worker."""
 
     def part(self, embedder: Embedder) -> int:
         """Return how many rows a process embeds before others get the results."""
@@ -94,6 +97,10 @@ class Pictures:
             return [None] * len(rows)
         found = map(captions_of, self.dataset.select_columns([CAPTION])[rows][CAPTION])
         return [{CAPTION: texts[0]} if texts else None for texts in found]
+
+    def contents(self, rows: NDArray[np.int64]) -> Contents:
+        """See :meth:`Originals.contents`: as they are stored, which may be paths alone."""
+        return Contents(self.dataset.select_columns([IMAGE])[rows][IMAGE], [self.ids[row] for row in rows.tolist()])
 
     def part(self, embedder: Embedder) -> int:
         """See :meth:`Originals.part`: whole batches."""
@@ -165,6 +172,10 @@ class Texts:
         """See :meth:`Originals.metadata`."""
         found = self.dataset.select_columns([METADATA])[rows][METADATA]
         return [None if about is None else json.loads(about) for about in found]
+
+    def contents(self, rows: NDArray[np.int64]) -> Contents:
+        """See :meth:`Originals.contents`."""
+        return Contents(self.dataset.select_columns([TEXT])[rows][TEXT])
 
     def part(self, embedder: Embedder) -> int:
         """See :meth:`Originals.part`."""

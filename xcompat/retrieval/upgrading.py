@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +21,7 @@ from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.versions import fits, identity, upgraded_version
+from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -64,12 +67,12 @@ def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
     with gallery.reading():
         _, first = next(segments[0].blocks(ROWS_TRIED))
     started = time.perf_counter()
-    _mapped(model, first, gallery, segments[0])
+    map_block(model, _block(first, gallery, segments[0]))
     per_item = (time.perf_counter() - started) / len(first)
     return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
 
 
-def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int) -> int:
+def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, spread: Spread = here) -> int:
     """Map every embedding that the model maps, ``batch_size`` at a time, and commit; return their number.
 
     Raises:
@@ -81,15 +84,14 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int) -> in
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
     progress = _begun(gallery, journal)
     staging.take(progress.records, [version])
-    total = sum(map(len, segments))
+    left = [(segment, _left(segment, progress)) for segment in segments]
+    total, to_map = sum(map(len, segments)), sum(len(rows) for _, rows in left)
+    mapped = spread(map_block, model, _blocks(gallery, left, batch_size))
     with progress_bar() as bar:
-        task = bar.add_task(f"mapping {gallery.path.name} to {version.name}", total=total, rate="")
-        for segment in segments:
-            begun = progress.done.get(segment.record.name, 0)
-            rows = segment.present()
-            bar.update(task, advance=int(np.searchsorted(rows, begun)))
-            for rows_n, items in segment.blocks(batch_size, rows[rows >= begun]):
-                staging.put(version, _mapped(model, items, gallery, segment))
+        task = bar.add_task(f"mapping {gallery.path.name} to {version.name}", total=total, completed=total - to_map, rate="")
+        for segment, blocks in groupby(mapped, key=lambda each: each[0].segment):
+            for (_, rows_n, items), block in blocks:
+                staging.put(version, _items(block, items, gallery, model))
                 rate_of(bar, task, len(rows_n), "embeddings")
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
@@ -129,20 +131,65 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
     return [segment for segment in gallery.segments if segment.record.version in mapped]
 
 
-def _mapped(model: CompatModel, items: Items, gallery: Snapshot, source: Segment) -> Items:
-    """Map a block of items; side-information that the model does not use is dropped."""
+class Block(NamedTuple):
+    """Embeddings that are mapped together.
+
+    Args:
+        embeds_nd: (n, d) float32.
+        side_nS: side-information, or None.
+        unit: whether they are of length 1 already.
+    """
+
+    embeds_nd: NDArray[np.float32]
+    side_nS: NDArray[np.float32] | None = None
+    unit: bool = True
+
+
+def map_block(model: CompatModel, block: Block) -> Block:
+    """Map embeddings to the space of a newer model, and their side-information if the model makes some; else it is dropped."""
     import torch
 
     with torch.inference_mode():
-        old = torch.from_numpy(items.embeds[0]).to(model.device)
-        if gallery.manifest.version(source.record.version).length != 1:  # adopted as its owner stored it, never normalised
+        old = torch.from_numpy(block.embeds_nd).to(model.device)
+        if not block.unit:
             old = torch.nn.functional.normalize(old, dim=-1)
-        side = torch.from_numpy(items.side_info[0]).to(model.device) if items.side_info else None
+        side = torch.from_numpy(block.side_nS).to(model.device) if block.side_nS is not None else None
         mapped = model.upgrade(old, side if model.reads_side_info else None)
-        new_side = [model.upgrade_side(old, side).float().cpu().numpy()] if side is not None and model.writes_side_info else []
-    embeds: NDArray[np.float32] = mapped.float().cpu().numpy()
-    embeds = checked_embeddings(embeds, gallery.metric, lambda row: f"what {type(model).__name__} makes of {items.ids[row]!r}")
-    return Items([embeds], items.ids, items.metadata, new_side)
+        new_side = model.upgrade_side(old, side).float().cpu().numpy() if side is not None and model.writes_side_info else None
+    return Block(mapped.float().cpu().numpy(), new_side)
+
+
+class _Stored(NamedTuple):
+    """Where a block is from, and its items."""
+
+    segment: Segment
+    rows_n: NDArray[np.int64]
+    items: Items
+
+
+def _left(segment: Segment, progress: _Progress) -> NDArray[np.int64]:
+    """Return the rows of a segment that are not mapped yet."""
+    rows = segment.present()
+    return rows[rows >= progress.done.get(segment.record.name, 0)]
+
+
+def _blocks(gallery: Snapshot, left: list[tuple[Segment, NDArray[np.int64]]], batch_size: int) -> Iterator[tuple[_Stored, Block]]:
+    for segment, rows in left:
+        for rows_n, items in segment.blocks(batch_size, rows):
+            yield _Stored(segment, rows_n, items), _block(items, gallery, segment)
+
+
+def _block(items: Items, gallery: Snapshot, segment: Segment) -> Block:
+    """Return what a model maps of some items."""
+    unit = gallery.manifest.version(segment.record.version).length == 1  # else adopted as its owner stored it, never normalised
+    return Block(items.embeds[0], items.side_info[0] if items.side_info else None, unit)
+
+
+def _items(made: Block, old: Items, gallery: Snapshot, model: CompatModel) -> Items:
+    """Return mapped items, checked."""
+    name = type(model).__name__
+    embeds_nd = checked_embeddings(made.embeds_nd, gallery.metric, lambda row: f"what {name} makes of {old.ids[row]!r}")
+    return Items([embeds_nd], old.ids, old.metadata, [made.side_nS] if made.side_nS is not None else [])
 
 
 def _record(journal: Path, progress: _Progress, segment: Segment, row: int, written: list[SegmentRecord]) -> None:

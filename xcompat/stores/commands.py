@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.filesize import decimal
 from rich.table import Table
 
 import xcompat.stores
+from xcompat.distributed import device
 from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
-from xcompat.retrieval.commands import hit_table, query_embeddings
+from xcompat.retrieval.commands import hit_table, query_embeddings, told
+from xcompat.retrieval.doctor import SAME
 from xcompat.stores import migration
 from xcompat.stores.base import Store
-
-if TYPE_CHECKING:
-    from xcompat.stores.migration import Filling
+from xcompat.stores.doctor import Held, examine_store
+from xcompat.stores.migration import Filling
 
 
 def search(uri: str, query: str, embedder: Embedder | ServedMap, top_k: int, where: list[str]) -> None:
@@ -30,22 +31,60 @@ def search(uri: str, query: str, embedder: Embedder | ServedMap, top_k: int, whe
     console.print(hit_table(hits, None) if hits else "nothing found")
 
 
-def name_model(store: Store, name: str | None) -> None:
-    """Write down which model made the stored vectors; a model that cannot be loaded is known by its name alone."""
+def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
+    """Print whether a model made the vectors of a store; return whether nothing is of another origin."""
+    return told([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
+
+
+def name_model(store: Store, name: str | None, held: Held | None = None) -> None:
+    """Write down which model made the stored vectors, after a look; one that cannot be loaded is known by its name alone.
+
+    Args:
+        store: the store.
+        name: of the model; None to write nothing.
+        held: where rows hold what their vectors were made of.
+
+    Raises:
+        XcompatError: the store names another model, or the model clearly did not make the vectors.
+    """
     if name is None:
         return
-    known = store.spaces()[store.space].fingerprint
+    known, embedder = store.spaces()[store.space].fingerprint, None
     try:
-        model = load_embedder(name).fingerprint
+        embedder = load_embedder(name, device())
     except XcompatError:
-        model = Fingerprint.from_string(name)
         console.print(
             f"[yellow]![/] {literal(name)} cannot be loaded: only a map that was made for this very name fits the store"
         )
+    model = embedder.fingerprint if embedder is not None else Fingerprint.from_string(name)
     if known not in (None, model):
         raise XcompatError(f"{store.uri} says that {known} made {store.space}, not {name}; leave --from out")
     if known is None:
+        if embedder is not None:
+            _look(store, embedder, held)
         store.name_model(store.space, model)
+
+
+def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
+    """Compare a sample with what a model makes of it; refuse a model that clearly did not make the vectors."""
+    own, found = store.spaces()[store.space], examine_store(store, embedder, held)
+    if own.dim not in (None, embedder.dim):
+        raise XcompatError(
+            f"{embedder.name} did not make {own.name} of {store.uri}: it is {found.note}; name another with --from"
+        )
+    if not found.looked_at:
+        why = f"{found.note}; name it with --texts or --images" if held is None else found.note
+        console.print(f"[yellow]![/] nobody has looked whether {literal(embedder.name)} made {literal(own.name)}: {literal(why)}")
+        return
+    same = found.looked_at - len(found.foreign)
+    said = f"{same:,} of {found.looked_at:,} vectors of {own.name} that were looked at"
+    if same <= found.looked_at / 2:
+        raise XcompatError(
+            f"{embedder.name} made {said}: it is not the model of {store.uri}; name another, `xcompat gallery doctor` helps"
+        )
+    sure = not found.foreign and found.cosine >= SAME
+    mark, rest = ("[green]✓[/]", "") if sure else ("[yellow]![/]", "; `xcompat gallery doctor` says more")
+    console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
 def plan(store: Store, mapping: Filling, dtype: str) -> None:
@@ -59,9 +98,9 @@ def plan(store: Store, mapping: Filling, dtype: str) -> None:
     console.print(f"reading and making them take about {found.seconds / 60:,.1f} minutes, writing comes on top")
 
 
-def start(store: Store, mapping: Filling, into: str | None, batch: int, rows_per_second: float | None, dtype: str) -> None:
-    """Fill the new space."""
-    done = migration.start(store, mapping, into, batch=batch, rows_per_second=rows_per_second, dtype=dtype)
+def start(store: Store, mapping: Filling, into: str | None, **options: Any) -> None:  # noqa: ANN401
+    """Fill the new space; options are those of :func:`xcompat.stores.migration.start`."""
+    done = migration.start(store, mapping, into, **options)
     console.print(
         f"[green]✓[/] {literal(done.into)} of {literal(store.uri)} is filled: {done.written:,} rows written; "
         "`xcompat migrate verify` and `switch` come next"

@@ -4,42 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from typing_extensions import override
 
-from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.embedding import embed_in_memory, images_per_batch
+from xcompat.data.images import UnusableSampleError
+from xcompat.embedding import Contents, Embedded, embed_contents, notice_cut_short
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.progress import notice
 from xcompat.stores.base import Rows, Store
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from xcompat.stores.filling import Filling
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Filling[Contents, Embedded]):
     """A model that embeds rows anew, whichever model made their old vectors.
 
     Args:
-        embedder: the new model.
+        model: the new model.
         content: the field of a row that holds its text, or its picture: bytes, or the path of a file.
         pictures: the folder that paths of pictures begin at; None where the field holds texts.
     """
 
-    embedder: Embedder
+    model: Embedder
     content: str
     pictures: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
     tried: ClassVar[int] = 64
+    function = staticmethod(embed_contents)
 
     def __post_init__(self) -> None:
         """Refuse a model that does not embed these."""
-        processor, name = self.embedder.processor, self.embedder.name
+        processor, name = self.model.processor, self.model.name
         if self.pictures is None and not processor.max_length:
             raise XcompatError(f"{name} embeds pictures only; say where those that {self.content} names are, with --pictures")
         if self.pictures is not None and not any(processor.image_size):
@@ -48,52 +47,61 @@ class Embedding:
     @property
     def made(self) -> tuple[Fingerprint, int]:
         """What the new vectors are, and their dimension."""
-        return self.embedder.fingerprint, self.embedder.dim
+        return self.model.fingerprint, self.model.dim
 
     @property
     def digest(self) -> str:
         """Identifies the migration's model."""
-        return self.embedder.fingerprint.digest
+        return self.model.fingerprint.digest
 
     def require_fit(self, store: Store, dtype: str) -> None:
         """Refuse a store that cannot take the new vectors; the old ones are not looked at."""
-        store.check_space(self.embedder.dim, dtype)
+        store.check_space(self.model.dim, dtype)
 
-    def of(self, store: Store, rows: Rows) -> Rows:
-        """Embed rows anew.
-
-        Args:
-            store: where they are from.
-            rows: with their contents.
-
-        Returns:
-            Those whose content can be read, with new vectors (n, D); of the others a reason is printed once each.
-        """
+    @override
+    def given(self, store: Store, rows: Rows) -> tuple[Rows, Contents]:
         assert rows.contents is not None
-        opened = [self._opened(store, *row) for row in zip(rows.ids, rows.contents, strict=True)]
-        kept = [place for place, content in enumerate(opened) if content is not None]
-        found = [content for content in opened if content is not None]
-        vectors = embed_in_memory(self.embedder, found) if self.pictures is None else self._embedded(found)
-        return rows.pick(kept)._replace(vectors_ND=vectors)
+        kept, values = list[int](), list[Any]()
+        for row, (item, value) in enumerate(zip(rows.ids, rows.contents, strict=True)):
+            try:
+                values.append(contained(value, self.pictures))
+                kept.append(row)
+            except UnusableSampleError as error:
+                self._tell(store, item, str(error))
+        found = rows.pick(kept)
+        return found, Contents(values, found.ids if self.pictures is not None else None)
 
-    def _opened(self, store: Store, item: str, value: Any) -> Any:  # noqa: ANN401
-        """Return a text or a picture; None if it cannot be read."""
-        try:
-            if self.pictures is None:
-                if not isinstance(value, str) or not value.strip():
-                    raise UnusableSampleError("it holds no text" if value is None or value == "" else "it is no text")
-                return value
-            return open_image(self.pictures / value if isinstance(value, str) else value)
-        except UnusableSampleError as error:
-            if item not in self.unread:
-                self.unread[item] = str(error)
-                notice(f"{self.content} of {item!r} in {store.uri} cannot be embedded: {error}")
-            return None
+    @override
+    def taken(self, store: Store, rows: Rows, made: Embedded) -> Rows:
+        """See :meth:`Filling.taken`: of what cannot be read a reason is printed once each."""
+        for item, reason in made.unread.items():
+            self._tell(store, item, reason)
+        notice_cut_short(self.model, made.truncated, len(rows.ids))
+        kept = np.flatnonzero(np.isfinite(made.embeds_ND).all(1)).tolist()
+        return rows.pick(kept)._replace(vectors_ND=made.embeds_ND[kept])
 
-    def _embedded(self, pictures: list[Image]) -> NDArray[np.float32]:
-        size = images_per_batch(self.embedder.processor, self.embedder.device)
-        embeds_ND = np.empty((len(pictures), self.embedder.dim), np.float32)
-        for start in range(0, len(pictures), size):
-            batch = {"pixel_values": self.embedder.processor.images(pictures[start : start + size])}
-            embeds_ND[start : start + size] = self.embedder.embed(batch).numpy(force=True)
-        return embeds_ND
+    def _tell(self, store: Store, item: str, reason: str) -> None:
+        if item not in self.unread:
+            self.unread[item] = reason
+            notice(f"{self.content} of {item!r} in {store.uri} cannot be embedded: {reason}")
+
+
+def contained(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
+    """Return a text, or a picture as data sets store it.
+
+    Args:
+        value: of a field.
+        pictures: the folder that paths of pictures begin at; None for a text.
+
+    Raises:
+        UnusableSampleError: it is neither.
+    """
+    if pictures is None:
+        if not isinstance(value, str) or not value.strip():
+            raise UnusableSampleError("it holds no text" if value is None or value == "" else "it is no text")
+        return value
+    if isinstance(value, str):
+        return {"bytes": None, "path": str((pictures / value).absolute())}
+    if not isinstance(value, bytes):
+        raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
+    return {"bytes": value, "path": None}

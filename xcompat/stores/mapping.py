@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.items import checked_embeddings
+from xcompat.retrieval.upgrading import Block, map_block
 from xcompat.retrieval.versions import identity, upgraded_version
 from xcompat.stores.base import Rows, Store
+from xcompat.stores.filling import Filling
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -23,7 +25,7 @@ UNIT = 1e-2
 
 
 @dataclass(frozen=True)
-class Mapping:
+class Mapping(Filling[Block, Block]):
     """A map of stored vectors: what a migration writes, and for which model's vectors it was made.
 
     Args:
@@ -31,8 +33,9 @@ class Mapping:
     """
 
     model: CompatModel
-    content: ClassVar[str | None] = None
+    content: str | None = field(default=None, init=False)
     tried: ClassVar[int] = 2_000
+    function = staticmethod(map_block)
 
     def __post_init__(self) -> None:
         """Refuse a model that maps queries, or needs more than vectors."""
@@ -68,10 +71,6 @@ class Mapping:
             raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
         store.check_space(self.made[1], dtype)
 
-    def of(self, store: Store, rows: Rows) -> Rows:
-        """Return rows with their mapped vectors in the place of those that they have."""
-        return rows._replace(vectors_ND=self(checked(store, rows)))
-
     @property
     def made(self) -> tuple[Fingerprint, int]:
         """What the mapped vectors are, and their dimension."""
@@ -80,9 +79,15 @@ class Mapping:
 
     def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Map stored vectors (N, d), of any length, to (N, D) float32, L2-normalised."""
-        with torch.inference_mode():
-            given = torch.from_numpy(vectors_ND).to(self.model.device)
-            return self.model.upgrade(torch.nn.functional.normalize(given, dim=-1)).float().cpu().numpy()
+        return map_block(self.model, Block(vectors_ND, unit=False)).embeds_nd
+
+    @override
+    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+        return rows, Block(checked(store, rows), unit=False)
+
+    @override
+    def taken(self, store: Store, rows: Rows, made: Block) -> Rows:
+        return rows._replace(vectors_ND=made.embeds_nd)
 
 
 def checked(store: Store, rows: Rows) -> NDArray[np.float32]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.progress import progress_bar, rate_of
+from xcompat.spreading import Spread, here
+from xcompat.stores import filling
 from xcompat.stores.ahead import ahead
 from xcompat.stores.base import BEFORE, Store
 
-if TYPE_CHECKING:
-    from xcompat.stores.embedding import Embedding
-    from xcompat.stores.mapping import Mapping
-
-    Filling: TypeAlias = Mapping | Embedding
+Filling: TypeAlias = filling.Filling[Any, Any]
 
 RECORD = "migration"
 """Key of the record that a store holds of its migration."""
@@ -135,6 +134,7 @@ def start(
     batch: int = BATCH,
     rows_per_second: float | None = None,
     dtype: str = "float32",
+    spread: Spread = here,
 ) -> Migration:
     """Fill a new space beside the old one, until no row lacks its vector; started again, it continues.
 
@@ -147,6 +147,7 @@ def start(
         batch: rows in a transaction.
         rows_per_second: most rows that are written in a second; None for as many as it takes.
         dtype: how the new space keeps its numbers, ``float32`` or ``float16``.
+        spread: where the vectors are made; this process alone reads and writes.
 
     Returns:
         The migration.
@@ -157,12 +158,14 @@ def start(
     """
     with store.claimed():
         migration = _begun(store, mapping, into, dtype)
-        _fill(store, mapping, migration, batch, rows_per_second)
+        _fill(store, mapping, migration, batch, rows_per_second, spread)
         store.index_like(migration.into)
     return migration
 
 
-def _fill(store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None) -> None:
+def _fill(
+    store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None, spread: Spread = here
+) -> None:
     """Write the vectors of all rows that lack one, round after round."""
     with progress_bar() as bar:
         lacking = migration.into if migration.written else None  # of a new space all lack, and some stores read all to count
@@ -170,20 +173,21 @@ def _fill(store: Store, mapping: Filling, migration: Migration, batch: int, rows
         throttle = _Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
-            read = store.rows(batch, migration.after, migration.into, content=mapping.content)
-            for ids, rows in ahead((rows.ids, mapping.of(store, rows)) for rows in read):
-                written = store.write(migration.into, rows)
-                migration.after, migration.written = ids[-1], migration.written + written
-                store.set_record(RECORD, migration.model_dump())
-                store.renew_claim()
-                seen += len(ids)
-                rate_of(bar, task, written, "rows")
-                throttle.wait(len(ids))
+            found = store.rows(batch, migration.after, migration.into, content=mapping.content)
+            with closing(ahead(mapping.each(store, found, spread))) as blocks:
+                for read, made in blocks:
+                    written = store.write(migration.into, made)
+                    migration.after, migration.written = read.ids[-1], migration.written + written
+                    store.set_record(RECORD, migration.model_dump())
+                    store.renew_claim()
+                    seen += len(read.ids)
+                    rate_of(bar, task, written, "rows")
+                    throttle.wait(len(read.ids))
             store.tidy(migration.into, migration.space)
             migration.after = None  # the next round begins at the first id: others may have changed rows before this one
             store.set_record(RECORD, migration.model_dump())
-            made = migration.written - before
-            if from_first and (made == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
+            new = migration.written - before
+            if from_first and (new == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
                 return
 
 

@@ -1,0 +1,303 @@
+"""Galleries and stores whose maps and models are on workers: bit by bit what one process makes, whoever is killed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import warm
+from PIL import Image
+from store_places import OLD, PLACES, map_of_galleries, unit_vectors
+from typer.testing import CliRunner
+
+from xcompat import XcompatError
+from xcompat.cli import app
+from xcompat.embedding import embed_contents
+from xcompat.models import CompatModel
+from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.retrieval import Gallery, ingestion, upgrading
+from xcompat.retrieval.upgrading import map_block
+from xcompat.stores import migration
+from xcompat.stores.embedding import Embedding
+from xcompat.stores.mapping import Mapping
+
+N, OLD_DIM, NEW_DIM, BLOCK = 430, 16, 24, 50
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    return unit_vectors(N, OLD_DIM)
+
+
+@pytest.fixture(scope="module")
+def model(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A map of galleries, saved."""
+    folder = tmp_path_factory.mktemp("map") / "map"
+    map_of_galleries(vectors, NEW_DIM).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def gallery(tmp_path: Path, vectors: np.ndarray) -> Path:
+    """Three segments, from the middle one of which some items were removed."""
+    made = Gallery.create(tmp_path / "one", OLD, dim=OLD_DIM)
+    for rows in (range(170), range(170, 290), range(290, N)):
+        made.add(vectors[rows], [f"item-{row}" for row in rows], [{"row": row} for row in rows])
+        made.commit()
+    made.remove([f"item-{row}" for row in range(180, 200)])
+    made.commit()
+    return made.path
+
+
+def copied(gallery: Path, name: str) -> Gallery:
+    return Gallery.open(shutil.copytree(gallery, gallery.with_name(name)))
+
+
+def contents(gallery: Gallery) -> list[tuple[str, list[str], list[str | None], bytes]]:
+    """Return the version, ids, metadata and the bits of each segment, in their order."""
+    found = []
+    for segment in Gallery.open(gallery.path).segments:
+        ((_, items),) = segment.blocks(10_000)
+        found.append((segment.record.version, items.ids, items.metadata, items.embeds[0].tobytes()))
+    return found
+
+
+def dying(notes: str, function: Callable[..., Any], model: object, block: object) -> Any:
+    """Do what a function does, on two nodes, after the worker that is the first was killed."""
+    import ray
+
+    folder = Path(notes)
+    (folder / f"node-{ray.get_runtime_context().get_node_id()}").touch()
+    while len(list(folder.glob("node-*"))) < 2:
+        time.sleep(0.05)
+    made = function(model, block)
+    try:
+        (folder / "killed").touch(exist_ok=False)
+    except FileExistsError:
+        return made
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+@pytest.fixture
+def killing(tmp_path: Path) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return what makes a function kill its first worker; afterwards both nodes have worked, and one was killed."""
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    cloudpickle.register_pickle_by_value(sys.modules[dying.__module__])  # workers do not find tests
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    yield lambda function: functools.partial(dying, str(notes), function)
+    assert len(list(notes.glob("node-*"))) == 2 and (notes / "killed").exists()
+
+
+def pool(name: str, model: Any) -> Any:
+    from xcompat.engines.workers import Workers
+
+    return Workers("ray", 2).pool(name, model)
+
+
+# ------------------------------------------------------------------------------------------------------------- Ray
+
+
+def test_a_gallery_is_mapped_by_two_nodes_one_of_which_loses_its_worker(
+    gallery: Path, model: str, cluster: Any, killing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer, one, many = load_checkpoint(model), copied(gallery, "alone"), copied(gallery, "many")
+    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 70 * NEW_DIM * 4)  # the journal is written in the middle
+    assert one.upgrade(newer, BLOCK) == N - 20
+    monkeypatch.setattr(upgrading, "map_block", killing(map_block))
+    with pool(model, newer) as spread:
+        assert many.upgrade(newer, BLOCK, spread) == N - 20
+    assert contents(many) == contents(one) and many.damage() == [] and len(contents(one)) > 3
+
+
+@pytest.mark.parametrize("kind", ["texts", "pictures"])
+def test_originals_are_embedded_anew_by_two_nodes(
+    kind: str,
+    tmp_path: Path,
+    old_folder: str,
+    folder_of: dict[str, str],
+    cluster: Any,
+    killing: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from xcompat.retrieval.backfilling import Backfill
+    from xcompat.retrieval.originals import load_originals
+
+    source = tmp_path / "texts.txt" if kind == "texts" else tmp_path / "photos"
+    if kind == "texts":
+        source.write_text("".join(f"{'so very ' * (row % 3)}bear {row}\n" for row in range(1200)) + "word " * 500)
+    else:
+        source.mkdir()
+        for row in range(203):
+            pixels = np.random.default_rng(row).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(source / f"{row:03}.png")
+    originals, old, new = load_originals(source), load_embedder(old_folder), load_embedder(folder_of["clip"])
+    made = Gallery.create(tmp_path / "one", old)
+    ingestion.ingest(made, originals, old)
+    if kind == "pictures":
+        (source / "070.png").write_bytes(b"no picture")  # the first is found by whoever reads it
+    many = copied(made.path, "many")
+    alone = Backfill(made, originals, new).run()
+    monkeypatch.setattr(ingestion, "embed_contents", killing(embed_contents))
+    with pool(folder_of["clip"], new) as spread:
+        assert Backfill(many, originals, new).run(spread) == alone
+    assert alone.unreadable == (kind == "pictures") and bool(alone.truncated) == (kind == "texts")
+    assert contents(many) == contents(made)
+
+
+@pytest.mark.parametrize("kind", ["map", "embed"])
+def test_a_store_is_migrated_by_two_nodes(
+    kind: str,
+    tmp_path: Path,
+    vectors: np.ndarray,
+    model: str,
+    folder_of: dict[str, str],
+    cluster: Any,
+    killing: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = model if kind == "map" else folder_of["clip"]
+    filling = Mapping(load_checkpoint(model)) if kind == "map" else Embedding(load_embedder(name), "about")
+    found = []
+    for spread in (None, "ray"):
+        folder = tmp_path / str(spread)
+        folder.mkdir()
+        with PLACES["lancedb"](request, folder) as place:
+            place.fill(vectors[:200])
+            store = place.open()
+            store.name_model(store.space, OLD)
+            for row in range(200):
+                if kind == "embed":
+                    place.note(str(row), f"a thing called {row}" if row != 7 else None)
+            if spread is None:
+                done = migration.start(store, filling, place.into, batch=BLOCK)
+            else:
+                monkeypatch.setattr(type(filling), "function", staticmethod(killing(type(filling).function)))
+                with pool(name, filling.model) as workers:
+                    done = migration.start(store, filling, place.into, batch=BLOCK, spread=workers)
+            assert done.written == (200 if kind == "map" else 199)
+            found.append({item: vector.tobytes() for item, vector in place.vectors(place.into).items()})
+            place.close()
+    assert found[0] == found[1]
+
+
+def test_few_blocks_are_under_way_and_they_come_in_order(model: str, cluster: Any) -> None:
+    taken, given = 0, 0
+
+    def blocks() -> Iterator[tuple[int, upgrading.Block]]:
+        nonlocal taken
+        for number in range(30):
+            taken += 1
+            assert taken - given <= 2 * 2 + 1
+            yield number, upgrading.Block(unit_vectors(5, OLD_DIM) * (number + 1), unit=False)
+
+    newer, unit = load_checkpoint(model), upgrading.Block(unit_vectors(5, OLD_DIM))
+    with pool(model, newer) as spread:
+        for _ in range(2):  # its workers stay for another round
+            taken, given = 0, 0
+            for kept, made in spread(map_block, newer, blocks()):
+                assert kept == given
+                np.testing.assert_allclose(made.embeds_nd, map_block(newer, unit).embeds_nd, atol=1e-6)
+                given += 1
+            assert given == 30
+
+
+def refusing(model: object, block: int) -> int:
+    if block == 3:
+        raise XcompatError("three is not mapped")
+    return block
+
+
+def test_what_workers_refuse_is_one_line(tmp_path: Path, vectors: np.ndarray, cluster: Any) -> None:
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    cloudpickle.register_pickle_by_value(sys.modules[refusing.__module__])
+    map_of_galleries(vectors, NEW_DIM).save_pretrained(tmp_path / "map")
+    newer, seen = load_checkpoint(str(tmp_path / "map")), []
+    with pool(str(tmp_path / "map"), newer) as spread:
+        with pytest.raises(XcompatError, match="^three is not mapped$"):
+            seen += [kept for kept, _ in spread(refusing, newer, ((number, number) for number in range(9)))]
+        map_of_galleries(vectors[:100], NEW_DIM).save_pretrained(tmp_path / "map")
+    with (
+        pool(str(tmp_path / "map"), newer) as spread,
+        pytest.raises(XcompatError, match="makes .* here, and .* where this began"),
+    ):
+        list(spread(refusing, newer, [(0, 0)]))
+    shutil.rmtree(tmp_path / "map")
+    with pool(str(tmp_path / "map"), newer) as spread, pytest.raises(XcompatError, match=re.escape(str(tmp_path / "map"))):
+        list(spread(refusing, newer, [(0, 0)]))
+
+
+@pytest.mark.parametrize("verb", [("gallery", "upgrade"), ("migrate", "start")])
+def test_an_engine_that_does_not_fit_is_one_line(
+    verb: tuple[str, str], gallery: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(gallery) if verb[0] == "gallery" else f"file://{gallery}"
+    for given, said in [
+        (("--workers", "2"), "are of an engine: name one with --engine"),
+        (("--engine", "daft"), "here one process reads and writes, in order: take --engine ray, or accelerate launch"),
+    ]:
+        result = CliRunner().invoke(app, [*verb, place, "--model", model, *given])
+        assert isinstance(result.exception, XcompatError) and said in str(result.exception)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, [*verb, place, "--model", model, "--engine", "ray"])
+    assert "--engine has workers of its own: leave out accelerate launch" in str(result.exception)
+
+
+# ------------------------------------------------------------------------------------------------ accelerate launch
+
+
+SMALL = """
+import sys
+from xcompat import cli
+from xcompat.retrieval import gallery
+gallery.Gallery.upgrade.__defaults__ = (50, *gallery.Gallery.upgrade.__defaults__[1:])
+cli.main()
+"""
+
+
+def test_processes_of_accelerate_map_a_gallery(gallery: Path, model: str, tmp_path: Path) -> None:
+    one, many = copied(gallery, "alone"), copied(gallery, "many")
+    one.upgrade(load_checkpoint(model), BLOCK)
+    done = warm.run("-c", SMALL, "gallery", "upgrade", many.path, "--model", model, folder=tmp_path, ranks=2)
+    assert done.returncode == 0 and done.stdout.count("410 embeddings mapped") == 1, done.stderr
+    assert contents(many) == contents(one)
+
+
+def test_a_process_of_accelerate_that_refuses_ends_all(gallery: Path, model: str, tmp_path: Path) -> None:
+    """An item of the last block is mapped to nothing, by whichever process has that block."""
+    spoilt: CompatModel = load_checkpoint(model)
+    with torch.no_grad():
+        for weights in spoilt.parameters():
+            weights.zero_()
+    spoilt.save_pretrained(tmp_path / "spoilt")
+    done = warm.run("-c", SMALL, "gallery", "upgrade", gallery, "--model", tmp_path / "spoilt", folder=tmp_path, ranks=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_processes_of_accelerate_migrate_a_store_that_one_of_them_opens(
+    vectors: np.ndarray, model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with PLACES["qdrant"](request, tmp_path) as place:  # a folder that one process alone may open
+        place.fill(vectors)
+        store = place.open()
+        store.name_model(store.space, OLD)
+        place.close()
+        given = ("migrate", "start", place.uri(), "--model", model, "--into", place.into, "--batch", BLOCK)
+        done = warm.run("-m", "xcompat", *given, folder=tmp_path, ranks=2)
+        assert done.returncode == 0 and f"{N} rows written" in " ".join(done.stdout.split()), done.stderr
+        found = place.vectors(place.into)
+        made = Mapping(load_checkpoint(model))(vectors)
+        np.testing.assert_allclose([found[str(row)] for row in range(N)], made, atol=1e-6)
