@@ -54,7 +54,7 @@ N_ITEMS, N_CLASSES = 61, 12
 RESAMPLES = 100
 SEEDS = (0, 1, 2)
 NOISE = {"good": 0.2, "fair": 2.0, "bad": 8.0}
-MAP = ("image-to-image", "map@1.0")
+MAP = ("image-to-image", "map")
 
 
 def labelled(name: str, dim: int, noise: float, seed: int, basis: int = 1) -> EmbeddedImages:
@@ -130,7 +130,7 @@ def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, c
     for row, contender in zip(comparison.methods, contenders, strict=True):
         sides += [(row.old_gallery, contender, "new/old"), (row.own_gallery, contender, "new/new")]
     for found, contender, label in sides:
-        assert {"cmc@1", "cmc@5", "map@1.0", "map@R"} <= {metric for _, metric in found}
+        assert {"cmc@1", "cmc@5", "map", "map@R"} <= {metric for _, metric in found}
         for key, spread in found.items():
             values = [metric_of(report, label, key) for report in contender.reports.values()]
             mean = sum(values) / len(values)
@@ -149,6 +149,12 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
     assert comparison.methods[0].compatible > 0 == comparison.methods[2].compatible
     assert [row.parameters for row in comparison.methods] == [0, 10, 20]
     assert comparison.best == "good"
+    costs = {row.name: row.cells[1] for row in tables(comparison)[-1].rows}
+    outcomes = {row.name: {each.outcome for each in row.differences} for row in comparison.methods}
+    for name, found in outcomes.items():
+        said = "worse" if "worse" in found else "better" if found == {"better"} else "cannot tell"
+        assert re.fullmatch(rf"{said}( \([\d,]+ queries\))?" if said == "cannot tell" else said, costs[name])
+    assert len(set().union(*outcomes.values())) > 1
 
 
 def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
@@ -158,7 +164,7 @@ def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(co
     measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
     (case,) = (case for case in evaluation.cases if case.label == "old/new")
     assert measured.methods[0].from_old[MAP].mean == case.metrics[MAP[1]]
-    assert "mAP@1.0\nfrom old" in tables(measured)[0].columns
+    assert "mAP\nfrom old" in tables(measured)[0].columns
     assert not any("from old" in column for column in tables(comparison)[0].columns)
     write_comparison(tmp_path, measured)
     assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1]["from_old"]
@@ -406,7 +412,7 @@ def test_the_table_of_results_holds_numbers_of_the_comparison(
         headline = "cmc@1" if direction == "image-to-image" else "recall@1"
         name = wording.metric_name(headline)
         told = {cells[0].strip("*"): dict(zip(heads, cells, strict=True)) for cells in lines}
-        assert list(told) == [row.name for row in found.rows] and ("new/new mAP@1.0" in heads) == (headline == "cmc@1")
+        assert list(told) == [row.name for row in found.rows] and ("new/new mAP" in heads) == (headline == "cmc@1")
         for row in found.methods:
             cells, gained = told[row.name], row.gains[direction, headline]
             assert cells["method"] == (f"**{row.name}**" if row.name == found.best else row.name)
@@ -477,7 +483,7 @@ def test_plots_mark_every_model_and_write_names_apart(comparison: Comparison) ->
 
     crowd = [replace(comparison.methods[0], name=f"method number {place}") for place in range(6)]
     figures = draw_comparison(replace(comparison, methods=[*comparison.methods, *crowd]))
-    assert list(figures) == ["image-to-image cmc@1", "image-to-image map@1.0"]
+    assert list(figures) == ["image-to-image cmc@1", "image-to-image map"]
     for figure in figures.values():
         (axes,) = figure.axes
         renderer = FigureCanvasAgg(figure).get_renderer()
@@ -491,7 +497,7 @@ def test_plots_mark_every_model_and_write_names_apart(comparison: Comparison) ->
 
 
 def test_floor_and_ceiling_are_lines(comparison: Comparison) -> None:
-    (axes,) = draw_comparison(comparison)["image-to-image map@1.0"].axes
+    (axes,) = draw_comparison(comparison)["image-to-image map"].axes
     lines = {line.get_label(): line for line in axes.lines}
     assert comparison.independent is not None
     assert lines["old/old, the floor"].get_ydata()[0] == pytest.approx(comparison.old.old_gallery[MAP].mean * 100)

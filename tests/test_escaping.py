@@ -25,7 +25,7 @@ from torch._utils import ExceptionWrapper
 
 from xcompat import Fingerprint, XcompatError, failures
 from xcompat.errors import visible
-from xcompat.evaluation import Criterion, EmbeddedImages
+from xcompat.evaluation import Criterion, Difference, EmbeddedImages
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.lineage import Ancestor, draw
@@ -65,14 +65,15 @@ def report() -> Report:
 def called(report: Report, name: str) -> Report:
     """Return a report in which everything that somebody else can name has this name."""
     case = replace(report.cases[0], gallery=name, direction=name)
+    lost = [replace(case, query=query, gallery="old", metrics={name: 0.5}, ci95={name: (0, 1)}) for query in ("old", "new")]
     hits = [Hit(Image.new("RGB", (2, 2)), name, True), Hit(None, name, False), Hit(None, name, True, 2.0)]
     return replace(
         report,
         old=ModelInfo(name, name, 8),
         new=ModelInfo(name, name, 8),
         method=name,
-        cases=[case, replace(case, query=name)],
-        criterion=Criterion(False, None, [name], []),
+        cases=[case, replace(case, query=name), *lost],
+        criterion=Criterion(False, None, [name], [Difference(name, name, 0.1, (-0.1, 0.3), 100)]),
         seconds={name: 1.0},
         run={"notes": [name], name: name},
         examples=[Example(name, [ExampleRow(name, hits)])],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
+from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
 from xcompat.evaluation import intervals as module
 
 
@@ -72,6 +74,46 @@ def test_paired_difference_sees_what_single_intervals_miss() -> None:
     assert (mirrored.mean, mirrored.low, mirrored.high) == pytest.approx((-difference.mean, -difference.high, -difference.low))
     assert not paired_bootstrap(old, old).excludes_zero
     assert not PairedDifference(0.1, -0.1, 0.2).excludes_zero
+
+
+def test_so_many_queries_tell_as_often_as_they_are_said_to() -> None:
+    """Simulated: new queries find 6 in 20 that old ones miss, and lose 4, in clusters of three that agree."""
+    generator = np.random.default_rng(4)
+
+    def drawn(n_clusters: int) -> np.ndarray:
+        return np.repeat(generator.choice([1.0, -1.0, 0.0], n_clusters, p=[0.3, 0.2, 0.5]), 3)
+
+    many = drawn(100_000)
+    needed = queries_needed(many, clusters_Q=np.arange(len(many)) // 3)
+    assert needed is not None
+    told = 0
+    for trial in range(400):
+        values = drawn(needed // 3)
+        told += paired_bootstrap(values, np.zeros_like(values), 300, seed=trial, clusters_Q=np.arange(len(values)) // 3).low > 0
+    assert told / 400 == pytest.approx(0.8, abs=0.05)  # 400 trials are within 0.04 of the truth 95 times of 100
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.sampled_from("abcdef")), min_size=2, max_size=40), st.floats(0.5, 0.99))
+@settings(max_examples=50, deadline=None)
+def test_the_queries_needed_are_the_fewest_with_that_power(items: list, power: float) -> None:
+    """The power of a test on n queries, by its definition, with the variance summed in a loop."""
+    values, clusters = np.array([float(value) for value, _ in items]), [cluster for _, cluster in items]
+    names, mean = sorted(set(clusters)), sum(values) / len(values)
+    needed = queries_needed(values, 0.95, power, clusters)
+    if mean == 0 or len(names) == 1:
+        assert needed is None
+        return
+    assert needed is not None
+    squares = 0.0
+    for name in names:
+        squares += sum(value - mean for value, cluster in zip(values, clusters, strict=True) if cluster == name) ** 2
+    variance = squares * len(names) / (len(names) - 1) / len(values)  # of one query's share in the mean
+
+    def power_of(n: int) -> float:
+        return NormalDist().cdf(abs(mean) / (variance / n) ** 0.5 - NormalDist().inv_cdf(0.975)) if variance > 0 else 1.0
+
+    assert power_of(needed) >= power - 1e-9
+    assert needed == 1 or power_of(needed - 1) <= power + 1e-9
 
 
 def test_bad_input_is_refused() -> None:

@@ -19,7 +19,16 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EvaluationOptions, ZeroShot, evaluate
+from xcompat.evaluation import (
+    Contestants,
+    Criterion,
+    Difference,
+    EmbeddedImages,
+    EmbeddedPairs,
+    EvaluationOptions,
+    ZeroShot,
+    evaluate,
+)
 from xcompat.fingerprint import Fingerprint
 from xcompat.report import (
     Example,
@@ -37,7 +46,7 @@ from xcompat.report import (
 from xcompat.report.plots import draw_plots
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
-from xcompat.report.wording import metric_meanings, metric_name, percent, verdicts
+from xcompat.report.wording import failed_lines, metric_meanings, metric_name, percent, verdicts
 
 N_ITEMS = 40
 
@@ -84,7 +93,9 @@ def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportConte
     assert document["schema"] == 1
     assert document["old"] == {"name": "old<b>", "fingerprint": content.contestants.old.fingerprint.digest, "dim": 8}
     assert document["new"]["dim"] == 12
-    assert set(document["criterion"]) == {"backward_compatible", "new_model_not_hurt", "failed", "differences"}
+    judged = {"backward_compatible", "new_model_not_hurt", "failed", "differences", "outcome", "queries_needed"}
+    assert set(document["criterion"]) == judged
+    assert set(document["criterion"]["differences"][0]) == {"direction", "metric", "mean", "ci95", "queries_needed", "outcome"}
     keys = {"query", "gallery", "direction", "n_queries", "n_gallery", "metrics", "ci95"}
     for case, measured in zip(document["cases"], content.evaluation.cases, strict=True):
         assert set(case) == keys
@@ -187,10 +198,57 @@ def test_verdict_follows_the_criterion() -> None:
     shell = Report(old=None, new=None, method="", cases=[], criterion=good.criterion, seconds={}, run={})  # type: ignore[arg-type]
     assert verdicts(shell)[0].answer == "yes"
     sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
-    assert f"{sure} of 4 gains" in verdicts(shell)[0].detail
-    failed = verdicts(replace(shell, criterion=bad.criterion))[0]
+    assert f"Of 4 gains, the 95 % interval lies {sure} above zero" in verdicts(shell)[1].detail
+    lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
+    failed, luck, _ = verdicts(lost)
     assert (failed.answer, failed.detail) == ("no", "4 of 4 comparisons failed; it has to win them all.")
-    assert verdicts(replace(shell, criterion=unknown.criterion))[1].answer == "not measured"
+    assert luck.answer == "cannot tell" and "nothing differs on one of them" in luck.detail
+    values = {(case.label, case.direction, metric): value for case in bad.cases for metric, value in case.metrics.items()}
+    percents = f"{100 * values['old/old', 'text-to-image', 'recall@5']:.1f} %"
+    assert f"text to image R@5: new/old {percents} <= old/old {percents}" in failed_lines(lost)
+    assert verdicts(replace(shell, criterion=unknown.criterion))[2].answer == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("gains", "answer", "hint"),
+    [
+        ([(0.02, 0.01, 0.03, 90), (0.01, 0.002, 0.02, 90)], "better", ""),
+        ([(0.02, 0.01, 0.03, 90), (-0.02, -0.03, -0.01, 90)], "worse", ""),
+        (
+            [(0.02, -0.01, 0.03, 812), (0.01, -0.02, 0.02, 1289)],
+            "cannot tell",
+            "About 1,300 queries would tell on image to image y (+1.0 points)",
+        ),
+        (
+            [(-0.02, -0.05, 0.03, 812), (-0.01, -0.02, 0.02, 1289)],
+            "cannot tell",
+            "About 810 queries would show that it is worse on image to image x",
+        ),
+        ([(0.02, -0.01, 0.03, 812), (0.0, -0.02, 0.02, None)], "cannot tell", "is not known"),
+    ],
+)
+def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answer: str, hint: str) -> None:
+    found = [Difference("image-to-image", name, mean, ends, n) for name, (mean, *ends, n) in zip("xy", gains, strict=True)]
+    criterion = Criterion(True, None, [], found)
+    shell = Report(old=None, new=None, method="", cases=[], criterion=criterion, seconds={}, run={})  # type: ignore[arg-type]
+    luck = verdicts(shell)[1]
+    assert luck.answer == answer and hint in luck.detail
+
+
+def test_reports_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Then, full-ranking mAP was called map@1.0, and nothing was said of luck."""
+    now = gather(replace(labelled_content(), tsne_pairs=0))
+    precision = {(*key[:3], {"map": "map@1.0"}.get(key[3], key[3])): values for key, values in now.average_precision.items()}
+    save_report(tmp_path, replace(now, average_precision=precision))
+    document = json.loads((tmp_path / "report.json").read_text().replace('"map"', '"map@1.0"'))
+    for each in (document["criterion"], *document["criterion"]["differences"]):
+        del each["outcome"], each["queries_needed"]
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    then = load_report(tmp_path)
+    assert then.cases == now.cases and then.average_precision.keys() == now.average_precision.keys()
+    assert then.criterion.differences == [replace(each, queries_needed=None) for each in now.criterion.differences]
+    assert verdicts(then)[1].answer == verdicts(now)[1].answer
+    assert "map@1.0" not in render_html(then, {})
 
 
 def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
@@ -399,7 +457,7 @@ def test_a_labelled_report_keeps_what_each_query_scored(labelled_folder: Path) -
         assert values_Q.dtype == np.float32 and np.isnan(values_Q).tolist() == [False] * (N_ITEMS - 1) + [True]
         (case,) = [case for case in report.cases if case.label == f"{query}/{gallery}"]
         assert np.nanmean(values_Q.astype(np.float64)) == pytest.approx(case.metrics[metric], abs=1e-6)
-    assert {metric for *_, metric in report.average_precision} == {"map@1.0", "map@R"}
+    assert {metric for *_, metric in report.average_precision} == {"map", "map@R"}
 
 
 def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: ReportContent) -> None:
@@ -438,12 +496,12 @@ def test_a_labelled_page_says_every_number_in_its_own_words(labelled_folder: Pat
     page, report = (labelled_folder / "report.html").read_text(), load_report(labelled_folder)
     for case in report.cases:
         assert all(percent(value) in page for value in case.metrics.values())
-    for name in ("CMC@1", "CMC@5", "mAP@1.0", "mAP@R", "NFR@1"):
+    for name in ("CMC@1", "CMC@5", "mAP", "mAP@R", "NFR@1"):
         assert f"<th>{name}</th>" in page
     assert "CMC at every depth" in page and "The same image" in page and "1 queries have no image of their class" in page
     assert "R@k" not in page and "Recall at every depth" not in page and "triangle" not in page
     text = printed(report)
-    assert "mAP@1.0" in text and "CMC@5: new/old - old/old" in text
+    assert "mAP" in text and "CMC@5: new/old - old/old" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
@@ -457,7 +515,7 @@ def test_bars_and_curves_are_the_metrics(labelled_folder: Path) -> None:
     report = load_report(labelled_folder)
     figures = draw_plots(report)
     (bars,) = figures["cases-image-to-image.png"].axes
-    assert [label.get_text() for label in bars.get_xticklabels()] == ["CMC@1", "CMC@5", "mAP@1.0", "mAP@R"]
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["CMC@1", "CMC@5", "mAP", "mAP@R"]
     heights = sorted(bar.get_height() / 100 for bar in bars.patches)
     shown = [value for case in report.cases for name, value in case.metrics.items() if not name.startswith("negative")]
     assert heights == pytest.approx(sorted(shown))
@@ -475,7 +533,7 @@ def test_a_mapped_gallery_has_no_map_of_the_old_space(tmp_path: Path) -> None:
 
 
 def test_metrics_have_names_and_meanings() -> None:
-    names = ["recall@5", "cmc@1", "map@1.0", "map@R", "negative_flip_rate@1", "zero_shot@1"]
-    told = ["R@5", "CMC@1", "mAP@1.0", "mAP@R", "NFR@1", "Zero-shot top-1"]
+    names = ["recall@5", "cmc@1", "map", "map@R", "negative_flip_rate@1", "zero_shot@1"]
+    told = ["R@5", "CMC@1", "mAP", "mAP@R", "NFR@1", "Zero-shot top-1"]
     assert [metric_name(name) for name in names] == told
     assert [name for name, _ in metric_meanings(names)] == ["R@k", "CMC@k", *told[2:]]

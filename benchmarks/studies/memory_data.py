@@ -112,7 +112,7 @@ def main() -> None:
 
 def print_many(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
     """Measure every training set and print a row of each."""
-    heads = ["all classes known: CMC@1", "mAP@1.0", "none known: CMC@1", "mAP@1.0"]
+    heads = ["all classes known: CMC@1", "mAP", "none known: CMC@1", "mAP"]
     console.print(f"| training set | {' | '.join(heads)} | chosen, none known |\n|---|{'---:|' * len(heads)}---|")
     every, first, second = range(CLASSES), range(CLASSES // 2), range(CLASSES // 2, CLASSES)
     for name, count, relabel in training_sets():
@@ -127,7 +127,7 @@ def print_many(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
 
 def print_few(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
     """Measure every number of images and of classes, on the classes of which none is known, and print a row of each."""
-    heads = ["least on what was held out", "new classes: CMC@1", "mAP@1.0"]
+    heads = ["least on what was held out", "new classes: CMC@1", "mAP"]
     console.print(f"\n| images of each | classes | images | {' | '.join(heads)} | chosen |\n|{'---:|' * (3 + len(heads))}---|")
     for count, classes in FEW:
         choice, gains = asked(

@@ -129,7 +129,7 @@ def main() -> None:
             first_hits = paired_bootstrap(new.first_hit_ranks_Q < 1, old.first_hit_ranks_Q < 1)
             gains = first_hits, paired_bootstrap(new.average_precision_Q, old.average_precision_Q)
             rows.setdefault(name, []).extend(cell(gain) for gain in gains)
-    heads = ["all classes known: CMC@1", "mAP@1.0", "none known: CMC@1", "mAP@1.0"]
+    heads = ["all classes known: CMC@1", "mAP", "none known: CMC@1", "mAP"]
     console.print(f"| variant | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
     for name, cells in rows.items():
         console.print(f"| {name} | {' | '.join(cells)} |")

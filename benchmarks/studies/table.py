@@ -17,7 +17,7 @@ from xcompat.report.comparison import comparison_file
 from xcompat.report.wording import gain_with_interval, metric_name, spread
 
 DIRECTIONS = ("text-to-image", "image-to-text")
-COMPARED = ("cmc@1", "map@1.0", "recall@1", "recall@10")
+COMPARED = ("cmc@1", "map", "recall@1", "recall@10")
 
 
 def markdown(report: Report) -> str:

@@ -8,7 +8,7 @@ from xcompat.evaluation.embedded_images import EmbeddedImages
 from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
 from xcompat.evaluation.embedded_texts import EmbeddedTexts
 from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
-from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap
+from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
 from xcompat.evaluation.metrics import (
     class_embeddings,
     first_hit_ranks,
@@ -48,6 +48,7 @@ __all__ = [
     "mean_average_precision",
     "negative_flip_rate",
     "paired_bootstrap",
+    "queries_needed",
     "ranking_per_query",
     "recall_at_k",
     "tar_at_far",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+
+from xcompat.evaluation.intervals import Outcome, outcome_of
 
 IMAGE_TO_IMAGE = "image-to-image"
 IMAGE_TO_TEXT = "image-to-text"
@@ -62,12 +66,49 @@ class Difference:
         metric: such as ``recall@10``.
         mean: the difference.
         ci95: its 95 % interval by the paired bootstrap.
+        queries_needed: how many queries an interval beside zero takes, as
+            :func:`~xcompat.evaluation.intervals.queries_needed` estimates it; None if there is no estimate.
     """
 
     direction: str
     metric: str
     mean: float
     ci95: tuple[float, float]
+    queries_needed: int | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether new queries find more than old ones by more than luck of the test set, less, or it cannot be told."""
+        return outcome_of(*self.ci95)
+
+
+def overall_outcome(differences: Sequence[Difference]) -> Outcome:
+    """Return what of a verdict is more than luck of the test set.
+
+    It is better if every interval lies above zero, as a yes takes them all; worse if one lies below, as one failure is enough
+    for a no (of many comparisons, one lies below by luck oftener than each in its 2.5 %); else it cannot be told.
+    """
+    outcomes = {each.outcome for each in differences}
+    return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "cannot tell"
+
+
+def hangs_on(differences: Sequence[Difference]) -> Difference | None:
+    """Return the comparison by whose ``queries_needed`` an outcome would be told.
+
+    Were means and spreads of these queries the true ones, that is the first that shows that new queries are worse, or, if none of
+    the open ones would, the last that shows that they are better.
+
+    Returns:
+        The comparison; None if the outcome is told already, or a comparison that it hangs on has no estimate.
+    """
+    if overall_outcome(differences) != "cannot tell":
+        return None
+    open_ones = [each for each in differences if each.outcome == "cannot tell"]
+    losing = [each for each in open_ones if each.mean < 0]
+    known = [(each.queries_needed, each) for each in losing or open_ones if each.queries_needed is not None]
+    if not known or (not losing and len(known) < len(open_ones)):
+        return None
+    return (min if losing else max)(known, key=lambda pair: pair[0])[1]
 
 
 @dataclass(frozen=True)
@@ -85,6 +126,50 @@ class Criterion:
     new_model_not_hurt: bool | None
     failed: list[str]
     differences: list[Difference]
+
+
+class Failed(NamedTuple):
+    """A comparison that failed.
+
+    Args:
+        direction: as in :class:`Case`.
+        metric: such as ``recall@10``.
+        case: ``new/old`` or ``new/new``.
+        value: what it reaches.
+        than: the case that it is held against.
+        floor: what that reaches.
+    """
+
+    direction: str
+    metric: str
+    case: str
+    value: float
+    than: str
+    floor: float
+
+    @property
+    def sign(self) -> str:
+        """How the two compare; new queries must find more than old ones, the new model alone no less than before."""
+        return "<=" if self.case == "new/old" else "<"
+
+
+def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
+    """Compare ``new/old`` with ``old/old``, then ``new/new`` with ``independent/independent``, metric by metric.
+
+    Args:
+        cases: of one evaluation.
+
+    Returns:
+        What failed; negative flips are not judged, as they compare with old/old, which has none.
+    """
+    table = {(case.label, case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
+    failed = []
+    for asked, than in (("new/old", "old/old"), ("new/new", "independent/independent")):
+        for (label, direction, metric), value in table.items():
+            floor = table.get((than, direction, metric))
+            if label == asked and floor is not None and not (value > floor or (asked == "new/new" and value == floor)):
+                failed.append(Failed(direction, metric, asked, value, than, floor))
+    return failed
 
 
 @dataclass(frozen=True)

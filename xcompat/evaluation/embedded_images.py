@@ -103,5 +103,5 @@ class EmbeddedImages:
             chunk_size=options.chunk_size,
             shared=options.shared,
         )
-        precision = {"map@1.0": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
+        precision = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
         return Found(ranked.first_hit_ranks_Q, precision)

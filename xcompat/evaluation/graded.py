@@ -1,4 +1,4 @@
-"""Retrieval with graded judgements, as BEIR and TREC measure it: nDCG@k, MRR@k, Recall@k and MAP, exact, ties against you."""
+"""Retrieval with graded judgements, as BEIR and TREC measure it: nDCG@k, MRR@k, Recall@k and mAP, exact, ties against you."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def graded_metrics(
     qrels: Qrels,
     ks: Sequence[int] = (10,),
 ) -> dict[str, float]:
-    """Return nDCG, MRR and Recall at each k and MAP over the judged queries, equal to trec_eval's where no scores tie.
+    """Return nDCG, MRR and Recall at each k and mAP over the judged queries, equal to trec_eval's where no scores tie.
 
     nDCG@k is Σ gain/log2(1 + rank) over that of the best ranking (Järvelin and Kekäläinen 2002); the others ask whether a gain is
     above 0. An item ranks after every other of its score and less gain.

@@ -1,8 +1,10 @@
-"""Bootstrap intervals over queries, resampling whole clusters where several queries are about one item."""
+"""Bootstrap intervals over queries, whole clusters where several are about one item; how many queries a difference takes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -10,6 +12,10 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.scores import Ids, as_ids, id_codes
 
 _BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)
+POWER = 0.8
+"""Probability with which :func:`queries_needed` queries tell a difference from none: Cohen's convention."""
+Outcome = Literal["better", "worse", "cannot tell"]
+"""Where an interval of a difference lies: above zero, below it, or on both sides."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,28 @@ class PairedDifference:
         mean: mean of ``a - b``.
         low: lower end of the interval.
         high: upper end of the interval.
+        queries_needed: the estimate of :func:`queries_needed`; None if there is none.
     """
 
     mean: float
     low: float
     high: float
+    queries_needed: int | None = None
 
     @property
     def excludes_zero(self) -> bool:
         """Whether the whole interval lies on one side of zero."""
-        return self.low > 0 or self.high < 0
+        return outcome_of(self.low, self.high) != "cannot tell"
+
+
+def outcome_of(low: float, high: float) -> Outcome:
+    """Return what the interval of a difference says.
+
+    Example:
+        >>> outcome_of(0.01, 0.05), outcome_of(-0.05, -0.01), outcome_of(-0.01, 0.05)
+        ('better', 'worse', 'cannot tell')
+    """
+    return "better" if low > 0 else "worse" if high < 0 else "cannot tell"
 
 
 def bootstrap_interval(
@@ -97,7 +115,49 @@ def paired_bootstrap(
         raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_Q1)} and {len(b_Q1)}")
     differences_Q1 = a_Q1 - b_Q1
     low, high = interval_bounds(resampled_means(differences_Q1, n_resamples, seed, clusters_Q), level)
-    return PairedDifference(float(differences_Q1.mean()), float(low[0]), float(high[0]))
+    needed = queries_needed(differences_Q1[:, 0], level, clusters_Q=clusters_Q)
+    return PairedDifference(float(differences_Q1.mean()), float(low[0]), float(high[0]), needed)
+
+
+def queries_needed(
+    differences_Q: np.ndarray, level: float = 0.95, power: float = POWER, clusters_Q: Ids | None = None
+) -> int | None:
+    """Estimate how many queries like these it takes until the interval of their mean difference excludes zero.
+
+    By the normal approximation (Cohen 1988, chapter 2), with mean d and spread of these Q queries taken for the true ones:
+
+        n = Q (z₁ + z₂)² s² / d²,   s² = C / (C - 1) · Σ_c (Σ_{q in c} (d_q - d))² / Q²
+
+    z₁ is the quantile of the standard normal distribution at (1 + level) / 2, z₂ that at ``power``, and s² the variance of d over
+    its C clusters; the other C queries are as many per cluster. From few queries d is known badly, and so is n.
+
+    Args:
+        differences_Q: ``(Q,)`` differences of two models on the same queries.
+        level: of the interval.
+        power: probability that the interval excludes zero.
+        clusters_Q: as in :func:`bootstrap_interval`.
+
+    Returns:
+        The number of queries; None if the mean is zero, or there is but one cluster.
+
+    Raises:
+        XcompatError: the clusters do not fit.
+
+    Example:
+        >>> queries_needed(np.tile([1.0, 0.0, 0.0, 0.0, -1.0, 0.0, 1.0, 0.0], 25))  # +12.5 points on 200 queries
+        182
+    """
+    from scipy.special import ndtri
+
+    differences_Q = _column(differences_Q)[:, 0]
+    codes_Q, mean = cluster_codes(clusters_Q, len(differences_Q)), float(differences_Q.mean())
+    n_clusters = int(codes_Q.max()) + 1
+    if mean == 0 or n_clusters == 1:
+        return None
+    sums_C = np.bincount(codes_Q, differences_Q - mean)
+    variance = n_clusters / (n_clusters - 1) * float(sums_C @ sums_C) / len(differences_Q) ** 2
+    ratio = float(ndtri((1 + level) / 2) + ndtri(power)) ** 2 * variance / mean**2
+    return max(1, math.ceil(len(differences_Q) * ratio))
 
 
 def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters_Q: Ids | None = None) -> np.ndarray:

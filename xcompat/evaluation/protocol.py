@@ -17,6 +17,7 @@ from xcompat.evaluation.cases import (
     Criterion,
     Difference,
     Evaluation,
+    failed_comparisons,
 )
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
@@ -112,7 +113,8 @@ class _Measured:
         for name, values_Q in values.items():
             draws = self.options.n_resamples, 0.95, self.options.seed, self._clusters
             paired = paired_bootstrap(values_Q, floor[name], *draws)
-            differences.append(Difference(self.direction.name, name, paired.mean, (paired.low, paired.high)))
+            found = Difference(self.direction.name, name, paired.mean, (paired.low, paired.high), paired.queries_needed)
+            differences.append(found)
         return differences
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
@@ -154,15 +156,11 @@ def _beside_same_memory(differences: Sequence[Difference]) -> str:
 
 def _judge(cases: Sequence[Case], differences: list[Difference]) -> Criterion:
     """Compare ``new/old`` with ``old/old``, and ``new/new`` with ``independent/independent``, metric by metric."""
-    table = {(case.label, case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
-    lost, hurt = [], []  # negative flips are not judged: they compare with old/old, which has none
-    for (label, direction, metric), value in table.items():
-        floor = table.get(("old/old", direction, metric))
-        if label == "new/old" and floor is not None and not value > floor:
-            lost.append(f"{direction} {metric}: new/old {value:.4f} <= old/old {floor:.4f}")
-        ceiling = table.get(("independent/independent", direction, metric))
-        if label == "new/new" and ceiling is not None and not value >= ceiling:
-            hurt.append(f"{direction} {metric}: new/new {value:.4f} < independent/independent {ceiling:.4f}")
-    labels = {case.label for case in cases}
-    both = {"new/new", "independent/independent"} <= labels
-    return Criterion(not lost, not hurt if both else None, lost + hurt, differences)
+    failed = failed_comparisons(cases)
+    lines = [
+        f"{each.direction} {each.metric}: {each.case} {each.value:.4f} {each.sign} {each.than} {each.floor:.4f}"
+        for each in failed
+    ]
+    lost, hurt = (any(each.case == case for each in failed) for case in ("new/old", "new/new"))
+    both = {"new/new", "independent/independent"} <= {case.label for case in cases}
+    return Criterion(not lost, not hurt if both else None, lines, differences)

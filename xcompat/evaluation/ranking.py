@@ -1,4 +1,4 @@
-"""Retrieval of images by their class: CMC@k, mAP@1.0, mAP@R, exact and without sorting the ranking."""
+"""Retrieval of images by their class: CMC@k, mAP, mAP@R, exact and without sorting the ranking."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def mean_average_precision(
         gallery_labels: G hashables.
         query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
-        at: None for the whole ranking (mAP@1.0), "R" to cut after each query's number of positives, or places, at least 1.
+        at: None for the whole ranking (mAP), "R" to cut after each query's number of positives, or places, at least 1.
 
     Returns:
         A fraction in [0, 1], over the queries that have a positive.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import RankKey, ValueKey
+from xcompat.evaluation.cases import IMAGE_TO_IMAGE, RankKey, ValueKey
 from xcompat.evaluation.intervals import cluster_codes
 from xcompat.evaluation.scores import Ids
 
@@ -34,7 +34,7 @@ class Area(NamedTuple):
 def query_quality(
     ranks: Mapping[RankKey, np.ndarray], average_precision: Mapping[ValueKey, np.ndarray], query: str, direction: str
 ) -> np.ndarray:
-    """Return how well each query searches the old gallery: its average precision, or the reciprocal rank for captioned images.
+    """Return how well each query searches the old gallery: by average precision among classes, else by reciprocal rank.
 
     Args:
         ranks: ``ranks`` of an :class:`~xcompat.evaluation.Evaluation`.
@@ -45,7 +45,8 @@ def query_quality(
     Returns:
         ``(Q,)`` floats, NaN for queries without a match.
     """
-    if (values_Q := average_precision.get((query, "old", direction, "map@1.0"))) is not None:
+    values_Q = average_precision.get((query, "old", direction, "map"))
+    if values_Q is not None and direction == IMAGE_TO_IMAGE:
         return values_Q
     ranks_Q = ranks[query, "old", direction]
     return np.where(ranks_Q < 0, np.nan, 1 / (1.0 + np.maximum(ranks_Q, 0)))

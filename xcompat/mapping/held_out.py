@@ -208,7 +208,7 @@ class HeldOutClasses(HeldOut):
                 ranked = ranking_per_query(asked_Qd, searched_Qd, labels_Q, labels_Q, rows_Q, rows_Q)
                 assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
-                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map@1.0": precision_Q}
+                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
                 parts.append(Measured(number, protocol, found, precision_Q, rows_Q))
         return parts
 

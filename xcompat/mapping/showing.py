@@ -11,7 +11,7 @@ from rich.table import Table
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
-from xcompat.hub.metadata import Gain
+from xcompat.hub.metadata import Gain, metric_now
 from xcompat.mapping.agreement import NEIGHBOURS, SAME, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
@@ -172,7 +172,14 @@ def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
         name = document["model"]["name"]
         gains: dict[str, Any] = next((trial["gains"] for trial in document.get("trials", []) if trial["name"] == name), {})
         return [
-            Gain(protocol, metric, old := document["floor"][protocol][metric], old + found["mean"], found["mean"], (low, high))
+            Gain(
+                protocol,
+                metric_now(metric),
+                old := document["floor"][protocol][metric],
+                old + found["mean"],
+                found["mean"],
+                (low, high),
+            )
             for protocol, metrics in gains.items()
             for metric, found in metrics.items()
             for low, high in [found["ci95"]]

@@ -6,13 +6,24 @@ import base64
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xcompat.markdown import markdown_templates, templates
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
-from xcompat.report.wording import case_meaning, gain, interval, metric_meanings, metric_name, percent, spread, verdicts
+from xcompat.report.wording import (
+    approximately,
+    case_meaning,
+    failed_lines,
+    gain,
+    interval,
+    metric_meanings,
+    metric_name,
+    percent,
+    spread,
+    verdicts,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,21 +40,19 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
         for prefix in ("cases", "recall", "cmc", "success", "confidence", "tsne")
     }
-    return page_template("template.html.j2").render(
-        report=report, plots=groups, verdicts=verdicts(report), colours=case_colours(report), meanings=_meanings(report)
-    )
+    return page_template("template.html.j2").render(report=report, plots=groups, colours=case_colours(report), **_said(report))
 
 
 def render_markdown(report: Report) -> str:
     """Render verdict, cases with intervals, and their meanings as Markdown without a heading."""
     labels = dict.fromkeys(case.label for case in report.cases)
-    return page_template("results.md.j2").render(
-        report=report, verdicts=verdicts(report), meanings=_meanings(report), labels=labels
-    )
+    return page_template("results.md.j2").render(report=report, labels=labels, **_said(report))
 
 
-def _meanings(report: Report) -> list[tuple[str, str]]:
-    return metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
+def _said(report: Report) -> dict[str, Any]:
+    """Return what both forms say in words."""
+    meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
+    return {"verdicts": verdicts(report), "failed": failed_lines(report), "meanings": meanings}
 
 
 @cache  # compiling a template takes longer than filling it in
@@ -55,6 +64,7 @@ def page_template(name: str) -> Template:
         "percent": percent,
         "interval": interval,
         "spread": spread,
+        "approximately": approximately,
         "gain": gain,
         "metric_name": metric_name,
         "case_meaning": case_meaning,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -14,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Case, Criterion
-from xcompat.evaluation.cases import RankKey, ValueKey
+from xcompat.evaluation.cases import RankKey, ValueKey, hangs_on, overall_outcome
 from xcompat.files import read_json, write_json
+from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Panel, Report, Series
 
+T = TypeVar("T")
 SCHEMA = 1
 FOLDER_NAME = "report"
 JSON_NAME = "report.json"
@@ -103,11 +105,21 @@ def save_report(folder: Path, report: Report) -> None:
             "new": asdict(report.new),
             "method": report.method,
             "cases": [asdict(case) for case in report.cases],
-            "criterion": asdict(report.criterion),
+            "criterion": _described(report.criterion),
             "seconds": report.seconds,
             "run": report.run,
         },
     )
+
+
+def _described(criterion: Criterion) -> dict[str, Any]:
+    """Return a verdict as JSON, with what follows from its intervals."""
+    last = hangs_on(criterion.differences)
+    return asdict(criterion) | {
+        "differences": [asdict(each) | {"outcome": each.outcome} for each in criterion.differences],
+        "outcome": overall_outcome(criterion.differences),
+        "queries_needed": last.queries_needed if last is not None else None,
+    }
 
 
 def report_file(path: str | Path) -> Path:
@@ -146,16 +158,21 @@ def load_report(path: str | Path) -> Report:
         reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         place = ".".join(map(str, reason["loc"]))
         raise XcompatError(f"{file} is not a complete report ({place}: {reason['msg']}); evaluate again") from None
+    differences = read.criterion.differences
     return Report(
         old=read.old,
         new=read.new,
         method=read.method,
-        cases=read.cases,
-        criterion=read.criterion,
+        cases=[replace(each, metrics=_named_now(each.metrics), ci95=_named_now(each.ci95)) for each in read.cases],
+        criterion=replace(read.criterion, differences=[replace(each, metric=metric_now(each.metric)) for each in differences]),
         seconds=read.seconds,
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )
+
+
+def _named_now(values: dict[str, T]) -> dict[str, T]:
+    return {metric_now(metric): value for metric, value in values.items()}
 
 
 def _save_data(path: Path, report: Report) -> None:
@@ -220,7 +237,9 @@ def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]
     clouds = iter([rows("points", number, 2) for number in range(sum(len(panel.series) for panel in layout.panels))])
     return {
         "ranks": {key: rows("ranks", number) for number, key in enumerate(layout.ranks)},
-        "average_precision": {key: rows("precision", number) for number, key in enumerate(layout.precision)},
+        "average_precision": {
+            (*key[:3], metric_now(key[3])): rows("precision", number) for number, key in enumerate(layout.precision)
+        },
         "clusters": {direction: rows("clusters", number) for number, direction in enumerate(layout.clusters)},
         "confidence": {direction: rows("confidence", number) for number, direction in enumerate(layout.confidence)},
         "panels": [Panel(panel.title, [Series(label, next(clouds)) for label in panel.series]) for panel in layout.panels],

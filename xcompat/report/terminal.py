@@ -8,9 +8,13 @@ from rich.table import Table
 
 from xcompat.progress import literal
 from xcompat.report.content import Hit, Report
-from xcompat.report.wording import gain, interval, metric_name, verdicts
+from xcompat.report.wording import failed_lines, gain, interval, metric_name, verdicts
 
-_STYLES = {"yes": "bold green", "no": "bold red", "not measured": "yellow"}
+_STYLES = {
+    **dict.fromkeys(("yes", "better"), "bold green"),
+    **dict.fromkeys(("no", "worse"), "bold red"),
+    **dict.fromkeys(("not measured", "cannot tell"), "yellow"),
+}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -33,8 +37,8 @@ def print_report(report: Report, console: Console) -> None:
     for note in report.notes:
         console.print(f"[dim]{literal(note)}[/]")
     for verdict in verdicts(report):
-        console.print(f"{verdict.question}: [{_STYLES[verdict.answer]}]{verdict.answer}[/]. {verdict.detail}")
-    for line in report.criterion.failed:
+        console.print(f"{verdict.question}: [{_STYLES[verdict.answer]}]{verdict.answer}[/]. {literal(verdict.detail)}")
+    for line in failed_lines(report):
         console.print(f"  [red]✗[/] {literal(line)}")
     for each in report.criterion.differences:
         which = literal(f"{each.direction} {metric_name(each.metric)}")

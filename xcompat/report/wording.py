@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from xcompat.evaluation.cases import failed_comparisons, hangs_on, overall_outcome
+from xcompat.evaluation.intervals import POWER
 from xcompat.report.content import Report
 
 COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
+LUCK_QUESTION = "What of it is more than luck of these test queries: new queries on the old gallery are"
 NOT_HURT_QUESTION = "In its own space, the new model is as good as without compatibility training"
 
 _MEANINGS = {
@@ -33,8 +36,8 @@ _METRICS = {
         "share of queries with an image of their class among the first k, the query itself left out. An image of the class that "
         "ties with a wrong one counts as behind it.",
     ),
-    "map@1.0": (
-        "mAP@1.0",
+    "map": (
+        "mAP",
         "average precision over the whole ranking, mean over queries: 100 % when all images of the class come before all others.",
     ),
     "map@R": (
@@ -56,7 +59,7 @@ _JUDGED = {
     ),
     "mrr@": ("MRR@k", "one over the rank of the first relevant passage, 0 where none is among the first k; mean over queries."),
     "recall@": ("R@k", "share of a query's relevant passages among the first k, mean over queries."),
-    "map": ("MAP", "average precision over the whole ranking, mean over queries."),
+    "map": ("mAP", "average precision over the whole ranking, mean over queries."),
 }
 """What metrics of judged passages mean, where others may have the same name."""
 
@@ -66,7 +69,7 @@ class Verdict(NamedTuple):
 
     Args:
         question: in plain words.
-        answer: ``yes``, ``no`` or ``not measured``.
+        answer: ``yes``, ``no`` or ``not measured``; ``better``, ``worse`` or ``cannot tell``.
         detail: the reason, in one or two sentences.
     """
 
@@ -129,12 +132,10 @@ def metric_name(metric: str) -> str:
     """Return the usual name of a metric of ``report.json``.
 
     Example:
-        >>> metric_name("recall@10"), metric_name("map@1.0"), metric_name("negative_flip_rate@1")
-        ('R@10', 'mAP@1.0', 'NFR@1')
+        >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1")
+        ('R@10', 'mAP', 'NFR@1')
     """
-    name, _, k = metric.partition("@")
-    if metric == "map":
-        return "MAP"
+    name, at, k = metric.partition("@")
     known = {
         "recall": "R",
         "cmc": "CMC",
@@ -145,7 +146,7 @@ def metric_name(metric: str) -> str:
         "negative_flip_rate": "NFR",
         "zero_shot": "Zero-shot top-",
     }
-    return f"{known[name]}{'' if name == 'zero_shot' else '@'}{k}" if name in known else metric
+    return f"{known[name]}{'' if name == 'zero_shot' else at}{k}" if name in known else metric
 
 
 def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
@@ -157,7 +158,8 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
     """
     names = tuple(metrics)
     meanings = _METRICS | _JUDGED if any(name.startswith("ndcg@") for name in names) else _METRICS
-    return [told for kind, told in meanings.items() if any(name.startswith(kind) for name in names)]
+    kinds = {name if name in meanings else f"{name.partition('@')[0]}@" for name in names}
+    return [told for kind, told in meanings.items() if kind in kinds]
 
 
 def case_meaning(label: str) -> str:
@@ -172,19 +174,68 @@ def case_meaning(label: str) -> str:
 
 
 def verdicts(report: Report) -> list[Verdict]:
-    """Answer the two main questions: is the new model backward compatible, and did compatibility training hurt it?"""
+    """Answer the main questions: is the new model backward compatible, is that luck, and did compatibility training hurt it?"""
     criterion = report.criterion
-    lost = [line for line in criterion.failed if "new/old" in line]
-    hurt = [line for line in criterion.failed if "new/new" in line]
-    sure = [each for each in criterion.differences if each.ci95[0] > 0]
+    failed = [each.case for each in failed_comparisons(report.cases)]
     total = len(criterion.differences)
-    if criterion.backward_compatible:
-        why = f"On every metric measured. {len(sure)} of {total} gains have a 95 % interval above zero."
-    else:
-        why = f"{len(lost)} of {total} comparisons failed; it has to win them all."
-    first = Verdict(COMPATIBLE_QUESTION, "yes" if criterion.backward_compatible else "no", why)
+    why = "On every metric measured."
+    if not criterion.backward_compatible:
+        why = f"{failed.count('new/old')} of {total} comparisons failed; it has to win them all."
+    found = [
+        Verdict(COMPATIBLE_QUESTION, _yes_or_no(criterion.backward_compatible), why),
+        Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_said_of_luck(report))),
+    ]
     if criterion.new_model_not_hurt is None:
         detail = "This needs the new model's own embeddings and those of an independent model."
-        return [first, Verdict(NOT_HURT_QUESTION, "not measured", detail)]
-    detail = "On every metric measured." if not hurt else f"{len(hurt)} comparison{'s' * (len(hurt) != 1)} failed."
-    return [first, Verdict(NOT_HURT_QUESTION, "yes" if criterion.new_model_not_hurt else "no", detail)]
+        return [*found, Verdict(NOT_HURT_QUESTION, "not measured", detail)]
+    hurt = failed.count("new/new")
+    detail = "On every metric measured." if not hurt else f"{hurt} comparison{'s' * (hurt != 1)} failed."
+    return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
+
+
+def _yes_or_no(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def _said_of_luck(report: Report) -> Iterator[str]:
+    """Yield sentences: where the intervals of the gains lie, and how many queries would tell if that cannot be told."""
+    differences = report.criterion.differences
+    outcomes = [each.outcome for each in differences]
+    places = {"better": "above zero", "worse": "below zero", "cannot tell": "on both sides of it"}
+    told = [f"{outcomes.count(outcome)} {where}" for outcome, where in places.items() if outcome in outcomes]
+    yield f"Of {len(outcomes)} gains, the 95 % interval lies {', '.join(told)}." if told else "No gain was measured."
+    if overall_outcome(differences) != "cannot tell":
+        return
+    if (each := hangs_on(differences)) is None or each.queries_needed is None:
+        yield "How many queries would tell is not known: nothing differs on one of them, or an earlier version wrote this report."
+        return
+    asked = [case.n_queries for case in report.cases if case.direction == each.direction and each.metric in case.metrics]
+    instead = f" instead of {asked[0]:,}" if asked else ""
+    would = "show that it is worse on" if each.mean < 0 else "tell on"
+    yield (
+        f"About {approximately(each.queries_needed)} queries{instead} would {would} "
+        f"{each.direction.replace('-', ' ')} {metric_name(each.metric)} ({gain(each.mean)} points), which takes the "
+        f"{'fewest' if each.mean < 0 else 'most'}. It is an estimate: {100 * POWER:.0f} % probable if the gain and its spread "
+        "over these queries are the true ones."
+    )
+
+
+def approximately(count: int) -> str:
+    """Return a count with two significant digits.
+
+    Example:
+        >>> approximately(1289), approximately(182), approximately(96)
+        ('1,300', '180', '96')
+    """
+    return f"{round(count, min(0, 2 - len(str(count)))):,}"
+
+
+def failed_lines(report: Report) -> list[str]:
+    """Return one line per comparison that failed, in percent as the tables have it."""
+    lines = []
+    for each in failed_comparisons(report.cases):
+        digits = 1 if each.value == each.floor or percent(each.value) != percent(each.floor) else 3
+        value, floor = (f"{100 * number:.{digits}f} %" for number in (each.value, each.floor))
+        where = f"{each.direction.replace('-', ' ')} {metric_name(each.metric)}"
+        lines.append(f"{where}: {each.case} {value} {each.sign} {each.than} {floor}")
+    return lines

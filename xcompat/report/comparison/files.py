@@ -10,6 +10,7 @@ from typing import Any
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
+from xcompat.evaluation.cases import overall_outcome
 from xcompat.files import read_json, write_json
 from xcompat.ownership import owned_path, require_replaceable
 from xcompat.report.comparison.plots import draw_comparison
@@ -106,6 +107,7 @@ def _row(row: Row) -> dict[str, Any]:
         **galleries,
         **{name: _by_direction(values) for name in seldom if (values := getattr(row, name))},
         "compatible": row.compatible,
+        "outcome": overall_outcome(row.differences) if row.gains else None,
         "not_hurt": row.not_hurt,
         "gain": _by_direction(row.gains),
         "behind_best": _by_direction(row.behind_best),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
     from numpy.typing import NDArray
 
-_DRAWN = ("cmc@1", "map@1.0", "recall@1", "recall@10")
+_DRAWN = ("cmc@1", "map", "recall@1", "recall@10")
 _COLOURS = {"old": "#7a828e", "independent": "#d9a28b", "method": "#0072b2"}
 _RADII = (9, 18, 30, 44)  # points from a marker to its label
 _ANGLES = np.deg2rad([0, 180, 90, 270, 45, 135, 315, 225])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import PairedDifference, paired_bootstrap
+from xcompat.evaluation import Difference, PairedDifference, paired_bootstrap
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.report.content import Report
 
@@ -105,6 +105,11 @@ class MethodRow(Row):
     parameters: int
     maps_galleries: bool
     seconds: float
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The gains as a report lists them: what of them is more than luck of the test set, and how many queries would tell."""
+        return [Difference(*key, each.mean, (each.low, each.high), each.queries_needed) for key, each in self.gains.items()]
 
 
 @dataclass(frozen=True)

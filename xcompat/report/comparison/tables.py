@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table as TerminalTable
 
 from xcompat.evaluation import PairedDifference
+from xcompat.evaluation.cases import hangs_on, overall_outcome
 from xcompat.progress import literal
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
-from xcompat.report.wording import gain_with_interval, metric_name, spread
+from xcompat.report.wording import approximately, gain_with_interval, metric_name, spread
 
 NOTHING = "–"
 OLD_QUERIES = "from old"
@@ -171,6 +172,7 @@ def _costs(comparison: Comparison) -> Table:
     def cells(row: MethodRow) -> list[str]:
         return [
             f"{row.compatible} of {every}",
+            _beyond_luck(row),
             f"{row.not_hurt} of {every}" if row.not_hurt is not None else "not measured",
             f"{row.extra_dims:+,}",
             f"{row.parameters:,} per {'gallery item' if row.maps_galleries else 'query'}" if row.parameters else "0",
@@ -178,10 +180,21 @@ def _costs(comparison: Comparison) -> Table:
         ]
 
     explanation = (
-        "Compatible: with how many seeds new/old was above old/old on every metric. Not hurt: with how many new/new was not "
-        "below independent/independent. Extra parameters: of the finished model outside its encoder, the heads and maps that "
-        "every query goes through, or every gallery item, once, where a method maps galleries. Seconds: of the method's stage."
+        "Compatible: with how many seeds new/old was above old/old on every metric. Beyond luck: better if the intervals of all "
+        "gains lie above zero, worse if one lies below, else the queries cannot tell; in brackets how many would, an estimate "
+        "(80 % power) that takes gains and spreads for the true ones. Not hurt: with how many new/new was not below "
+        "independent/independent. Extra parameters: of the finished model outside its encoder, the heads and maps that every "
+        "query goes through, or every gallery item, once, where a method maps galleries. Seconds: of the method's stage."
     )
-    columns = ["compatible", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
+    columns = ["compatible", "beyond luck", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
     rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
     return Table("Verdicts and costs", explanation, columns, rows)
+
+
+def _beyond_luck(row: MethodRow) -> str:
+    """Return what of a method's gains is more than luck of the test set, and how many queries would tell if that is open."""
+    if not row.gains:
+        return NOTHING
+    outcome, last = overall_outcome(row.differences), hangs_on(row.differences)
+    needed = f" ({approximately(last.queries_needed)} queries)" if last is not None and last.queries_needed is not None else ""
+    return f"{outcome}{needed}"
