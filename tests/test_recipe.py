@@ -61,11 +61,13 @@ def test_overrides(tmp_path: Path) -> None:
         "training.max_steps=7",
         "stages.1.training.learning_rate=1e-5",
         "seed=3",
-        "stages.1.options.train_projection=all",
+        "stages.pair.options.train_projection=all",
+        "stages.phi.options.noise_std=0.5",
     )
     assert recipe.stages[0].training["max_steps"] == recipe.stages[1].training["max_steps"] == 7
     assert recipe.stages[1].training["learning_rate"] == 1e-5
     assert recipe.seed == 3 and recipe.stages[1].options == {"train_projection": "all"}
+    assert recipe.stages[0].options["noise_std"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -85,11 +87,12 @@ def test_overrides(tmp_path: Path) -> None:
         (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
         (["stages.0.name=slerp", "stages.1.evaluation={slerp: 0.5, compare_with: [slerp]}"], "a stage slerp, .*rename the stage"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
-        (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1"),
+        (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1, and are called phi, pair"),
+        (["stages.fi.name=x"], "there is no stage fi; stages count from 0 to 1, and are called phi, pair"),
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
         (["nonsense"], "'nonsense' is no override; write key=value"),
         (["new.nme=x"], "unknown key .*nme'"),
-        (["options.noise_std=1"], "options.noise_std is set by stage 0 .phi. itself: override stages.0.options.noise_std"),
+        (["options.noise_std=1"], "options.noise_std is set by stage 0 .phi. itself: override stages.phi.options.noise_std"),
         (["data={"], "the value is not valid YAML"),
         (["training.max_steps=0"], "training.max_steps: 0 trains nothing; give 1 or more"),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),

@@ -108,7 +108,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
 def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, Any]) -> None:
     raw["stages"] = raw["stages"][:1]
     run_recipe(recipe_of(raw))
-    with pytest.raises(XcompatError, match="differs in training; choose another output_dir"):
+    with pytest.raises(XcompatError, match="differs in training.learning_rate; choose another output_dir"):
         run_recipe(recipe_of(raw, training={**raw["training"], "learning_rate": 2e-3}))
     with pytest.raises(XcompatError, match="differs in seed"):
         run_recipe(recipe_of(raw, seed=1))
@@ -186,7 +186,9 @@ def test_a_corrected_test_set_keeps_what_is_trained_and_is_judged_on(
     assert {case["n_queries"] for case in report["cases"]} == {10}, "judged anew"
     assert yaml.safe_load((run / "pair" / "recipe.yaml").read_text())["data"]["test"]["limit"] == 10
     raw["data"]["test"]["limit"] = 10  # φ left the captions of its test set out of its corpus
-    with pytest.raises(XcompatError, match=r"phi was made by a recipe that differs in data\.test; choose another output_dir"):
+    with pytest.raises(
+        XcompatError, match=r"phi was made by a recipe that differs in data\.test\.limit; choose another output_dir"
+    ):
         run_recipe(recipe_of(raw))
 
 

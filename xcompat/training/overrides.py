@@ -25,7 +25,8 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
         for part in key.split("."):
             place = place.get(part) if isinstance(place, dict) else None
         if place is not None:
-            raise XcompatError(f"{key} is set by stage {number} ({stage.get('name', '')}) itself: override stages.{number}.{key}")
+            name = _name(stage) or number
+            raise XcompatError(f"{key} is set by stage {number} ({name}) itself: override stages.{name}.{key}")
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -33,7 +34,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
     Args:
         raw: changed in place.
-        override: ``key=value``, dots for nesting, the value read as YAML.
+        override: ``key=value``, dots for nesting, the value read as YAML; a stage is called by its number or its name.
 
     Raises:
         XcompatError: it has another form, or the key leads nowhere.
@@ -49,12 +50,23 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
     for parent in parents:
-        if isinstance(place, list):
-            if not parent.isdigit() or int(parent) >= len(place):
-                raise XcompatError(f"{key}: there is no stage {parent}; stages count from 0 to {len(place) - 1}")
-            place = place[int(parent)]
-        else:
-            place = place.setdefault(parent, {})
+        place = _entry(place, parent, key) if isinstance(place, list) else place.setdefault(parent, {})
     if not isinstance(place, dict):
         raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
     place[last] = parsed
+
+
+def _entry(entries: list[Any], which: str, key: str) -> Any:  # noqa: ANN401 - what YAML holds
+    """Return a stage, or an entry of another list, by its number or its name."""
+    if which.isdigit() and int(which) < len(entries):
+        return entries[int(which)]
+    named = {str(name): each for each in reversed(entries) if isinstance(each, dict) and (name := _name(each)) is not None}
+    if which in named:
+        return named[which]
+    called = f", and are called {', '.join(reversed(named))}" if named else ""
+    raise XcompatError(f"{key}: there is no stage {which}; stages count from 0 to {len(entries) - 1}{called}")
+
+
+def _name(stage: dict[str, Any]) -> Any:  # noqa: ANN401 - what YAML holds
+    """Return the name of a stage, which is that of its method unless given; None if neither is."""
+    return stage.get("name", stage.get("method"))

@@ -71,7 +71,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         path: YAML file.
         overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or
-            ``stages.1.training.max_steps=10``. The value is read as YAML.
+            ``stages.1.training.max_steps=10``, or ``stages.xbt.…`` by the stage's name. The value is read as YAML.
 
     Returns:
         The recipe with every stage complete.

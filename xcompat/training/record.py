@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,10 +128,23 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
         settings: of the recipe now.
         begun: of the recipe that the folder was begun with.
         learns_from_texts: whether the stage learns from texts, from which the test set's are excluded.
+
+    Returns:
+        Such as ``training.learning_rate``: as deep as both have keys.
     """
     now, then = _flat(settings), _flat(begun)
     judged = set(JUDGED_ON) - ({"data.test", "data.judged_texts"} if learns_from_texts else set())
-    return sorted(key for key in {*now, *then} - {"evaluation", *judged} if now.get(key) != then.get(key))
+    kept = sorted({*now, *then} - {"evaluation", *judged})
+    return sorted(deep for key in kept for deep in _changed(now.get(key), then.get(key), key))
+
+
+def _changed(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - what YAML holds
+    """Yield the keys under which two values differ, as deep as both are dictionaries."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        for inner in {*now, *then}:
+            yield from _changed(now.get(inner), then.get(inner), f"{key}.{inner}")
+    elif now != then:
+        yield key
 
 
 def judged_on(settings: dict[str, Any]) -> dict[str, Any]:
