@@ -344,7 +344,7 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         "torch 2.15",
     ):
         assert wanted in text, wanted
-    assert compatible or "- Failed: text-to-image recall@1: new/old 0.4000 <= old/old 0.5000" in text
+    assert compatible or "- Failed: text to image R@1: new/old 40.0 % <= old/old 50.0 %" in text
     recipes = list(yaml.safe_load_all(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0]))
     assert [recipe["name"] for recipe in recipes] == ["phi", "pair"] and recipes[1]["training"] == {"max_steps": 7}
     for name, content in hub.files("me/pair").items():

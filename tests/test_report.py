@@ -43,6 +43,7 @@ from xcompat.report import (
     render_report,
     write_report,
 )
+from xcompat.report.content import LossPoint
 from xcompat.report.plots import draw_plots
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
@@ -89,7 +90,7 @@ def folder(content: ReportContent, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportContent) -> None:
     document = json.loads((folder / "report.json").read_text())
-    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "run"}
+    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "training", "run"}
     assert document["schema"] == 1
     assert document["old"] == {"name": "old<b>", "fingerprint": content.contestants.old.fingerprint.digest, "dim": 8}
     assert document["new"]["dim"] == 12
@@ -537,3 +538,16 @@ def test_metrics_have_names_and_meanings() -> None:
     told = ["R@5", "CMC@1", "mAP", "mAP@R", "NFR@1", "Zero-shot top-1"]
     assert [metric_name(name) for name in names] == told
     assert [name for name, _ in metric_meanings(names)] == ["R@k", "CMC@k", *told[2:]]
+
+
+def test_losses_are_data_and_a_curve(tmp_path: Path) -> None:
+    losses = [LossPoint(step, step / 100, 2 / step, 1e-3) for step in (10, 20, 30)]
+    content = replace(labelled_content(), tsne_pairs=0, training={"a $trained$ <stage>": losses})
+    report = load_report(write_report(tmp_path, content).parent)
+    assert report.training == content.training
+    (axes,) = draw_plots(report)["loss-0.png"].axes
+    assert axes.lines[0].get_xydata().tolist() == [[each.step, each.loss] for each in losses]
+    assert axes.get_title("left") == "a $trained$ <stage>"
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "How training went" in page and "loss-0.png" in page
+    assert "How training went" not in render_html(replace(report, training={}), {})

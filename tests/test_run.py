@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
-from xcompat.training.record import settings_of, write_recipe
+from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.trainer import training_arguments
 
@@ -89,6 +90,10 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
         ("independent", "independent"),
     }
     assert (run / "report" / "report.html").stat().st_size > 10_000
+    logged = json.loads((run / "pair" / "log_history.json").read_text())
+    assert list(report["training"]) == ["phi", "pair"] and (run / "report" / "plots" / "loss-1.png").exists()
+    assert [point["loss"] for point in report["training"]["pair"]] == [entry["loss"] for entry in logged if "loss" in entry]
+    assert [point["step"] for point in report["training"]["phi"]] == [1, 2, 3, 4, 5, 6]
     environment = json.loads((run / "pair" / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
     assert (
@@ -390,6 +395,20 @@ def test_a_killed_run_ends_as_one_that_was_not(
     run_recipe(recipe_of(raw, stages=stages))
     for name, value in weights(tmp_path / "run" / method / "model").items():
         assert torch.equal(value, whole[name]), name
+    curves = [logged_losses(tmp_path / folder / method) for folder in ("run", "whole")]
+    assert [point.step for point in curves[0]] == [1, 2, 3, 4, 5, 6] and curves[0] == curves[1], "one curve"
+
+
+def test_a_long_curve_is_thinned_and_a_damaged_one_refused(tmp_path: Path) -> None:
+    entries = [{"step": step, "epoch": step / 10, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 2502)]
+    (tmp_path / LOG).write_text(json.dumps([*entries, {"step": 2501, "train_runtime": 3.0}]))
+    points = logged_losses(tmp_path)
+    assert len(points) == 834 and points[-1] == (2501, 250.1, 1 / 2501, 0.1)
+    assert {now.step - before.step for before, now in pairwise(points)} == {3}
+    (tmp_path / LOG).write_text('[{"loss": 1.0, "step": "soon"}]')
+    with pytest.raises(XcompatError, match="is not as it was written .*; delete it to go without a curve"):
+        logged_losses(tmp_path)
+    assert logged_losses(tmp_path / "solved") == []
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(

@@ -59,6 +59,22 @@ class Example:
     rows: list[ExampleRow]
 
 
+class LossPoint(NamedTuple):
+    """What the Trainer logged of a training.
+
+    Args:
+        step: how many steps were done.
+        epoch: how often the training data were seen.
+        loss: the mean over the steps since the point before.
+        learning_rate: that of the step; None if it was not logged.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float | None = None
+
+
 @dataclass(frozen=True)
 class ReportContent:
     """The input of a report.
@@ -72,6 +88,7 @@ class ReportContent:
         examples: example searches in the old gallery.
         tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 leaves the maps out.
         seed: seed of the choice of pairs and of t-SNE.
+        training: stage -> the losses of its training.
     """
 
     evaluation: Evaluation
@@ -82,6 +99,7 @@ class ReportContent:
     examples: list[Example] = field(default_factory=list)
     tsne_pairs: int = 500
     seed: int = 0
+    training: dict[str, list[LossPoint]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,7 @@ class Report:
         average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; for labelled images.
         clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; in other directions queries are independent.
         confidence: direction -> float32 ``(Q,)``, confidence of new queries, NaN for queries left out.
+        training: stage -> the losses of its training; empty if the stages were solved, or an earlier version trained them.
     """
 
     old: ModelInfo
@@ -156,6 +175,7 @@ class Report:
     average_precision: dict[ValueKey, np.ndarray] = field(default_factory=dict, repr=False)
     clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    training: dict[str, list[LossPoint]] = field(default_factory=dict, repr=False)
 
     @property
     def directions(self) -> list[str]:

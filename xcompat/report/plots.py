@@ -9,7 +9,7 @@ import numpy as np
 
 from xcompat.evaluation import Case
 from xcompat.evaluation.selective import query_quality, risk_coverage
-from xcompat.report.content import Panel, Report, retrieval_metrics
+from xcompat.report.content import LossPoint, Panel, Report, retrieval_metrics
 from xcompat.report.wording import metric_name
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _COLOURS = {
 _EXTRA_COLOURS = ("#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _CLOUD_COLOURS = ("#7a828e", "#b8a07a", "#0072b2", "#e69f00")
 _MARKED_PAIRS = 5
+_FEW_POINTS = 20
+"""Most losses that are marked one by one: a line of one or two would not be seen."""
 _LEAST_COVERAGE = 5
 """Smallest percentage of queries for which risk is shown: fewer queries say nothing."""
 
@@ -36,7 +38,7 @@ def draw_plots(report: Report) -> dict[str, Figure]:
 
     Returns:
         file name -> figure: ``cases-DIRECTION.png``, ``recall-``, ``cmc-`` or ``success-DIRECTION.png``,
-        ``confidence-DIRECTION.png``, ``tsne-N.png``.
+        ``confidence-DIRECTION.png``, ``tsne-N.png``, ``loss-N.png``.
     """
     figures = {}
     colours = case_colours(report)
@@ -51,6 +53,8 @@ def draw_plots(report: Report) -> dict[str, Figure]:
         figures[f"confidence-{direction}.png"] = _draw_risk(report, direction)
     for number, panel in enumerate(report.panels):
         figures[f"tsne-{number}.png"] = _draw_map(panel)
+    for number, (stage, points) in enumerate(report.training.items()):
+        figures[f"loss-{number}.png"] = _draw_losses(stage, points)
     return figures
 
 
@@ -86,7 +90,7 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 def set_title(axes: Axes, text: str) -> None:
     """Write a title in the report's style."""
-    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color="#1f2937")
+    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color="#1f2937", parse_math=False)
 
 
 def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: dict[str, str]) -> Figure:
@@ -151,6 +155,22 @@ def _draw_risk(report: Report, direction: str) -> Figure:
     axes.set_ylim(bottom=0)
     set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _draw_losses(stage: str, points: list[LossPoint]) -> Figure:
+    """Draw the loss of a stage's training by step."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(3.4)
+    marker = "o" if len(points) <= _FEW_POINTS else None
+    axes.plot(
+        [each.step for each in points], [each.loss for each in points], color=_COLOURS["new/old"], linewidth=1.6, marker=marker
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"step, {points[-1].epoch:.3g} epochs in all", fontsize=9, color="#4a5563")
+    axes.set_ylabel("loss", fontsize=9, color="#4a5563")
+    set_title(axes, stage)
     return figure
 
 

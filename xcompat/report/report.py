@@ -75,6 +75,7 @@ def gather(content: ReportContent) -> Report:
         average_precision=evaluation.average_precision,
         clusters=evaluation.clusters,
         confidence=evaluation.confidence,
+        training=content.training,
     )
 
 

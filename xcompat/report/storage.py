@@ -17,7 +17,7 @@ from xcompat.evaluation import Case, Criterion
 from xcompat.evaluation.cases import RankKey, ValueKey, hangs_on, overall_outcome
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
-from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Panel, Report, Series
+from xcompat.report.content import Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
 
 T = TypeVar("T")
 SCHEMA = 1
@@ -48,6 +48,7 @@ class _Document(BaseModel):
     cases: list[Case]
     criterion: Criterion
     seconds: dict[str, float]
+    training: dict[str, list[LossPoint]] = {}
     run: _Run = _Run()
 
     @model_validator(mode="after")
@@ -107,6 +108,7 @@ def save_report(folder: Path, report: Report) -> None:
             "cases": [asdict(case) for case in report.cases],
             "criterion": _described(report.criterion),
             "seconds": report.seconds,
+            "training": {stage: [point._asdict() for point in points] for stage, points in report.training.items()},
             "run": report.run,
         },
     )
@@ -166,6 +168,7 @@ def load_report(path: str | Path) -> Report:
         cases=[replace(each, metrics=_named_now(each.metrics), ci95=_named_now(each.ci95)) for each in read.cases],
         criterion=replace(read.criterion, differences=[replace(each, metric=metric_now(each.metric)) for each in differences]),
         seconds=read.seconds,
+        training=read.training,
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )

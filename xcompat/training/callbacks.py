@@ -1,10 +1,11 @@
-"""Callbacks that add to the stock Trainer: one progress bar, a stop at NaN, a checkpoint at Ctrl-C."""
+"""Callbacks that add to the stock Trainer: one progress bar, a stop at NaN, a checkpoint at Ctrl-C, a file of what was logged."""
 
 from __future__ import annotations
 
 import math
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xcompat.distributed import is_distributed, mean_over_ranks
 from xcompat.errors import TrainingDivergedError
+from xcompat.files import write_json
 from xcompat.progress import Waiting, progress_bar
 
 
@@ -116,6 +118,22 @@ class DivergenceCallback(TrainerCallback):
                     f"checkpoint is kept in {args.output_dir}: lower training.learning_rate or look at the data, then start "
                     "again to continue from it"
                 )
+
+
+class HistoryCallback(TrainerCallback):
+    """Leave what was logged in a file; a checkpoint holds it up to its step, so a training that continues goes on with it.
+
+    Args:
+        file: where it goes.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Write the file."""
+        if state.is_world_process_zero:
+            write_json(self.file, state.log_history)
 
 
 class InterruptCallback(TrainerCallback):

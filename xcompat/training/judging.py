@@ -211,7 +211,7 @@ def make_report(
         method: name of the method.
         seed: of bootstrap, examples and t-SNE.
         shared: whether all processes call this: each ranks a share of the queries.
-        about: ``seconds`` and ``run`` of :class:`ReportContent`.
+        about: ``seconds``, ``run`` and ``training`` of :class:`ReportContent`.
     """
     evaluation, kept = judge(contestants, settings, seed, shared)
     examples = []

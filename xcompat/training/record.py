@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json
+from xcompat.report.content import LossPoint
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.yaml_files import parse_yaml
 
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
+LOG = "log_history.json"
 CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
 JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset", "data.judged_texts")
 """Settings of the test data, on which only the report depends."""
+
+_LOG = TypeAdapter(list[dict[str, Any]])
+_POINTS = TypeAdapter(list[LossPoint])
+_MOST_POINTS = 1000  # a plot shows no more
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -83,6 +89,33 @@ def read_record(file: Path, kind: type[R]) -> R:
         raise XcompatError(
             f"{file} is not as it was written ({explain(error, kind)}); bring it back, or delete {file.parent} to make it again"
         ) from None
+
+
+def logged_losses(folder: Path) -> list[LossPoint]:
+    """Return the losses that were logged while a stage was trained, in steps that ascend.
+
+    Args:
+        folder: the stage's.
+
+    Returns:
+        At most 1,000 of them, evenly, and the last; none if it was solved, or trained by a version that kept none.
+
+    Raises:
+        XcompatError: the file was damaged.
+    """
+    file = folder / LOG
+    if not file.exists():
+        return []
+    try:
+        entries = [entry for entry in _LOG.validate_python(read_json(file)) if "loss" in entry]
+        known = [{key: entry[key] for key in LossPoint._fields if key in entry} for entry in entries]
+        points = _POINTS.validate_python(known)
+    except ValidationError as error:
+        raise XcompatError(
+            f"{file} is not as it was written ({error.errors()[0]['msg']}); delete it to go without a curve"
+        ) from None
+    every = -(-len(points) // _MOST_POINTS)
+    return points if every <= 1 else points[-1::-every][::-1]
 
 
 def settings_of(settings: StageRecipe, seed: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from xcompat.distributed import barrier, device, is_main_process, process_state
 from xcompat.encoders import EncoderSource
@@ -22,6 +23,7 @@ from xcompat.progress import console, literal, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
+from xcompat.report.content import LossPoint
 from xcompat.training.chosen import choose_map
 from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.evaluation_sets import load_test_set
@@ -40,6 +42,7 @@ from xcompat.training.record import (
     begun_with,
     differences,
     judged_on,
+    logged_losses,
     read_record,
     settings_of,
     write_recipe,
@@ -227,12 +230,13 @@ class StageRun:
             assert test is not None
             model = self.models.trained(self.settings.name)
             contestants = self._contestants(model, test)
-            self._write_report(contestants, test, self.paths.report, self._seconds())
+            about = {"seconds": self._seconds(), "training": self._losses()}
+            self._write_report(contestants, test, self.paths.report, about)
             for version, earlier in self._earlier_galleries(model, test):
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
                 against = embed_new(model, earlier, contestants.independent, test, cache_dir, old_on_new)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"against-{name}", {})
+                self._write_report(against, test, self.paths.report / f"against-{name}", {"seconds": {}})
             if is_main_process():
                 # the recipe may name other test data by now
                 write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
@@ -267,7 +271,7 @@ class StageRun:
             return made.model_copy(update={"data": made.data or judged_on(begun_with(self.paths.folder))}).holds(wanted)
         return False
 
-    def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, seconds: dict[str, float]) -> None:
+    def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, about: dict[str, Any]) -> None:
         content = make_report(
             contestants,
             test,
@@ -275,8 +279,8 @@ class StageRun:
             self.settings.method,
             self.recipe.seed,
             shared=True,
-            seconds=seconds,
             run=provenance(),
+            **about,
         )
         if is_main_process():
             write_report(folder, content)
@@ -316,3 +320,10 @@ class StageRun:
     def _seconds(self) -> dict[str, float]:
         finished = ((stage.name, self.recipe.stage_dir(stage.name) / DONE) for stage in self.recipe.stages)
         return {name: read_record(path, Done).seconds for name, path in finished if path.exists()}
+
+    def _losses(self) -> dict[str, list[LossPoint]]:
+        """Return the losses of the stage's training, after those of the φ that it starts from."""
+        projection = self.settings.projection or ""
+        names = [projection.removeprefix(STAGE_PREFIX)] if projection.startswith(STAGE_PREFIX) else []
+        found = {name: logged_losses(self.recipe.stage_dir(name)) for name in (*names, self.settings.name)}
+        return {name: points for name, points in found.items() if points}

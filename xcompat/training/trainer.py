@@ -36,10 +36,11 @@ from xcompat.models.embedder import Embedder
 from xcompat.progress import console, literal, notice
 from xcompat.threads import keep_freed_memory
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
-from xcompat.training.callbacks import DivergenceCallback, EpochCallback, InterruptCallback, ProgressCallback
+from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.online import OnlineOldCollator
 from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
 from xcompat.training.sharding import shardable, unsharded
@@ -56,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "save_total_limit": 2,
     "ddp_find_unused_parameters": False,
     "max_grad_norm": 1.0,
+    "trackio_static_space_id": False,  # else a push to the Hub would publish Trackio's log in a Space
 }
 """What differs from transformers' defaults; a recipe may set each."""
 NEEDED: dict[str, Any] = {
@@ -262,7 +264,7 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         data: training set, collator and perhaps a sampler.
         settings: the stage.
         seed: of data order and noise.
-        folder: where checkpoints go.
+        folder: where checkpoints go; what was logged goes beside it.
 
     Returns:
         The trained model, unwrapped and whole.
@@ -270,8 +272,8 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
     Raises:
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
     """
-    bar, interrupt = ProgressCallback(settings.name), InterruptCallback()
-    trainer = StageTrainer(model, training_arguments(settings, seed, folder), data, settings, [bar, interrupt])
+    bar, interrupt, history = ProgressCallback(settings.name), InterruptCallback(), HistoryCallback(folder.with_name(LOG))
+    trainer = StageTrainer(model, training_arguments(settings, seed, folder), data, settings, [bar, interrupt, history])
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:
