@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from xcompat.data import CorpusSource, PairSource, load_classes, load_pairs, load_texts, open_image, to_rgb
+from xcompat.data.contents import holds_pictures
 from xcompat.data.images import UnusableSampleError
 from xcompat.errors import XcompatError
 
@@ -194,6 +195,53 @@ def test_captions_file_merges_rows_of_one_image(tmp_path: Path, name: str) -> No
     assert dataset["id"][:] == ["007", "008"]
     assert load_pairs(str(folder))["id"][:] == ["pics/00.png", "pics/01.png"]
     assert np.array_equal(np.asarray(open_image(dataset[1]["image"])), np.asarray(Image.open(io.BytesIO(png(1)))))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding"),
+    [
+        ("captions.csv", "image;caption\npics/00.png;a café, at night\npics/00.png;Zürich\n", "utf-8"),
+        ("captions.csv", "image;caption\npics/00.png;a café, at night\npics/00.png;Zürich\n", "latin-1"),
+        ("captions.csv", 'image,caption\npics/00.png,"a café, at night"\npics/00.png,Zürich\n', "cp1252"),
+        ("captions.csv", 'image,caption\npics/00.png,"a café, at night"\npics/00.png,Zürich\n', "utf-8-sig"),
+        ("captions.tsv", "image\tcaption\npics/00.png\ta café, at night\npics/00.png\tZürich\n", "utf-16"),
+        ("captions.tsv", 'image,caption\npics/00.png,"a café, at night"\npics/00.png,Zürich\n', "utf-8"),
+        ("captions.txt", 'image,caption\npics/00.png,"a café, at night"\npics/00.png,Zürich\n', "utf-8"),
+        ("captions.txt", "00.png#0\ta café, at night\n00.png#1\tZürich\n", "utf-8"),
+        ("captions.token", "00.png#0\ta café, at night\r\n00.png#1\tZürich\r\n", "latin-1"),
+        ("captions.csv", "image_name| comment_number| comment\n00.png| 0| a café, at night\n00.png| 1| Zürich\n", "utf-8"),
+    ],
+)
+def test_captions_files_as_people_have_them(tmp_path: Path, name: str, text: str, encoding: str) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / name).write_bytes(text.encode(encoding))
+    for path in (folder, folder / name):
+        (row,) = load_pairs(str(path))
+        assert row["caption"] == ["a café, at night", "Zürich"] and row["image"]["path"] == str(folder / "pics" / "00.png")
+    assert holds_pictures(str(folder / name))
+
+
+def test_token_files_keep_quotes_and_say_what_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / "captions.txt").write_text('00.png#0\t"Stop" signs\n00.png#1\t2" of snow\n')
+    assert load_pairs(str(folder))[0]["caption"] == ['"Stop" signs', '2" of snow']
+    (folder / "captions.txt").write_bytes("image,caption\npics/00.png,naïve\n".encode("latin-1"))
+    assert load_pairs(str(folder))[0]["caption"] == ["naïve"]
+    assert "is not UTF-8 and is read as Windows-1252 (latin-1)" in caplog.text
+    (folder / "captions.txt").write_bytes("image,caption\npics/00.png,naïve ".encode() + b"\xff\n")
+    with pytest.raises(XcompatError, match="captions.txt is not UTF-8 text throughout, nor Windows-1252"):
+        load_pairs(str(folder))
+    (folder / "captions.txt").write_text("a text about an image, with a caption\n")
+    assert not holds_pictures(str(folder / "captions.txt"))
+
+
+def test_two_captions_files_are_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    (folder / "captions.csv").write_text("image,caption\npics/00.png,a\n")
+    (folder / "captions.tsv").write_text("image\tcaption\npics/00.png\tb\n")
+    with pytest.raises(XcompatError, match="holds captions.csv and captions.tsv; give the path of the one to read"):
+        load_pairs(str(folder))
+    assert load_pairs(str(folder / "captions.tsv"))[0]["caption"] == ["b"]
 
 
 def test_jsonl_with_a_list_of_captions(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_verdict_follows_the_criterion() -> None:
     shell = Report(old=None, new=None, method="", cases=[], criterion=good.criterion, seconds={}, run={})  # type: ignore[arg-type]
     assert verdicts(shell)[0].answer == "yes"
     sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
-    assert f"Of 4 gains, the 95 % interval lies {sure} above zero" in verdicts(shell)[1].detail
+    assert f"95 % intervals of the 4 gains: {sure} above zero" in verdicts(shell)[1].detail
     lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
     failed, luck, _ = verdicts(lost)
     assert (failed.answer, failed.detail) == ("no", "4 of 4 comparisons failed; it has to win them all.")

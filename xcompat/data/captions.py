@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.data.delimited import csv_options
 from xcompat.data.schema import (
     CAPTION,
     CAPTION_COLUMNS,
@@ -30,7 +31,8 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     """Read a captions file into one row for each image; an image with several captions has several lines in the file.
 
     Args:
-        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip; image paths are relative to its folder.
+        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k has them; image paths are relative to its
+            folder or, where none of them is there, to a folder beside it.
         source: the columns to read.
 
     Yields:
@@ -50,9 +52,9 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id) if name}
     names = [str(name) for name in table[image].drop_duplicates()]
-    _require_images(file, names)
+    folder = _folder_of(file, names)
     for name in names:
-        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((file.parent / name).resolve())}}
+        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}}
         row[ID] = str(grouped[sample_id][name][0]) if sample_id else name
         if caption:
             row[CAPTION] = [text for value in grouped[caption][name] for text in captions_of(value)]
@@ -105,8 +107,7 @@ def _read_table(file: Path) -> pd.DataFrame:
         if has_suffix(file, (".jsonl", ".jsonl.gz")):
             table = pd.DataFrame([row for _, row in json_lines(file)])
         else:
-            separator = "\t" if has_suffix(file, (".tsv", ".tsv.gz")) else ","
-            table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+            table = pd.read_csv(file, **csv_options(file))
     except XcompatError:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
@@ -118,10 +119,20 @@ def _read_table(file: Path) -> pd.DataFrame:
     return table
 
 
-def _require_images(file: Path, names: list[str]) -> None:
-    missing = [name for name in names if not os.path.isfile(file.parent / name)]  # noqa: PTH113 - Path raises for overlong names
+def _folder_of(file: Path, names: list[str]) -> Path:
+    """Return the folder that the paths of images are relative to: the file's or, if it has none of them, one beside the file."""
+    folder = file.parent
+    if not _exists(folder / names[0]):
+        inner = (each for each in sorted(folder.iterdir()) if each.is_dir() and _exists(each / names[0]))
+        folder = next(inner, folder)  # Flickr8k: captions.txt and Images/
+    missing = [name for name in names if not _exists(folder / name)]
     if missing:
         raise XcompatError(
             f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0][:200]!r}; "
-            f"paths are relative to {file.parent}"
+            f"paths are relative to {folder}"
         )
+    return folder
+
+
+def _exists(file: Path) -> bool:
+    return os.path.isfile(file)  # noqa: PTH113 - Path raises for overlong names

@@ -8,6 +8,7 @@ from typing import Any
 
 from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
 from xcompat.data.sources import (
+    CAPTION_TEXT_SUFFIXES,
     IMAGE_SUFFIXES,
     PairSource,
     captions_files,
@@ -54,7 +55,8 @@ def holds_pictures(path: str) -> bool:
     tables = {"captions": captions_files, "parquet": lambda given: files_with(given, (".parquet",))}
     if form not in tables:
         return True
-    return any(_holds_picture(row) for _, row in islice(read_rows(tables[form](paths)[0]), 1))
+    file = tables[form](paths)[0]
+    return has_suffix(file, CAPTION_TEXT_SUFFIXES) or any(_holds_picture(row) for _, row in islice(read_rows(file), 1))
 
 
 def _data_set_holds_pictures(source: PairSource, paths: list[Path]) -> bool:

@@ -23,6 +23,7 @@ from xcompat.data.sources import (
     is_saved_dataset,
     locate,
     refuse_hub_fields,
+    require_one_captions_file,
 )
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.progress import notice
@@ -100,6 +101,7 @@ def _labels_are_indices(shards: list[Path], columns: ShardColumns) -> bool:
 
 def _load_captions(source: PairSource, paths: list[Path]) -> AnyDataset:
     files = captions_files(paths)
+    require_one_captions_file(paths)
     if not files:
         name = "captions" if source.captions else "labels"
         raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")

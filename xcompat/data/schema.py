@@ -29,8 +29,8 @@ NEW_EMBEDS = "new_embeds"
 SIDE_INFO = "side_info"
 NEW_SIDE_INFO = "new_side_info"
 
-IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "path")
-CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title")
+IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "image_name", "path")
+CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title", "comment")
 LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.checksums import file_record
+from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
@@ -22,6 +23,8 @@ SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
 CAPTION_STEMS = ("captions", "metadata", "labels")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
+CAPTION_TEXT_SUFFIXES = (*TEXT_SUFFIXES, ".token")
+"""Text files that hold captions if their first line says so."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 EMBEDDED = "glyphs:"
@@ -169,7 +172,7 @@ def files_digest(path: str | list[str]) -> str | None:
         for file in [each for each in files_below(place) if each.is_file()] if place.is_dir() else [place]:
             if not file.name.startswith("."):  # hidden files, such as those of file managers
                 name = file.relative_to(place if place.is_dir() else place.parent).as_posix()
-                held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *TEXT_SUFFIXES, ".json")) else ""
+                held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES, ".json")) else ""
                 digest.update(json.dumps([name, file.stat().st_size, held]).encode())
     return digest.hexdigest()
 
@@ -185,7 +188,7 @@ def _expand(pattern: str) -> list[str]:
 
 def _looks_like_hub(path: str) -> bool:
     """Return whether no part of a path exists here, and it has the form of a Hub data set's name."""
-    known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
+    known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
     return (
         not is_local(path)
         and not has_suffix(path, known)
@@ -225,7 +228,7 @@ def _detect_format(paths: list[Path]) -> PairFormat:
         return "images"
     where = ", ".join(map(str, paths[:3]))
     raise XcompatError(
-        f"{where}: no shards (*.tar, *.tar.gz), captions.csv|tsv|jsonl, *.parquet, images or saved data set found; "
+        f"{where}: no shards (*.tar, *.tar.gz), captions.csv|tsv|jsonl|txt, *.parquet, images or saved data set found; "
         "check the path or set format"
     )
 
@@ -257,15 +260,42 @@ def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def captions_files(paths: list[Path]) -> list[Path]:
-    """List the captions files: given ones by their suffix, in folders ``captions.*``, ``metadata.*`` or ``labels.*``."""
+    """List the captions files: given ones by suffix and first line, in folders ``captions.*``, ``metadata.*`` or ``labels.*``.
+
+    Of a folder's files with one stem, the first stands for all; :func:`require_one_captions_file` refuses others.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            names = (f"{stem}{suffix}" for stem in CAPTION_STEMS for suffix in CAPTION_SUFFIXES)
-            files.extend([path / name for name in names if (path / name).is_file()][:1])
-        elif has_suffix(path, CAPTION_SUFFIXES):
+            files.extend(next((found for stem in CAPTION_STEMS if (found := _called(path, stem))), [])[:1])
+        elif _holds_captions(path):
             files.append(path)
     return files
+
+
+def require_one_captions_file(paths: list[Path]) -> None:
+    """Refuse a folder whose captions could be read from several files: nothing says which of them is right.
+
+    Raises:
+        XcompatError: naming them.
+    """
+    for folder in paths:
+        found = next((each for stem in CAPTION_STEMS if folder.is_dir() and (each := _called(folder, stem))), [])
+        if len(found) > 1:
+            names = " and ".join(file.name for file in found)
+            raise XcompatError(
+                f"{folder} holds {names}; give the path of the one to read, such as {found[0]}, or move the other away"
+            )
+
+
+def _called(folder: Path, stem: str) -> list[Path]:
+    """Return the captions files with a stem in a folder."""
+    names = [f"{stem}{suffix}" for suffix in (*CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES)]
+    return [file for name in names if (file := folder / name).is_file() and _holds_captions(file)]
+
+
+def _holds_captions(file: Path) -> bool:
+    return has_suffix(file, CAPTION_SUFFIXES) or (has_suffix(file, CAPTION_TEXT_SUFFIXES) and is_captions_text(file))
 
 
 def image_files(paths: list[Path]) -> list[tuple[Path, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xcompat.data.delimited import csv_options
 from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, text_lines
 from xcompat.errors import XcompatError
@@ -14,7 +15,7 @@ LINE = "line"
 """The one column of plain text."""
 BLOCK = 4096
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-TABLE_SUFFIXES = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 PARQUET_SUFFIXES = (".parquet",)
 ROW_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES)
 """Files that :func:`read_rows` reads."""
@@ -40,7 +41,7 @@ def read_rows(file: Path, columns: tuple[str, ...] | None = None) -> Iterator[tu
         rows = ((f"{file} line {number}", row) for number, row in json_lines(file))
     elif has_suffix(file, PARQUET_SUFFIXES):
         rows = _parquet_rows(file, columns)
-    elif has_suffix(file, tuple(TABLE_SUFFIXES)):
+    elif has_suffix(file, TABLE_SUFFIXES):
         rows = _csv_rows(file)
     elif has_suffix(file, TEXT_SUFFIXES):
         rows = ((f"{file} line {number}", {LINE: text}) for number, text in text_lines(file))
@@ -53,11 +54,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
     """Read a table of strings, so that ids keep their leading zeros."""
     import pandas as pd
 
-    separator = next(each for suffix, each in TABLE_SUFFIXES.items() if has_suffix(file, (suffix,)))
-    options: Any = {"sep": separator, "dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
     try:
         number = 0
-        with pd.read_csv(file, chunksize=BLOCK, **options) as blocks:
+        with pd.read_csv(file, chunksize=BLOCK, **csv_options(file)) as blocks:
             for block in blocks:
                 if not isinstance(block.index, pd.RangeIndex):  # pandas makes an index of surplus fields
                     raise XcompatError(f"{file} has rows with more fields than its header; quote texts that hold the separator")

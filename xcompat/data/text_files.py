@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.errors import XcompatError
+from xcompat.progress import notice_once
 
 LONGEST_LINE = 2**24
 """Most characters of a line; the number of lines is not limited, as they are read one by one."""
@@ -20,6 +22,7 @@ MOST_TIMES = 256
 BLOCK = 2**20
 SMALL = 64 * BLOCK
 """Files up to this size, unpacked, may have any ratio of compression."""
+_TRIED = (("utf-8", "strict"), ("cp1252", "strict"), ("utf-8", "ignore"))
 UNREADABLE = (OSError, EOFError, zlib.error)
 """Errors of a file that is damaged or cut short."""
 
@@ -111,6 +114,62 @@ def require_table(file: Path) -> None:
                 line = line if end < 0 else len(block) - block.rfind(b"\n") - 1
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
+
+
+def first_line(file: Path, encoding: str, errors: str = "strict") -> str:
+    """Return the first line of a text file, without its end.
+
+    Args:
+        file: text, gzip if it is called ``.gz``.
+        encoding: of the text.
+        errors: what to do with bytes that are none, as in :func:`open`.
+
+    Raises:
+        XcompatError: the file is damaged.
+    """
+    try:
+        with (gzip.open if _is_packed(file) else open)(file, "rt", encoding=encoding, errors=errors) as handle:
+            return handle.readline(LONGEST_LINE).rstrip("\r\n")
+    except (UnicodeDecodeError, *UNREADABLE) as error:
+        raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
+
+
+def text_encoding(file: Path) -> str:
+    """Return a file's encoding: UTF-8 or, where it is none and holds no character of it, Windows-1252, which holds latin-1.
+
+    Args:
+        file: text, with a byte-order mark or without; gzip if it is called ``.gz``.
+
+    Raises:
+        XcompatError: it is neither, or damaged.
+    """
+    decoders = [codecs.getincrementaldecoder(name)(errors) for name, errors in _TRIED]
+    utf8 = windows = True
+    holds_utf8 = False
+    try:
+        with (gzip.open if _is_packed(file) else open)(file, "rb") as handle:
+            if handle.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                return "utf-16"
+            handle.seek(0)
+            while block := handle.read(BLOCK):
+                found = [_decoded(decoder, block) for decoder in decoders]
+                utf8, windows = utf8 and found[0] is not None, windows and found[1] is not None
+                holds_utf8 = holds_utf8 or not (found[2] or "").isascii()
+    except UNREADABLE as error:
+        raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
+    if utf8 and _decoded(decoders[0], b"", final=True) is not None:
+        return "utf-8-sig"
+    if holds_utf8 or not windows:
+        raise XcompatError(f"{file} is not UTF-8 text throughout, nor Windows-1252 (latin-1); mend it, or save it as UTF-8")
+    notice_once(f"{file} is not UTF-8 and is read as Windows-1252 (latin-1); if letters come out wrong, save it as UTF-8")
+    return "cp1252"
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> str | None:
+    try:
+        return decoder.decode(block, final)
+    except UnicodeDecodeError:
+        return None
 
 
 def _is_packed(file: Path) -> bool:

@@ -10,7 +10,7 @@ from xcompat.evaluation.intervals import POWER
 from xcompat.report.content import Report
 
 COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
-LUCK_QUESTION = "What of it is more than luck of these test queries: new queries on the old gallery are"
+LUCK_QUESTION = "Beyond the luck of these test queries, new queries on the old gallery are"
 NOT_HURT_QUESTION = "In its own space, the new model is as good as without compatibility training"
 
 _MEANINGS = {
@@ -201,9 +201,9 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     """Yield sentences: where the intervals of the gains lie, and how many queries would tell if that cannot be told."""
     differences = report.criterion.differences
     outcomes = [each.outcome for each in differences]
-    places = {"better": "above zero", "worse": "below zero", "cannot tell": "on both sides of it"}
+    places = {"better": "above zero", "worse": "below zero", "cannot tell": "on both sides of zero"}
     told = [f"{outcomes.count(outcome)} {where}" for outcome, where in places.items() if outcome in outcomes]
-    yield f"Of {len(outcomes)} gains, the 95 % interval lies {', '.join(told)}." if told else "No gain was measured."
+    yield f"95 % intervals of the {len(outcomes)} gains: {', '.join(told)}." if told else "No gain was measured."
     if overall_outcome(differences) != "cannot tell":
         return
     if (each := hangs_on(differences)) is None or each.queries_needed is None:

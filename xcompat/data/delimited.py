@@ -1,0 +1,75 @@
+"""Tables of text as people have them: their separator and encoding, and captions as Flickr8k and Flickr30k come."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, IMAGE, IMAGE_COLUMNS
+from xcompat.data.text_files import first_line, text_encoding
+from xcompat.errors import XcompatError
+
+_SEPARATORS = ",;\t|"
+_TOKEN_LINE = re.compile(r"([^\t]+\.\w+)#\d+\t")
+"""A line of a token file: ``1000268201_693b08cb0e.jpg#0``, a tab, and the first caption of that image."""
+_NUMBER = re.compile(r"#\d+$")
+
+
+def csv_options(file: Path) -> dict[str, Any]:
+    """Return the options by which pandas reads a table as strings, so that ids keep their leading zeros.
+
+    Args:
+        file: CSV, TSV, or captions that :func:`is_captions_text` knows; gzip if it is called ``.gz``.
+
+    Raises:
+        XcompatError: the file is damaged, or its encoding is unknown.
+    """
+    encoding = text_encoding(file)
+    line = first_line(file, encoding)
+    options: dict[str, Any] = {"keep_default_na": False, "encoding": encoding}
+    if _TOKEN_LINE.match(line):
+        columns = {"names": [IMAGE, CAPTION], "converters": {IMAGE: _without_number, CAPTION: str}}
+        return options | columns | {"header": None, "sep": "\t", "quoting": csv.QUOTE_NONE}
+    separator = _separator(line, "\t" if ".tsv" in file.name.lower() else ",")
+    return options | {
+        "dtype": str,
+        "sep": separator,
+        "skipinitialspace": separator == "|",
+    }  # Flickr30k: `image_name| comment_number| comment`
+
+
+def is_captions_text(file: Path) -> bool:
+    r"""Return whether a text file holds images with captions: ``image,caption``, or a token file of Flickr8k or Flickr30k.
+
+    Args:
+        file: such as ``captions.txt``; one that cannot be read is none.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "captions.txt"
+        >>> _ = file.write_text("1.jpg#0\ta dog in the snow")
+        >>> is_captions_text(file)
+        True
+    """
+    try:
+        line = first_line(file, "utf-8-sig", errors="replace")
+    except XcompatError:
+        return False
+    fields = {field.strip() for field in next(csv.reader([line], delimiter=_separator(line, ",")), [])}
+    return _TOKEN_LINE.match(line) is not None or bool(fields & {*IMAGE_COLUMNS} and fields & {*CAPTION_COLUMNS})
+
+
+def _without_number(name: str) -> str:
+    return _NUMBER.sub("", name)
+
+
+def _separator(header: str, usual: str) -> str:
+    """Return what separates the names in a header: what its file's name says, unless the header has none of that."""
+    if usual in header:
+        return usual
+    try:
+        return csv.Sniffer().sniff(header, _SEPARATORS).delimiter
+    except csv.Error:  # a single column
+        return usual
