@@ -215,6 +215,19 @@ def compare(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Such as clip/b32_to_l14, or clip for all of a folder.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Folder to copy them into; nothing in it is overwritten.")] = None,
+) -> None:
+    """List the recipes that come with xcompat, show one, or copy them to where they can be changed."""
+    from xcompat.training.shipped import print_recipes
+
+    print_recipes(name, to)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run's folder, or one with a report.")]) -> None:
     """Render report.html and the plots of a finished run again, and print its table."""
     from xcompat.progress import console

@@ -168,7 +168,7 @@ def _draw_losses(stage: str, points: list[LossPoint]) -> Figure:
         [each.step for each in points], [each.loss for each in points], color=_COLOURS["new/old"], linewidth=1.6, marker=marker
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"step, {points[-1].epoch:.3g} epochs in all", fontsize=9, color="#4a5563")
+    axes.set_xlabel(f"step; epochs in all: {points[-1].epoch:.3g}", fontsize=9, color="#4a5563")
     axes.set_ylabel("loss", fontsize=9, color="#4a5563")
     set_title(axes, stage)
     return figure

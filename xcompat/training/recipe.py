@@ -14,6 +14,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
+from xcompat.training.shipped import suggestion
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
@@ -81,7 +82,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     if not path.is_file():
-        raise XcompatError(f"the recipe {path} does not exist")
+        raise XcompatError(f"the recipe {path} does not exist; {suggestion(path)}")
     raw = read_yaml(path, RecipeLoader)
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
