@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | 
 MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints quickstart test test-quickstart lint bench faults
+.PHONY: help venv constraints quickstart test test-quickstart lint docs bench faults
 
 help: ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+docs: $(STAMP) ## Build the site from docs/ into site/: no broken link, no public name without a page.
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 bench: $(STAMP) ## Measure speed and memory beside other software, and write it into docs/results/speed.md.
 	$(VENV)/bin/python benchmarks/speed/run.py

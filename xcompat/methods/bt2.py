@@ -21,10 +21,9 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class Bt2Config(PrototypedConfig):
-    """Configuration of :class:`Bt2Model`.
+    """Configuration of :class:`Bt2Model`, whose ``dim`` is m, the dimension of the independent new model's embedding.
 
     Args:
-        dim: m, the dimension of the independent new model's embedding; None for the old model's dimension.
         extra_dim: e, at most the old dimension d.
         independent_weight: λ1, on the cosine to the independent new model's embedding.
         compat_weight: λ2, on the loss against the old weights.
