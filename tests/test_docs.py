@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import gzip
 import importlib.metadata
+import json
 import re
 import shlex
 import shutil
@@ -38,6 +40,15 @@ EXAMPLES = [
     for name, page in PAGES.items()
     for language, code in re.findall(r"<!-- runnable -->\n```(\w+)\n(.*?)```", page, re.DOTALL)
 ]
+PROVIDER = """
+import numpy as np
+
+
+def embed(texts, model):
+    rows = np.stack([np.random.default_rng(len(text) + sum(map(ord, text))).standard_normal(16) for text in texts])
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).tolist()
+"""
+"""Stands for the package of a service."""
 RECIPES = [
     (name, recipe, text)
     for name, page in PAGES.items()
@@ -135,7 +146,7 @@ def test_every_method_is_described() -> None:
 
 
 def test_every_way_to_launch_is_described() -> None:
-    assert table_column("docs/training.md", "| name | for |") == {
+    assert table_column("docs/several_gpus.md", "| name | for |") == {
         path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")
     }
 
@@ -225,6 +236,10 @@ def workplace(
             noisy = things + 0.3 * generator.standard_normal(things.shape)
             np.save(folder / f"{kind}_embeds.npy", unit(noisy @ matrix))
             (folder / f"{kind}_ids.txt").write_text("".join(f"thing-{row}\n" for row in range(60)))
+    np.save(tmp_path / "old_vectors.npy", unit(generator.standard_normal((120, 8))))
+    with gzip.open(tmp_path / "passages.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"id": f"passage-{row}", "text": f"{row} things"}) + "\n" for row in range(120))
+    (tmp_path / "my_provider.py").write_text(PROVIDER, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -249,10 +264,12 @@ def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]
     for page, language, code in EXAMPLES:
         if language == "sh":
             run_shell(code)
+        elif written := re.match(r"# (\w+\.py)\n", code):  # a file of the reader's
+            Path(written[1]).write_text(code, encoding="utf-8")
         else:
-            exec(compile(code, page, "exec"), names.setdefault(page, {}))  # noqa: S102 - our own pages
+            exec(compile(code, page, "exec", dont_inherit=True), names.setdefault(page, {}))  # noqa: S102 - our own pages
     assert names["README.md"]["own"].shape == (60, 16)
-    for page in ("README.md", "docs/recipes.md"):
+    for page in ("docs/paths.md", "docs/recipes.md"):
         assert names[page]["queries"].shape == (2, 8)
         np.testing.assert_allclose(names[page]["queries"].norm(dim=-1), 1, rtol=1e-5)
     for method in ("xbt", "bct"):

@@ -144,12 +144,12 @@ def test_links_out_of_docs_lead_to_pages_to_the_repository_or_nowhere() -> None:
 
 
 def test_the_navigation_takes_folders_that_are_there() -> None:
-    filled = theme("hooks")._filled([{"A": ["maps.md", {"Studies": "results/"}]}, {"None": "no_such_folder/"}])
+    filled = theme("hooks")._filled([{"A": ["maps.md", {"Studies": "results/"}]}, {"None": "no_such_folder/"}, "results/"])
     assert filled[0]["A"][0] == "maps.md"
     studies = filled[0]["A"][1]["Studies"]
-    assert studies[0] == "results/README.md"
+    assert studies[:2] == ["results/README.md", "results/quickstart.md"], "which its README names first"
     assert sorted(studies) == sorted(f"results/{path.name}" for path in (DOCS / "results").glob("*.md"))
-    assert len(filled) == 1
+    assert filled[1:] == studies
 
 
 def test_docstrings_are_read_in_the_style_of_the_house() -> None:

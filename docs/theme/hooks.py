@@ -48,8 +48,8 @@ def _filled(entries: list[Any]) -> list[Any]:
     """Replace each folder by its pages, and leave out folders that are not there."""
     filled: list[Any] = []
     for entry in entries:
-        if isinstance(entry, str):  # a page under its own title
-            filled.append(entry)
+        if isinstance(entry, str):  # a page under its own title, or those of a folder
+            filled += pages_of(DOCS / entry) if entry.endswith("/") else [entry]
             continue
         ((title, value),) = entry.items()
         if isinstance(value, list):
@@ -62,12 +62,16 @@ def _filled(entries: list[Any]) -> list[Any]:
 
 
 def pages_of(folder: Path) -> list[str]:
-    """Return the pages of a folder as paths below docs/: its README, then the others in the order in which that names them."""
-    readme = folder / "README.md"
-    told = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    """Return the pages of a folder as paths below docs/, in the order in which its README, or the page above it, names them.
+
+    Args:
+        folder: in docs/; without pages if it does not exist.
+    """
+    above = [folder / "README.md", folder.with_suffix(".md"), DOCS / "README.md"]
+    told = "".join(page.read_text(encoding="utf-8") for page in above if page.exists())
     pages = [path for path in sorted(folder.glob("*")) if path.suffix in (".md", ".ipynb")]
-    place = {path: told.find(f"({path.name}") % (len(told) + 1) for path in pages}
-    pages.sort(key=lambda path: (path != readme, place[path]))
+    named = {path: re.search(rf"\((?:{folder.name}/)?{re.escape(path.name)}[)#]", told) for path in pages}
+    pages.sort(key=lambda path: (path.name != "README.md", found.start() if (found := named[path]) else len(told)))
     return [path.relative_to(DOCS).as_posix() for path in pages]
 
 
