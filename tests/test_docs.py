@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 LISTED = [f"docs/{name}" for name in re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", INDEX, re.MULTILINE)]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "docs/README.md", *LISTED]}
-RESULTS, METHOD_PAGES = (
+RESULTS, METHOD_PAGES, TUTORIALS = (
     [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).glob("*.md"))]
-    for folder in ("docs/results", "docs/methods")
+    for folder in ("docs/results", "docs/methods", "docs/tutorials")
 )
-LINKING = [*PAGES, *METHOD_PAGES, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+LINKING = [*PAGES, *METHOD_PAGES, *TUTORIALS, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 README_LINES, README_WIDTH = 250, 150
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line] + [".git"]
 EXAMPLES = [
