@@ -18,6 +18,10 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
     query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+    if query_transform.reads_features(loaded):
+        console.print("queries are what the last linear layer of the new model reads, of any length")
+    else:
+        console.print("queries must be of length 1, as the model embeds them: divide those that are not by their norm")
     if index.is_file():
         console.print(
             f"[yellow]![/] no faiss file says which model made its vectors: that it was {old} is not checked. "

@@ -24,9 +24,9 @@ MADE_BY = "export faiss"
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
     """Write an index of the old model that takes queries of the new one: a chain of transforms in front of the unchanged index.
 
-    The chain computes ``model.view``: W·x + b, normalised, and the same once more for a metric. For inner products the length of
-    a query changes only its scores, not its ranking; for L2 it changes both. Vectors are memory-mapped and copied only into the
-    new file.
+    The chain computes ``model.view`` of queries of length 1 (penultimate features may have any): W·x + b, normalised, and again
+    for a metric. For inner products the length of a mapped query changes only its scores, not its ranking; for L2 it
+    changes both. Vectors are memory-mapped and copied only into the new file.
 
     Args:
         model: a model whose view is one linear layer: a closed form, a linear query map, or a model with more dimensions than its
@@ -129,9 +129,13 @@ def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
     return steps
 
 
+def reads_features(model: CompatModel) -> bool:
+    """Return whether queries are penultimate features, of any length, and not embeddings of length 1."""
+    return isinstance(model, QueryMapModel) and model.head is not None
+
+
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
     """Return the transform that normalises penultimate features; embeddings have length 1 already and need none."""
     import faiss
 
-    reads_features = isinstance(model, QueryMapModel) and model.head is not None
-    return [faiss.NormalizationTransform(new_dim)] if reads_features else []
+    return [faiss.NormalizationTransform(new_dim)] if reads_features(model) else []
