@@ -534,6 +534,27 @@ def test_embeddings_from_elsewhere_decide_the_exit_code(run: Run, embeddings: Ca
     assert (tmp_path / "report" / "report" / "report.html").exists()
 
 
+def test_images_alone_are_judged_by_their_classes(run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
+    noisy, clean, out = embeddings("noisy", noise=1.0), embeddings("clean", noise=0.0), ("--output", tmp_path / "report")
+    truth = np.load(clean / "image_embeds.npy")[np.arange(40) // 4]  # four pictures of each of ten things
+    for folder, noise in ((noisy, 0.5), (clean, 0.1)):
+        (folder / "text_embeds.npy").unlink()
+        (folder / "text_ids.txt").unlink()
+        rows = truth + noise * np.random.default_rng(3).normal(size=truth.shape)
+        np.save(folder / "image_embeds.npy", (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32))
+    line = refused(run("evaluate", "--old", noisy, "--new", clean, *out))
+    assert f"{noisy} holds images alone" in line and "labels.txt" in line and "text_embeds.npy" in line
+    (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" for row in range(39)))
+    assert "labels.txt has 39 lines for 40 images" in refused(run("evaluate", "--old", noisy, "--new", clean, *out))
+    (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" for row in range(40)))
+    code, said, _ = run("evaluate", "--old", noisy, "--new", clean, "--require-compatible", *out)
+    assert code == 0 and "image-to-image: 40 queries" in said
+    report = json.loads((tmp_path / "report" / "report" / "report.json").read_text())
+    assert {(case["direction"], case["n_queries"]) for case in report["cases"]} == {("image-to-image", 40)}
+    (clean / "text_ids.txt").write_text("item-0\n")  # texts of one side alone are a mistake
+    assert "lacks text_embeds.npy" in refused(run("evaluate", "--old", noisy, "--new", clean, *out))
+
+
 def rewrite(folder: Path, what: str) -> None:
     """Write image embeddings of another kind."""
     embeds = np.load(folder / "image_embeds.npy")

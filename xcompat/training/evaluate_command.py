@@ -16,8 +16,9 @@ from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Contestants, EmbeddedPairs, EmbeddedTexts
+from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.fingerprint import Fingerprint
+from xcompat.mapping.sides import LABELS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
@@ -148,7 +149,8 @@ def evaluate_embeddings(
 
     Each folder holds ``image_embeds.npy`` and ``text_embeds.npy`` and, one id a line, ``image_ids.txt`` and ``text_ids.txt``;
     a text's id is that of the image it describes. With judgements it holds ``query_embeds.npy`` and ``query_ids.txt`` in the
-    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them. In place of a
+    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them. Where no folder
+    has texts, ``labels.txt`` (one class a line, in the old model's folder) says which images belong together. In place of a
     ``.npy`` file and its ids there may be a table with both (see :func:`~xcompat.vectors.read_vectors`).
 
     Args:
@@ -166,6 +168,8 @@ def evaluate_embeddings(
     folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
     if qrels is not None:
         loaded: dict[str, Any] = _judged_texts(folders, qrels)
+    elif not any(_has_texts(folder) for folder in folders.values() if folder is not None):
+        loaded = _labelled_images(folders)
     else:
         loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
@@ -186,6 +190,37 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
     _require_files(folder, ("image", "text"))
     (images_ND, image_ids), (texts_MD, text_ids) = (_embeddings(folder, kind) for kind in ("image", "text"))
     return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
+
+
+def _has_texts(folder: Path) -> bool:
+    return stored_at(folder / "text_embeds") is not None or (folder / "text_ids.txt").exists() or not folder.is_dir()
+
+
+def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImages]:
+    """Read images of every model that is given; their classes are those of the first folder, the old model's."""
+    old, loaded = folders["old"], dict[str, EmbeddedImages]()
+    assert old is not None
+    for role, folder in folders.items():
+        if folder is None:
+            continue
+        _require_files(folder, ("image",))
+        images_ND, ids = _embeddings(folder, "image")
+        labels = _labels(old, len(ids)) if role == "old" else loaded["old"].query_labels
+        fingerprint = Fingerprint.from_string(str(folder.resolve()))
+        loaded[role] = EmbeddedImages(folder.name, fingerprint, images_ND, images_ND, ids, ids, labels, labels)
+    return loaded
+
+
+def _labels(folder: Path, count: int) -> list[str]:
+    file = folder / LABELS
+    if not file.is_file():
+        raise XcompatError(
+            f"{folder} holds images alone, and nothing says which of them belong together: add {LABELS} (one class a line, in "
+            "the order of the rows), or texts in every folder (text_embeds.npy, text_ids.txt: the id of the image each describes)"
+        )
+    if len(labels := read_lines(file)) != count:
+        raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; they must be as many")
+    return labels
 
 
 def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, EmbeddedTexts]:
