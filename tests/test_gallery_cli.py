@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,25 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Run) -> None:
     code, _, err = run(*arguments)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+
+
+def test_an_interrupted_build_keeps_what_is_embedded(
+    run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery, add, added = tmp_path / "gallery", Gallery.add, []
+
+    def add_and_interrupt(self: Gallery, embeds: np.ndarray, *arguments: object, **options: object) -> None:
+        signal.raise_signal(signal.SIGINT if not added else signal.SIGTERM)  # in the middle of a block, which is finished
+        add(self, embeds, *arguments, **options)
+        added.append(len(embeds))
+
+    command = ("build", photos, "--model", old_folder, "--out", gallery)
+    with monkeypatch.context() as patched:
+        patched.setattr(Gallery, "add", add_and_interrupt)
+        for parts in (1, 2):
+            code, _, err = run(*command)
+            assert code == 2 and err == "xcompat: interrupted; start again to continue\n" and len(added) == parts
+            assert len(Gallery.open(gallery)) == sum(added) and Gallery.open(gallery).damage() == []
+    code, out, _ = run(*command)
+    assert code == 0 and f"{120 - sum(added)} pictures added" in out and f"{sum(added)} were there already" in out
+    assert len(Gallery.open(gallery)) == 120

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xcompat import progress
-from xcompat.progress import Waiting, progress_bar, rate_of
+from xcompat.progress import Waiting, progress_bar, rate_of, results_on_stdout
 from xcompat.training.callbacks import ProgressCallback
 
 
@@ -88,3 +88,49 @@ def test_training_says_how_long_it_waited_for_batches(clock: Clock) -> None:
     tell("on_step_end", 6)
     assert shown() == "2 samples/s, 12% waiting for data, loss 0.500", "writing a checkpoint is no waiting for data"
     callback.on_train_end(args, state, control)
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = progress_bar()
+    bar.get_time = clock
+    with bar:
+        task = bar.add_task("embedding pictures with /models/a [long] name of a folder/run-7", total=100, rate="")
+        bar.tasks[0]._get_time = clock
+        bar.tasks[0].start_time = clock.now
+        for _ in range(10):
+            clock.now += 4
+            rate_of(bar, task, 10, "pictures")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
+    assert all(line.startswith("  embedding pictures … e of a folder/run-7: ") for line in said)
+    assert said[0].endswith(", 2 pictures/s, 12 s")
+
+
+def test_training_says_what_became_of_the_loss(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    args = SimpleNamespace(train_batch_size=8, world_size=1, gradient_accumulation_steps=1)
+    losses = [{"loss": 4.6}, {"grad_norm": 1.0}, {"loss": 0.5}]
+    state = SimpleNamespace(global_step=7, max_steps=9, log_history=losses)
+    callback = ProgressCallback("xbt")
+    callback.on_train_begin(args, state, SimpleNamespace())
+    callback.on_train_end(args, state, SimpleNamespace())
+    assert capsys.readouterr().out == "  xbt: 7 of 9 steps, loss 4.600 at first, 0.500 at last\n"
+
+
+def test_results_alone_are_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with results_on_stdout():
+        progress.console.print("for people")
+        progress.notice("of what was left out")
+        print("results")  # noqa: T201
+    progress.console.print("for people again")
+    assert capsys.readouterr() == ("results\nfor people again\n", "for people\n! of what was left out\n")
+
+
+def test_nothing_is_wrapped_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(progress.console, "_width", None)
+    progress.console.print("word " * 100)
+    assert capsys.readouterr().out.count("\n") == 1

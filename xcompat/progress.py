@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -21,13 +22,30 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from typing_extensions import override
 
 from xcompat.distributed import is_main_process
 from xcompat.errors import visible, visible_line
 
 T = TypeVar("T")
-console = Console(stderr=False, quiet=not is_main_process(), highlight=False)
+WIDE = 10_000
+SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
+class _Terminal(Console):
+    """A console that wraps lines and tables at the edge of a terminal, and not where there is none: in files and pipes."""
+
+    @property
+    @override
+    def size(self) -> ConsoleDimensions:
+        if self.is_terminal or self.is_jupyter or "COLUMNS" in os.environ:
+            return super().size
+        return ConsoleDimensions(WIDE, super().size.height)
+
+
+console: Console = _Terminal(quiet=not is_main_process(), highlight=False)
 
 
 def literal(text: object) -> str:
@@ -61,6 +79,16 @@ def snippet(text: object, longest: int = 80) -> str:
     return line if len(line) <= longest else f"{line[: longest - 2].rstrip()} …"
 
 
+@contextmanager
+def results_on_stdout() -> Iterator[None]:
+    """Show progress and notices on stderr, so that stdout holds nothing but results."""
+    before, console.stderr = console.stderr, True
+    try:
+        yield
+    finally:
+        console.stderr = before
+
+
 class _Console(logging.Handler):
     """Shows what the library logs as the command line shows its own lines."""
 
@@ -86,20 +114,58 @@ def notice_once(line: str) -> None:
     notice(line)
 
 
-def progress_bar() -> Progress:
-    """Return a rich progress display with a rate column, silent on all but the main process."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(show_speed=False),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not is_main_process(),
-    )
+def shortened(text: str, longest: int = 40) -> str:
+    """Leave out the middle of a long text: names of models are paths, whose end tells them apart.
+
+    Example:
+        >>> shortened("embedding pictures with /data/models/clip-vit-base-patch32/run-7", 40)
+        'embedding pictures … -base-patch32/run-7'
+    """
+    if len(text) <= longest:
+        return text
+    half = longest // 2 - 1
+    return f"{text[:half].rstrip()} … {text[-half:].lstrip()}"
+
+
+class Bar(Progress):
+    """A bar on a terminal; where there is none, a line now and then. Silent on all but the main process."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            SpinnerColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(show_speed=False),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (is_main_process() and (console.is_terminal or console.is_jupyter)),
+        )
+        self._said = 0.0  # seconds of the task at the last line
+
+    @override
+    def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
+        """See :class:`Progress`; a long description is shortened."""
+        return super().add_task(literal(shortened(description)), *arguments, **fields)
+
+    @override
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """See :class:`Progress`; print a line if there is no terminal and none was printed for :data:`SECONDS`."""
+        super().update(task_id, **changes)
+        task = self.tasks[self.task_ids.index(task_id)]
+        elapsed = task.elapsed or 0.0
+        if self.disable and not task.finished and elapsed - self._said >= SECONDS:
+            self._said = elapsed
+            total = f" of {task.total:,.0f} ({task.percentage:.0f} %)" if task.total else ""
+            said = f"  {task.description}: {task.completed:,.0f}{total}, {task.fields['rate']}, {elapsed:.0f} s"
+            console.print(said, style="dim", soft_wrap=True)
+
+
+def progress_bar() -> Bar:
+    """Return a display of how far something is, with a rate."""
+    return Bar()
 
 
 class Waiting:

@@ -13,6 +13,7 @@ from xcompat.distributed import from_main_process, gather_objects, is_main_proce
 from xcompat.embedding import embed_contents
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.interrupts import Interrupts
 from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
@@ -68,8 +69,8 @@ def ingest(
     originals.require(embedder)
     wanted = np.arange(len(originals.ids)) if rows is None else rows
     todo = from_main_process(lambda: _missing(gallery, originals, wanted, embedder, replace))
-    bad, before = BadSamples(total=len(wanted)), embedder.processor.count_truncated
-    with progress_bar() as bar:
+    bad, before = BadSamples(originals.max_bad_share, len(wanted)), embedder.processor.count_truncated
+    with progress_bar() as bar, Interrupts() as interrupts:
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()
         if spread is None:
@@ -84,6 +85,10 @@ def ingest(
                 if time.monotonic() - committed > COMMIT_EVERY:
                     gallery.commit()
                     committed = time.monotonic()
+            if any(gather_objects(interrupts.asked, shared=True)):  # keep what is embedded
+                if is_main_process():
+                    gallery.commit()
+                raise KeyboardInterrupt
     if is_main_process():
         gallery.commit()
     # every process waits here until the first has committed

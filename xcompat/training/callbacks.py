@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from xcompat.distributed import is_distributed, mean_over_ranks
 from xcompat.errors import TrainingDivergedError
 from xcompat.files import write_json
-from xcompat.progress import Waiting, progress_bar
+from xcompat.interrupts import Interrupts
+from xcompat.progress import Waiting, console, literal, progress_bar
 
 
 class ProgressCallback(TrainerCallback):
@@ -60,8 +58,12 @@ class ProgressCallback(TrainerCallback):
         self._waiting.begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Remove the bar."""
+        """Remove the bar, and say what became of the loss."""
         self.close()
+        losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
+        if losses:
+            line = f"{self.description}: {state.global_step:,} of {state.max_steps:,} steps, loss {losses[0]:.3f}"
+            console.print(literal(f"  {line} at first, {losses[-1]:.3f} at last"), style="dim", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, also after an error."""
@@ -137,29 +139,20 @@ class HistoryCallback(TrainerCallback):
 
 
 class InterruptCallback(TrainerCallback):
-    """At the first Ctrl-C finish the step, save a checkpoint and stop; a second one stops at once.
-
-    SIGTERM does the same: a launcher sends it after Ctrl-C, and a cluster's scheduler before it ends a job.
-    """
+    """At the first Ctrl-C or SIGTERM finish the step, save a checkpoint and stop; a second one stops at once."""
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._asked = False  # this process's signal; never reset, as it may come during the exchange with the others
-        self._previous: dict[int, Any] = {}
+        self._signals = Interrupts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Take over the signals."""
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        signal.signal(number, self._previous[number])
+        self._signals.__enter__()
 
     def _any_asked(self, args: TrainingArguments) -> bool:
         if not is_distributed():
-            return self._asked
-        return bool(mean_over_ranks(torch.tensor(float(self._asked), device=args.device)) > 0)
+            return self._signals.asked
+        return bool(mean_over_ranks(torch.tensor(float(self._signals.asked), device=args.device)) > 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Save and stop after a signal; several processes do so together, after the next step that is logged."""
@@ -177,6 +170,4 @@ class InterruptCallback(TrainerCallback):
 
     def release(self) -> None:
         """Restore the signal handlers, also after an error."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self._signals.__exit__()
