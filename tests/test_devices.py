@@ -26,9 +26,9 @@ from xcompat.embedding import decoding, embed_images, embed_texts
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, originals
-from xcompat.retrieval.commands import query_embeddings
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.queries import query_embeddings
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.stage_recipe import StageRecipe

@@ -339,11 +339,11 @@ def two_versions(offset: float) -> tuple[list[Candidates], np.ndarray]:
 
 def test_standardised_scores_undo_a_shift_and_a_stretch() -> None:
     halves, _ = two_versions(5.0)
-    _, raw, _ = merge_candidates(halves, 10, "raw")
-    _, standardised, _ = merge_candidates(halves, 10, "standardised")
+    _, raw, *_ = merge_candidates(halves, 10, "raw")
+    _, standardised, *_ = merge_candidates(halves, 10, "standardised")
     assert (raw == 1).all(), "raw scores see one version alone"
     assert 0.3 < standardised.mean() < 0.7
-    _, ranks, rows = merge_candidates(halves, 10, "rank")
+    _, ranks, rows, _ = merge_candidates(halves, 10, "rank")
     assert ranks[0].tolist() == [0, 1] * 5 and rows[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 

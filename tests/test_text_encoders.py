@@ -50,7 +50,7 @@ from xcompat.export.sentence_module import CompatModule
 from xcompat.export.sentence_transformers import to_sentence_transformers
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.commands import query_embeddings
+from xcompat.retrieval.queries import query_embeddings
 from xcompat.training.push import push
 
 PROMPTS = {"query": "query: ", "document": "the passage: "}

@@ -363,8 +363,8 @@ def test_queries_that_are_no_texts_to_search_for_are_one_line(
     ):
         code, _, err = run("search", "g", query, "--model", old_folder)
         assert code == 2 and err.count("\n") == 1 and message in err
-    code, out, _ = run("search", "g", "photos/bear.png", "--model", old_folder)
-    assert code == 0 and "there is no file photos/bear.png: this is searched for as a text" in out
+    code, _, err = run("search", "g", "photos/bear.png", "--model", old_folder)
+    assert code == 2 and "there is no picture photos/bear.png" in err
     code, out, _ = run("search", "g", "bears sleep " * 100, "--model", old_folder)  # no file has so long a name
     assert code == 0 and "the query is longer than the 16 tokens" in out
     (row,) = [line for line in out.splitlines() if "bears" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
     from xcompat.retrieval.originals import Originals
+    from xcompat.stores import Store
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
@@ -37,6 +39,9 @@ Words = Annotated[
 ]
 Overlap = Annotated[
     int | None, typer.Option(min=0, help="Words that a passage shares with the one before it.", rich_help_panel="Texts")
+]
+MaxBadShare = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Which share of the pictures may be unreadable; 0.1 unless given.")
 ]
 KeepText = Annotated[
     bool | None,
@@ -65,6 +70,7 @@ def build(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    max_bad_share: MaxBadShare = None,
 ) -> None:
     """Embed pictures or texts into a new gallery, or adopt a faiss index; started again, it continues."""
     from xcompat.retrieval import commands
@@ -74,17 +80,18 @@ def build(
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
-        if source is not None or index is not None or milvus is not None or dtype != "float32" or texts:
+        of_vectors = index is not None or milvus is not None or dtype != "float32"
+        if source is not None or of_vectors or texts or max_bad_share is not None:
             raise XcompatError(
                 "--from-faiss adopts an index as it is: leave out pictures, texts, --index, --milvus, --dtype and options of "
-                "texts; add pictures or texts later"
+                "both; add pictures or texts later"
             )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
         embedder = _load(model, dtype)
-        commands.build(out, _originals(source, texts), embedder, index, milvus)
+        commands.build(out, _originals(source, texts, max_bad_share), embedder, index, milvus)
     else:
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
@@ -92,7 +99,7 @@ def build(
 @app.command()
 def search(
     gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
-    query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
+    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="A text, or the path of a picture.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
     where: Annotated[
@@ -109,22 +116,47 @@ def search(
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds texts for a map of a service's embeddings."),
     ] = None,
+    queries: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Many queries: texts (a line or row each), a folder of pictures, .npy embeddings."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each query.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
 ) -> None:
-    """Find what is nearest to a text or a picture, whichever models embedded the gallery."""
-    from xcompat.retrieval import commands
-    from xcompat.retrieval.fallback import Fallback
-
+    """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
     if fallback_below is not None and not fallback:
         raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
-    if "://" in gallery:
-        from xcompat.stores.commands import search as search_store
+    if (query is None) == (queries is None):
+        raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
+    if json and csv:
+        raise XcompatError("--json and --csv are two forms of one result; choose one")
+    is_store = "://" in gallery
+    if is_store and (fallback or group_by is not None):
+        raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
+    if is_store and len(where or []) > 1:
+        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
+    _require_asked(query, queries)
 
-        if fallback or group_by is not None:
-            raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
-        search_store(gallery, query, _load_asking(model, embed_with), top_k, where or [])
-        return
-    old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-    commands.search(_open(Path(gallery)), query, _load_asking(model, embed_with), top_k, where or [], old, group_by)
+    from xcompat.progress import results_on_stdout
+
+    with results_on_stdout() if json or csv else nullcontext():
+        opened = _open_store(gallery) if is_store else _open(Path(gallery))
+        _require_model(model)
+        from xcompat.retrieval.queries import Typed, load_queries
+        from xcompat.retrieval.showing import shower
+
+        asked = Typed(query) if query is not None else load_queries(str(queries))
+        show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
+        if is_store:
+            from xcompat.stores.commands import search as search_store
+
+            search_store(opened, asked, _load_asking(model, embed_with), top_k, where[0] if where else None, show)
+            return
+        from xcompat.retrieval.commands import search as search_gallery
+        from xcompat.retrieval.fallback import Fallback
+
+        old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
+        search_gallery(opened, asked, _load_asking(model, embed_with), top_k, where or [], show, old, group_by)
 
 
 @app.command()
@@ -139,13 +171,14 @@ def add(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    max_bad_share: MaxBadShare = None,
 ) -> None:
     """Embed more pictures or texts, with the gallery's model or a newer one."""
     from xcompat.retrieval import commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     opened, embedder = _open(gallery), _load(model, dtype)
-    commands.add(opened, _originals(source, texts), embedder, replace)
+    commands.add(opened, _originals(source, texts, max_bad_share), embedder, replace)
 
 
 @app.command()
@@ -164,14 +197,16 @@ def upgrade(
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
+    max_bad_share: MaxBadShare = None,
 ) -> None:
     """Map stored embeddings to a newer model, or embed pictures or texts anew within a budget."""
     from xcompat.engines.workers import Workers
     from xcompat.retrieval import commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
-    if backfill is None and (budget is not None or dtype != "float32" or texts):
-        given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{min(texts).replace('_', '-')}"
+    if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None):
+        others = min(_given(max_bad_share=max_bad_share, **texts), default="").replace("_", "-")
+        given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
         of = "texts" if texts else "pictures"
         raise XcompatError(f"{given} is of {of} to embed anew: name them with --backfill, or leave it out to map all")
     where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
@@ -180,7 +215,7 @@ def upgrade(
         with where.pool(model, newer) as spread:
             commands.upgrade(opened, newer, dry_run, spread)
     else:
-        embedder, originals = _load(model, dtype), _originals(backfill, texts)
+        embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
 
@@ -273,14 +308,31 @@ def compact(gallery: Folder) -> None:
 
 
 def _given(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
-    """Return the options of texts that were given."""
+    """Return the options that were given."""
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def _originals(source: Path, texts: dict[str, Any]) -> Originals:
+def _originals(source: Path, texts: dict[str, Any], max_bad_share: float | None = None) -> Originals:
     from xcompat.retrieval.originals import load_originals
 
-    return load_originals(source, **texts)
+    return load_originals(source, max_bad_share, **texts)
+
+
+def _require_asked(query: str | None, queries: str | None) -> None:
+    """Refuse the path of a picture or of a source that is not there."""
+    from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix, local_files
+    from xcompat.paths import is_file, nearest_path
+
+    if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
+        raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
+    if queries is not None:
+        local_files(queries)
+
+
+def _open_store(uri: str) -> Store:
+    import xcompat.stores
+
+    return xcompat.stores.open(uri)
 
 
 def _open(folder: Path) -> Gallery:

@@ -315,4 +315,11 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
 
 
 def _images(path: Path) -> Iterator[Path]:
-    return (file for file in (files_below(path) if path.is_dir() else [path]) if has_suffix(file, IMAGE_SUFFIXES))
+    """Yield a picture, or those below a folder without what file managers hide there, such as the ``._x.jpg`` of macOS."""
+    if not path.is_dir():
+        return iter([path] if has_suffix(path, IMAGE_SUFFIXES) else [])
+    return (file for file in files_below(path) if has_suffix(file, IMAGE_SUFFIXES) and not _is_hidden(file.relative_to(path)))
+
+
+def _is_hidden(inside: Path) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in inside.parts)

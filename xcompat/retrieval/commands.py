@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 from rich.table import Table
 
-from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.data.schema import TEXT
-from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix
 from xcompat.distributed import barrier, is_main_process
 from xcompat.embedding import notice_cut_short
 from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.hub.endpoint import public_name
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.paths import is_file
-from xcompat.progress import console, literal, snippet
+from xcompat.progress import console, literal
 from xcompat.retrieval.adoption import adopt_faiss
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.backfilling import Backfill
@@ -32,15 +29,13 @@ from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.originals import Originals
+from xcompat.retrieval.queries import Queries, followed
+from xcompat.retrieval.showing import Found, short
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from xcompat.encoders.processor import Processor
-    from xcompat.retrieval.searching import Hit
     from xcompat.retrieval.versions import Model
 
 
@@ -123,54 +118,31 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
 
 def search(
     gallery: Gallery,
-    query: str,
+    queries: Queries,
     embedder: Embedder | ServedMap,
     top_k: int,
     where: list[str],
+    show: Callable[[Found], None],
     fallback: Fallback | None = None,
     group_by: str | None = None,
 ) -> None:
-    """Print the items nearest to a text or a picture, and the query's confidence if its model has one."""
-    wanted, model = dict(map(wanted_values, where)), asking(embedder)
+    """Show the items nearest to each query, block by block, and the query's confidence if its model has one."""
+    wanted, model = dict(map(wanted_values, where)) or None, asking(embedder)
     require_views(model, gallery.manifest)  # refuse before anything is embedded
     if fallback is not None:
         fallback.require(model, gallery.manifest)
-    embeds_1D, old_queries = query_embeddings(embedder, query), None
-    if fallback is not None:
-        old, asked = fallback.model, fallback.model.processor.for_queries()
-        old_1d = fallback.old_queries(model, gallery.manifest, embeds_1D, lambda _: old.embed(_query_batch(asked, query)))
-        old_queries = OldQueries(old, old_1d, fallback.share)
-    hits = gallery.search(embeds_1D, model, top_k, wanted or None, old_queries=old_queries, group_by=group_by)[0]
-    console.print(hit_table(hits, group_by) if hits else "nothing found")
-    if hits and group_by is not None and all(hit.group is None for hit in hits):
-        console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: each stands for itself")
-    if hits and (confidence := hits[0].confidence) is not None:
-        instead = ""
-        if fallback is not None and confidence < fallback.below:
-            instead = f"; {literal(fallback.model.name)} was asked instead"
-        said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
-        console.print(said, soft_wrap=True)
-
-
-def hit_table(hits: list[Hit], group_by: str | None) -> Table:
-    """Return the table of hits: with a column for the groups, if there are any, and one for texts that were kept."""
-    with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
-    apart = {group_by, TEXT if with_text else None}
-    table = Table(
-        "", "score", "id", *([literal(group_by)] if group_by else []), "version", "metadata", *([TEXT] if with_text else [])
-    )
-    for place, hit in enumerate(hits, 1):
-        about = ", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart)
-        cells = [
-            str(place),
-            f"{hit.score:.3f}",
-            hit.id,
-            *(["" if hit.group is None else hit.group] if group_by else []),
-            short(hit.version),
-            about,
-        ]
-        table.add_row(*map(literal, cells), *([literal(snippet((hit.metadata or {}).get(TEXT, "")))] if with_text else []))
-    return table
+    for asked in followed(queries, embedder):
+        old_queries = None
+        if fallback is not None:
+            again = partial(queries.again, fallback.model)
+            old_Qd = fallback.old_queries(model, gallery.manifest, asked.embeds_QD, again)
+            old_queries = OldQueries(fallback.model, old_Qd, fallback.share)
+        hits = gallery.search(asked.embeds_QD, model, top_k, wanted, old_queries=old_queries, group_by=group_by)
+        for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
+            found = Found(query, text, each)
+            if fallback is not None and found.confidence is not None and found.confidence < fallback.below:
+                found = found._replace(fallback=fallback.model.name)
+            show(found)
 
 
 def wanted_values(pair: str) -> tuple[str, list[Any]]:
@@ -190,37 +162,6 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
         return key, [text, json.loads(text)]
     except json.JSONDecodeError:
         return key, [text]
-
-
-def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
-    """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
-    if not query.strip():
-        raise XcompatError("the query is empty; give a text, or the path of a picture")
-    if has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
-        console.print(f"[yellow]![/] there is no file {literal(query)}: this is searched for as a text")
-    if isinstance(embedder, ServedMap):
-        return embedder.embed([Path(query) if is_file(query) else query])
-    processor = embedder.processor.for_queries()
-    before = processor.count_truncated
-    embeds_1D = embedder.embed(_query_batch(processor, query), "own")
-    if processor.count_truncated > before:
-        longest = processor.max_length
-        console.print(f"[yellow]![/] the query is longer than the {longest} tokens that the model takes, and lost its end")
-    return embeds_1D
-
-
-def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
-    if not is_file(query):
-        return processor.texts([query])
-    try:
-        return {"pixel_values": processor.images([open_image(query)])}
-    except UnusableSampleError as error:
-        raise XcompatError(f"{query} is a file, and no picture that can be read ({error}); name a picture, or a text") from None
-
-
-def short(version: Fingerprint) -> str:
-    """Return a fingerprint with only the last part of its name, which may be a long path."""
-    return str(Fingerprint(version.digest, public_name(version.name)))
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.gallery import Gallery
 
+UNREADABLE = 0.1
+"""Share of pictures that may be unreadable: more than in training, as a gallery can be given them later, once they are mended."""
 PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # that a process embeds before it waits for their copy to the CPU
 TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # the more are sorted at once, the less padding
 Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -39,6 +41,9 @@ class Originals(Protocol):
     ids_are: ClassVar[str]
     """What messages say of their ids."""
     ids: Sequence[str]
+    dataset: hf.Dataset
+    max_bad_share: float
+    """Which share of them may be unreadable."""
 
     def require(self, embedder: Embedder) -> None:
         """Refuse a model that does not embed these."""
@@ -73,13 +78,14 @@ class Pictures:
 
     Args:
         dataset: from :func:`load_pictures`.
+        max_bad_share: which share of them may be unreadable.
     """
 
     kind: ClassVar[str] = "pictures"
     ids_are: ClassVar[str] = "the paths below the folder that the gallery was built from"
 
-    def __init__(self, dataset: hf.Dataset) -> None:
-        self.dataset, self.ids = dataset, dataset[ID][:]
+    def __init__(self, dataset: hf.Dataset, max_bad_share: float = UNREADABLE) -> None:
+        self.dataset, self.ids, self.max_bad_share = dataset, dataset[ID][:], max_bad_share
 
     def require(self, embedder: Embedder) -> None:
         """See :meth:`Originals.require`."""
@@ -132,6 +138,8 @@ class Texts:
 
     kind: ClassVar[str] = "texts"
     ids_are: ClassVar[str] = "what --id-column, --words and --overlap made of the texts that the gallery was built from"
+
+    max_bad_share = 0.0  # texts that cannot be read are refused with their file
 
     def __init__(self, dataset: hf.Dataset, cut: bool = False) -> None:
         self.dataset, self.ids, self.cut = dataset, dataset[ID][:], cut
@@ -198,11 +206,12 @@ def _others(document: str, count: int) -> tuple[str, ...]:
     return (f"{document}#{count}", document) if count else (f"{document}#0",)
 
 
-def load_originals(path: str | Path, **options: Any) -> Originals:  # noqa: ANN401 - see the arguments
+def load_originals(path: str | Path, max_bad_share: float | None = None, **options: Any) -> Originals:  # noqa: ANN401 - see below
     """Read pictures or texts, whatever a path holds.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
+        max_bad_share: which share of pictures may be unreadable; :data:`UNREADABLE` unless given.
         options: fields of a text source; if there are any, the path holds texts.
 
     Returns:
@@ -212,7 +221,10 @@ def load_originals(path: str | Path, **options: Any) -> Originals:  # noqa: ANN4
         XcompatError: there is neither, something is damaged, or an option does not fit.
     """
     if not options and holds_pictures(str(path)):
-        return Pictures(load_pictures(path))
+        share = UNREADABLE if max_bad_share is None else max_bad_share
+        return Pictures(load_pictures(path, share), share)
+    if max_bad_share is not None:
+        raise XcompatError(f"max_bad_share is of pictures, and {path} is read as texts; leave it out")
     try:
         source = TextSource(path=str(path), **{"keep_text": True, **options})
     except ValidationError as error:
@@ -220,18 +232,19 @@ def load_originals(path: str | Path, **options: Any) -> Originals:  # noqa: ANN4
     return Texts(load_items_of_text(source), cut=source.words is not None)
 
 
-def load_pictures(path: str | Path) -> hf.Dataset:
+def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dataset:
     """Read pictures, with captions if the source has any.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource`.
+        max_bad_share: which share of shards, or of their samples, may be unreadable.
 
     Returns:
         A data set with the columns ``image`` and ``id``, and ``caption`` if there are captions.
     """
     try:
-        dataset = load_pairs(PairSource(path=str(path)))
+        dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share))
     except XcompatError:  # perhaps there are no captions; any other fault is raised again here
-        dataset = load_pairs(PairSource(path=str(path), captions=False))
+        dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share))
     assert isinstance(dataset, hf.Dataset)
     return dataset

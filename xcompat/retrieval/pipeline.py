@@ -57,7 +57,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
     searched at once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
-    ``version``, ``metadata``, ``confidence``, ``group``.
+    ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
 
     Args:
         gallery: a gallery, or its folder.

@@ -43,6 +43,8 @@ class Hit(NamedTuple):
         metadata: the item's metadata.
         confidence: probability that the query finds no less than the old model's own query; None if unknown.
         group: the value of the metadata key by which hits are grouped; None if they are not, or the item has no such key.
+        standing: what ranks hits of several versions, whose scores differ in size: by how many deviations the score exceeds the
+            mean of the query's scores in that version (:func:`merge_candidates`). None if the score itself ranks them.
     """
 
     id: str
@@ -51,6 +53,7 @@ class Hit(NamedTuple):
     metadata: dict[str, Any] | None
     confidence: float | None = None
     group: Any = None
+    standing: float | None = None
 
 
 class Candidates(NamedTuple):
@@ -67,6 +70,22 @@ class Candidates(NamedTuple):
     segments_Qk: NDArray[np.int64]
     rows_Qk: NDArray[np.int64]
     sample_QS: NDArray[np.float32] | None = None
+
+
+class Ranked(NamedTuple):
+    """The nearest stored embeddings of all versions, in one ranking.
+
+    Args:
+        scores_Qk: (Q, k) scores as they were computed.
+        segments_Qk: (Q, k) numbers of their segments.
+        rows_Qk: (Q, k) their rows in these segments, -1 where there are no more.
+        keys_Qk: (Q, k) what ranks them, from the highest to the lowest.
+    """
+
+    scores_Qk: NDArray[np.float32]
+    segments_Qk: NDArray[np.int64]
+    rows_Qk: NDArray[np.int64]
+    keys_Qk: NDArray[np.float32]
 
 
 class Queries(NamedTuple):
@@ -140,7 +159,7 @@ class Search:
             self._candidates(queries.version, queries.embeds_Qd, k, where)._replace(sample_QS=queries.sample_QS)
             for queries in asked
         ]
-        return self._hits(*merge_candidates(found, k, merge))
+        return self._hits(merge_candidates(found, k, merge), with_standing=len(found) > 1 and merge != "raw")
 
     def _grouped(self, asked: list[Queries], top_k: int, where: dict[str, Any] | None, merge: Merge, key: str) -> list[list[Hit]]:
         """Return each query's best hits of different groups: look through more and more hits until there are enough groups."""
@@ -184,7 +203,7 @@ class Search:
             scores_Qk, rows_Qk = segment.index.search(queries_Qd, min(top_k, segment.record.rows), kept_N)
             parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
         joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
-        return Candidates(*merge_candidates([joined], top_k, "raw"))
+        return Candidates(*merge_candidates([joined], top_k, "raw")[:3])
 
     def _scores(self, queries_Qd: NDArray[np.float32], stored_Sd: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the exact scores (Q, S)."""
@@ -206,24 +225,23 @@ class Search:
             self._samples[version] = np.concatenate(parts)
         return self._samples[version]
 
-    def _hits(
-        self, scores_Qk: NDArray[np.float32], segments_Qk: NDArray[np.int64], rows_Qk: NDArray[np.int64]
-    ) -> list[list[Hit]]:
+    def _hits(self, ranked: Ranked, with_standing: bool) -> list[list[Hit]]:
         """Look up ids, metadata and versions of the rows that were found."""
+        scores_Qk, segments_Qk, rows_Qk, keys_Qk = ranked
         ids, metadata = np.empty(rows_Qk.shape, object), np.empty(rows_Qk.shape, object)
         versions = [self.manifest.version(segment.record.version).fingerprint for segment in self.segments]
         for number in np.unique(segments_Qk[rows_Qk >= 0]).tolist():
             here = (segments_Qk == number) & (rows_Qk >= 0)
             ids[here] = self.segments[number].ids(rows_Qk[here])
             metadata[here] = self.segments[number].metadata(rows_Qk[here])
-        queries = zip(ids.tolist(), scores_Qk.tolist(), segments_Qk.tolist(), metadata.tolist(), rows_Qk.tolist(), strict=True)
+        found = (ids, scores_Qk, segments_Qk, metadata, rows_Qk, keys_Qk)
         return [
             [
-                Hit(name, score, versions[segment], about)
-                for name, score, segment, about, row in zip(*columns, strict=True)
+                Hit(name, score, versions[segment], about, standing=key if with_standing else None)
+                for name, score, segment, about, row, key in zip(*columns, strict=True)
                 if row >= 0
             ]
-            for columns in queries
+            for columns in zip(*(array.tolist() for array in found), strict=True)
         ]
 
 
@@ -251,9 +269,7 @@ def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
     return best
 
 
-def merge_candidates(
-    found: Sequence[Candidates], k: int, merge: Merge
-) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranked:
     """Merge the candidates of several versions into one ranking.
 
     ``raw`` compares scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version
@@ -267,7 +283,7 @@ def merge_candidates(
         merge: ``raw``, ``standardised`` or ``rank``.
 
     Returns:
-        (Q, k) scores as they were computed, (Q, k) segments and (Q, k) rows, -1 where there are no more.
+        The ranking.
 
     Raises:
         XcompatError: ``merge`` is none of these.
@@ -286,7 +302,7 @@ def merge_candidates(
     key_QK = np.where(rows_QK < 0, -np.inf, key_QK)
     order_Qk = np.argsort(-key_QK, axis=1, kind="stable")[:, :k]
     scores_Qk, segments_Qk, rows_Qk = (np.take_along_axis(array, order_Qk, 1) for array in (scores_QK, segments_QK, rows_QK))
-    return scores_Qk, segments_Qk, rows_Qk
+    return Ranked(scores_Qk, segments_Qk, rows_Qk, np.take_along_axis(key_QK, order_Qk, 1))
 
 
 def _keys(found: Candidates, merge: Merge) -> NDArray[np.float32]:

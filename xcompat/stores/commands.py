@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.filesize import decimal
@@ -14,21 +15,29 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
-from xcompat.retrieval.commands import hit_table, query_embeddings, told
+from xcompat.retrieval.commands import told
 from xcompat.retrieval.doctor import SAME
+from xcompat.retrieval.queries import Queries, followed
+from xcompat.retrieval.showing import Found
 from xcompat.stores import migration
 from xcompat.stores.base import Store
 from xcompat.stores.doctor import Held, examine_store
 from xcompat.stores.migration import Filling
 
 
-def search(uri: str, query: str, embedder: Embedder | ServedMap, top_k: int, where: list[str]) -> None:
-    """Print the items of a store that are nearest to a text or a picture; nothing is written."""
-    if len(where) > 1:
-        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
-    store = xcompat.stores.open(uri)
-    hits = store.find(query_embeddings(embedder, query), asking(embedder), top_k, where[0] if where else None)[0]
-    console.print(hit_table(hits, None) if hits else "nothing found")
+def search(
+    store: Store,
+    queries: Queries,
+    embedder: Embedder | ServedMap,
+    top_k: int,
+    where: str | None,
+    show: Callable[[Found], None],
+) -> None:
+    """Show the items of a store that are nearest to each query, block by block; nothing is written."""
+    for asked in followed(queries, embedder):
+        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where)
+        for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
+            show(Found(query, text, each))
 
 
 def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:

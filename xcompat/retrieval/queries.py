@@ -1,0 +1,217 @@
+"""What is searched for: one text or picture, or a source of many, embedded block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import datasets as hf
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import map_array, read_lines
+from xcompat.data import BadSamples
+from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.schema import ID, IMAGE, TEXT
+from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix
+from xcompat.embedding import notice_cut_short
+from xcompat.embedding_provider import ServedMap
+from xcompat.errors import XcompatError
+from xcompat.paths import is_file
+from xcompat.progress import console, progress_bar, rate_of
+from xcompat.retrieval.originals import Originals, Pictures, Texts, load_originals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xcompat.encoders.processor import Processor
+    from xcompat.models.embedder import Embedder
+
+EMBEDDINGS = ".npy"
+EMBEDDINGS_AT_ONCE = 1024
+
+
+class Asked(NamedTuple):
+    """Some queries, embedded.
+
+    Args:
+        ids: what each query is called: its id in the source, or the query itself if it was typed.
+        texts: the text of each; None for pictures and embeddings.
+        embeds_QD: (Q, D) in the model's own space.
+    """
+
+    ids: list[str]
+    texts: list[str | None]
+    embeds_QD: Tensor | NDArray[np.float32]
+
+
+class Queries(Protocol):
+    """Queries in an order."""
+
+    def __len__(self) -> int:
+        """Return how many there are, also of those that cannot be read."""
+
+    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+        """Embed them as queries in the model's own space, block by block; leave out and name pictures that cannot be read."""
+
+    def again(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
+        """Embed some of the last block with another model, in the space that its galleries hold."""
+
+
+class Typed:
+    """One query, as it is typed.
+
+    Args:
+        query: a text, or the path of a picture.
+
+    Raises:
+        XcompatError: it is empty.
+    """
+
+    def __init__(self, query: str) -> None:
+        if not query.strip():
+            raise XcompatError("the query is empty; give a text, or the path of a picture")
+        self.query = query
+
+    def __len__(self) -> int:
+        """See :class:`Queries`."""
+        return 1
+
+    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+        """See :class:`Queries`."""
+        yield Asked([self.query], [None if is_file(self.query) else self.query], query_embeddings(embedder, self.query))
+
+    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
+        """See :class:`Queries`."""
+        return old.embed(_query_batch(old.processor.for_queries(), self.query))
+
+
+class Listed:
+    """All texts or pictures of a source.
+
+    Args:
+        originals: the texts or pictures.
+    """
+
+    def __init__(self, originals: Originals) -> None:
+        self.originals, self._block = originals, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """See :class:`Queries`."""
+        return len(self.originals.ids)
+
+    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+        """See :class:`Queries`."""
+        rows = np.arange(len(self))
+        for block, embeds_QD in self._served(embedder) if isinstance(embedder, ServedMap) else self._own(embedder, rows):
+            self._block = block
+            texts = self.originals.dataset.select_columns([TEXT])[block][TEXT] if isinstance(self.originals, Texts) else None
+            yield Asked([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
+
+    def again(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`Queries`."""
+        asking = replace(old, processor=old.processor.for_queries())
+        return np.concatenate([embeds for _, embeds in self.originals.embed(asking, self._block[list(places)])])
+
+    def _own(self, embedder: Embedder, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        self.originals.require(embedder)
+        asking = replace(embedder, processor=embedder.processor.for_queries(), space="own")
+        before = asking.processor.count_truncated
+        yield from self.originals.embed(asking, rows, BadSamples(self.originals.max_bad_share, len(rows)))
+        notice_cut_short(embedder, asking.processor.count_truncated - before, len(rows))
+
+    def _served(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        if not isinstance(self.originals, Texts):
+            raise XcompatError(f"{service.provider.name} embeds texts, and these are {self.originals.kind}; name texts")
+        size = service.provider.batch
+        for start in range(0, len(self), size):
+            block = np.arange(start, min(start + size, len(self)))
+            yield block, service.embed(self.originals.dataset.select_columns([TEXT])[block][TEXT])
+
+
+class Stored:
+    """Queries that are embedded already, one a row, called by their row numbers.
+
+    Args:
+        file: a ``.npy`` array (Q, D) of the model's own embeddings.
+
+    Raises:
+        XcompatError: the file is damaged, or holds something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.embeds_QD = file, map_array(file)
+        if self.embeds_QD.ndim != 2:
+            raise XcompatError(f"{file} has the shape {self.embeds_QD.shape}; an array of embeddings has a row for each query")
+
+    def __len__(self) -> int:
+        """See :class:`Queries`."""
+        return len(self.embeds_QD)
+
+    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+        """See :class:`Queries`."""
+        for start in range(0, len(self), EMBEDDINGS_AT_ONCE):
+            block_QD = np.array(self.embeds_QD[start : start + EMBEDDINGS_AT_ONCE], np.float32)
+            yield Asked([str(start + row) for row in range(len(block_QD))], [None] * len(block_QD), block_QD)
+
+    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
+        """See :class:`Queries`: there is nothing that another model could embed."""
+        why = f"the fallback embeds queries anew, and {self.file} holds embeddings"
+        raise XcompatError(f"{why}; name texts or pictures, or leave the fallback out")
+
+
+def load_queries(source: str) -> Queries:
+    """Read a source of many queries.
+
+    Args:
+        source: ``.npy`` embeddings; plain text of one text or one path of a picture a line, which its first line decides; or
+            texts or pictures as :func:`~xcompat.retrieval.originals.load_originals` takes them.
+
+    Raises:
+        XcompatError: it is not there, or holds nothing that can be asked.
+    """
+    if has_suffix(source, (EMBEDDINGS,)):
+        return Stored(Path(source))
+    if has_suffix(source, (".txt",)) and is_file(source):
+        lines = [line for line in read_lines(Path(source)) if line.strip()]
+        if lines and has_suffix(lines[0], IMAGE_SUFFIXES):
+            return Listed(Pictures(hf.Dataset.from_dict({IMAGE: [{"path": line, "bytes": None} for line in lines], ID: lines})))
+    return Listed(load_originals(source))
+
+
+def followed(queries: Queries, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+    """Embed queries block by block, with a bar if there are many."""
+    if len(queries) == 1:
+        yield from queries.embedded(embedder)
+        return
+    with progress_bar() as bar:
+        task = bar.add_task("searching", total=len(queries), rate="")
+        for asked in queries.embedded(embedder):
+            yield asked
+            rate_of(bar, task, len(asked.ids), "queries")
+
+
+def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
+    """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
+    if isinstance(embedder, ServedMap):
+        return embedder.embed([Path(query) if is_file(query) else query])
+    processor = embedder.processor.for_queries()
+    before = processor.count_truncated
+    embeds_1D = embedder.embed(_query_batch(processor, query), "own")
+    if processor.count_truncated > before:
+        longest = processor.max_length
+        console.print(f"[yellow]![/] the query is longer than the {longest} tokens that the model takes, and lost its end")
+    return embeds_1D
+
+
+def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
+    if not is_file(query):
+        if not processor.max_length:
+            raise XcompatError(f"the model embeds pictures only, and there is no file {query[:80]!r}; give the path of a picture")
+        return processor.texts([query])
+    try:
+        return {"pixel_values": processor.images([open_image(query)])}
+    except UnusableSampleError as error:
+        raise XcompatError(f"{query} is a file, and no picture that can be read ({error}); name a picture, or a text") from None

@@ -1,0 +1,132 @@
+"""Hits for people and for programs: a table, JSON lines, or CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from rich.table import Table
+
+from xcompat.data.schema import TEXT
+from xcompat.fingerprint import Fingerprint
+from xcompat.hub.endpoint import public_name
+from xcompat.progress import console, literal, snippet
+from xcompat.retrieval.searching import Hit
+
+Form: TypeAlias = Literal["table", "json", "csv"]
+COLUMNS = ("query", "text", "rank", "id", "score", "standing", "version", "group", "confidence", "fallback", "metadata")
+"""Columns of the CSV."""
+SEVERAL_VERSIONS = (
+    "the hits were embedded by several models, whose scores differ in size: what ranks them is their standing, "
+    "by how many deviations a score exceeds the mean of the query's scores in its version"
+)
+
+
+class Found(NamedTuple):
+    """One query and what it found.
+
+    Args:
+        query: what it is called.
+        text: its text; None for a picture or an embedding.
+        hits: the best first.
+        fallback: the old model, if it was asked instead.
+    """
+
+    query: str
+    text: str | None
+    hits: list[Hit]
+    fallback: str | None = None
+
+    @property
+    def confidence(self) -> float | None:
+        """Return how probable it is that the old model's query would find no more."""
+        return self.hits[0].confidence if self.hits else None
+
+
+def shower(form: Form, group_by: str | None = None, several: bool = False) -> Callable[[Found], None]:
+    """Return what shows one query after the other; JSON lines and CSV go to stdout as they are.
+
+    Args:
+        form: for people or for which program.
+        group_by: the key of the metadata by which hits are grouped.
+        several: whether there may be several queries, so that a table says whose it is.
+    """
+    if form == "json":
+        return lambda found: _write(json.dumps(_as_json(found), ensure_ascii=True) + "\n")
+    if form == "csv":
+        rows = csv.writer(sys.stdout, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        return lambda found: rows.writerows(_as_rows(found))
+    return lambda found: _print(found, group_by, several)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    hits = []
+    for hit in found.hits:
+        about = {**hit._asdict(), "version": str(hit.version)}
+        del about["confidence"]  # is the query's
+        hits.append(about)
+    return {**found._asdict(), "confidence": found.confidence, "hits": hits}
+
+
+def _as_rows(found: Found) -> list[list[Any]]:
+    """Return a row for each hit; what is unknown is empty."""
+    rows = []
+    for rank, hit in enumerate(found.hits, 1):
+        about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False)
+        group = hit.group if hit.group is None or isinstance(hit.group, str) else json.dumps(hit.group, ensure_ascii=False)
+        own = [rank, hit.id, hit.score, hit.standing, str(hit.version), group, found.confidence, found.fallback, about]
+        rows.append([found.query, found.text, *own])
+    return rows
+
+
+def _print(found: Found, group_by: str | None, several: bool) -> None:
+    if several:
+        console.print(f"[bold]▸[/] {literal(snippet(found.text or found.query))}", soft_wrap=True)
+    console.print(hit_table(found.hits, group_by) if found.hits else "nothing found")
+    if found.hits and group_by is not None and all(hit.group is None for hit in found.hits):
+        console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: each stands for itself")
+    if any(hit.standing is not None for hit in found.hits):
+        console.print(f"[dim]{SEVERAL_VERSIONS}[/]")
+    if (confidence := found.confidence) is not None:
+        instead = f"; {literal(found.fallback)} was asked instead" if found.fallback is not None else ""
+        said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
+        console.print(said, soft_wrap=True)
+
+
+def hit_table(hits: list[Hit], group_by: str | None) -> Table:
+    """Return the table of hits, with columns only for what there is; nothing of an id is left out."""
+    with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
+    apart = {group_by, TEXT if with_text else None}
+    abouts = [", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart) for hit in hits]
+    numbers = [
+        ("", [str(place) for place in range(1, len(hits) + 1)]),
+        ("score", [f"{hit.score:.3f}" for hit in hits]),
+        ("standing", ["" if hit.standing is None else f"{hit.standing:.2f}" for hit in hits]),
+    ]
+    words = [
+        ("id", [hit.id for hit in hits]),
+        *([(group_by, ["" if hit.group is None else str(hit.group) for hit in hits])] if group_by is not None else []),
+        ("version", [short(hit.version) for hit in hits]),
+        ("metadata", abouts),
+        (TEXT, [snippet((hit.metadata or {}).get(TEXT, "")) for hit in hits]),
+    ]
+    columns = [(name, cells) for name, cells in (*numbers, *words) if any(cells) or name == group_by]
+    table = Table()
+    for name, _ in columns:
+        table.add_column(literal(name), overflow="fold")
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*map(literal, row))
+    return table
+
+
+def short(version: Fingerprint) -> str:
+    """Return a fingerprint with only the last part of its name, which may be a long path."""
+    return str(Fingerprint(version.digest, public_name(version.name)))
