@@ -294,6 +294,29 @@ def lineage(
 
 
 @app.command()
+def serve(
+    target: Annotated[str, typer.Argument(metavar="GALLERY_OR_RUN", help="Folder of a gallery, or of a finished run.")],
+    model: Annotated[str | None, typer.Option(help="The new model: a run's folder, a checkpoint, or any model by name.")] = None,
+    old: Annotated[str | None, typer.Option(help="The old model, likewise, to see what its queries find beside.")] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's own need --auth.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 7860,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page.")] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Let the page upgrade, backfill and roll back the gallery.")
+    ] = False,
+    auth: Annotated[str | None, typer.Option(metavar="USER:PASSWORD", help="What the page asks for before it shows.")] = None,
+) -> None:
+    """Open a page to search with old and new queries side by side, on the same gallery; /healthz says when it is ready."""
+    from xcompat.serve import serve_target
+    from xcompat.serve.app import Options
+
+    serve_target(target, Options(host, port, auth, not no_browser), model, old, images, allow_changes)
+
+
+@app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
     overrides: Overrides = None,

@@ -89,47 +89,48 @@ def _white(mode: str, low: float, high: float) -> float:
     return white
 
 
-def open_image(value: Any) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
+def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
     """Decode an image as a data set stores it; an animation gives its first picture.
 
     Args:
         value: ``{"bytes": ..., "path": ...}`` (``datasets.Image(decode=False)``), bytes, a path or a PIL image.
+        max_pixels: larger pictures are refused before they are decoded.
 
     Returns:
         The decoded picture in mode RGB.
 
     Raises:
-        UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than `MAX_PIXELS`, or one side is
+        UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than ``max_pixels``, or one side is
             more than `MAX_ASPECT` times the other; or its range does not tell which value is white, see :func:`to_rgb`.
     """
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     try:
         if isinstance(value, Image.Image):
-            return _decoded(value)
+            return _decoded(value, max_pixels)
         if isinstance(value, bytes):
             value = io.BytesIO(value)
         elif not isinstance(value, (str, Path)):
             raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
         with Image.open(value) as image:
-            return _decoded(image)
+            return _decoded(image, max_pixels)
     except UnusableSampleError:
         raise
     except UnidentifiedImageError as error:
         raise UnusableSampleError("its bytes are no image in a known format") from error
     except Image.DecompressionBombError as error:  # Pillow's limit, far above ours
-        raise UnusableSampleError(f"more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller") from error
+        raise UnusableSampleError(f"more than the {max_pixels:,} pixels that are decoded; make it smaller") from error
     except Exception as error:  # decoders raise whatever their format module happens to raise on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
 
 
-def _decoded(image: Image.Image) -> Image.Image:
+def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
     """Decode an opened picture, or refuse its size or format."""
     width, height = image.size
     if image.format == "EPS":
         raise UnusableSampleError("PostScript is a program, which is not run; convert the picture to PNG")
-    if width * height > MAX_PIXELS:
-        raise UnusableSampleError(f"{width} x {height} is more than the {MAX_PIXELS:,} pixels that are decoded; make it smaller")
+    if width * height > max_pixels:
+        raise UnusableSampleError(f"{width} x {height} is more than the {max_pixels:,} pixels that are decoded; make it smaller")
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
         raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
     image.load()  # raises if the file is cut short

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from xcompat.errors import XcompatError
@@ -19,6 +22,10 @@ from xcompat.retrieval.segment import Segment, id_hashes
 if TYPE_CHECKING:
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
+
+
+SAMPLED, FACET_VALUES = 2000, 50
+"""Items of each segment that are looked at for filters, and the most values of a filter."""
 
 
 class Snapshot:
@@ -72,6 +79,35 @@ class Snapshot:
                 for position in segment.rows_of(ids, hashes_N)[0].tolist():
                     found[position] = version
         return found
+
+    def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
+        """Return the metadata of items; None for items without, and for ids that are not in the gallery."""
+        found: list[dict[str, Any] | None] = [None] * len(ids)
+        hashes_N = id_hashes(ids)
+        for segment in self.segments:
+            with self.reading():
+                positions, rows = segment.rows_of(ids, hashes_N)
+                for position, about in zip(positions.tolist(), segment.metadata(rows), strict=True):
+                    found[position] = about
+        return found
+
+    def facets(self, sample: int = SAMPLED, most: int = FACET_VALUES) -> dict[str, list[Any]]:
+        """Return what the metadata can be filtered by: keys whose values repeat, with the values seen, the commonest first.
+
+        Args:
+            sample: items of each segment that are looked at, evenly spaced.
+            most: a key with more values than these is no filter.
+        """
+        seen: dict[str, Counter[str]] = {}
+        for segment in self.segments:
+            present = segment.present()
+            rows = present[np.unique(np.linspace(0, len(present) - 1, min(sample, len(present))).astype(np.int64))]
+            with self.reading():
+                for about in segment.metadata(rows):
+                    for key, value in (about or {}).items():
+                        seen.setdefault(key, Counter())[json.dumps(value)] += 1
+        kept = {key: counts for key, counts in seen.items() if len(counts) <= most and max(counts.values()) > 1}
+        return {key: [json.loads(value) for value, _ in counts.most_common()] for key, counts in sorted(kept.items())}
 
     @contextmanager
     def reading(self) -> Iterator[None]:

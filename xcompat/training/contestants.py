@@ -17,6 +17,7 @@ from xcompat.evaluation.scores import Embeddings
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example
+from xcompat.training.test_items import GalleryItems, Questions
 
 HITS_SHOWN = 5
 
@@ -37,6 +38,12 @@ class EvaluationSet(Protocol):
             count: number of items.
             seed: of the draw.
         """
+
+    def galleries(self) -> list[GalleryItems]:
+        """Return what its galleries hold."""
+
+    def questions(self) -> dict[str, Questions]:
+        """Return its queries by direction, such as ``text-to-image``."""
 
 
 def best_rows(gallery_ND: Embeddings, query_D: Embeddings) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL.Image import Image
 from typing_extensions import override
 
 from xcompat.data import (
@@ -20,9 +21,10 @@ from xcompat.data import (
     open_image,
     select,
 )
-from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
 from xcompat.errors import XcompatError, nearest
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
+from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
@@ -30,9 +32,13 @@ from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
+from xcompat.training.test_items import CAPTIONS, PICTURES, GalleryItems, Questions, distinct
 
 if TYPE_CHECKING:
     import datasets
+
+CLASS, GROUP = "class", "of"
+"""Keys of the metadata in a run's galleries: the class of a picture, and the id that pictures and captions of one thing share."""
 
 
 def load_test_set(data: DataSettings) -> EvaluationSet | None:
@@ -116,6 +122,38 @@ class PairTestSet(EvaluationSet):
             examples.append(Example(self.texts[text], rows))
         return examples
 
+    @override
+    def galleries(self) -> list[GalleryItems]:
+        ids = self.pairs[ID][:]
+        found = [next(iter(captions_of(caption)), "") for caption in self.pairs[CAPTION][:]]
+        about = [{CAPTION: caption, GROUP: str(name)} for caption, name in zip(found, ids, strict=True)]
+        texts = [{TEXT: text, GROUP: str(name)} for text, name in zip(self.texts, self.text_ids, strict=True)]
+        return [
+            GalleryItems(PICTURES, "images", distinct(ids), about, lambda row: open_image(self.pairs[row][IMAGE])),
+            GalleryItems(CAPTIONS, "texts", distinct(self.text_ids), texts),
+        ]
+
+    @override
+    def questions(self) -> dict[str, Questions]:
+        ids = list(map(str, self.pairs[ID][:]))
+
+        def text_matches(row: int, _: str, about: dict[str, Any]) -> bool:
+            return about.get(GROUP) == str(self.text_ids[row])
+
+        def picture_matches(row: int, _: str, about: dict[str, Any]) -> bool:
+            return about.get(GROUP) == ids[row]
+
+        def picture(row: int) -> Image:
+            return open_image(self.pairs[row][IMAGE])
+
+        def caption(row: int) -> str:
+            return next(iter(captions_of(self.pairs[row][CAPTION])), ids[row])
+
+        return {
+            TEXT_TO_IMAGE: Questions(PICTURES, "texts", self.texts.__getitem__, self.texts.__getitem__, text_matches),
+            IMAGE_TO_TEXT: Questions(CAPTIONS, "images", picture, caption, picture_matches),
+        }
+
 
 @dataclass
 class LabelledTestSet(EvaluationSet):
@@ -164,6 +202,28 @@ class LabelledTestSet(EvaluationSet):
                 rows.append(ExampleRow(label, hits))
             examples.append(Example(asked[query], rows))
         return examples
+
+    @override
+    def galleries(self) -> list[GalleryItems]:
+        dataset = self.gallery.dataset
+        about = [{CLASS: name} for name in self.gallery.class_names()]
+        return [GalleryItems(PICTURES, "images", dataset[ID][:], about, lambda row: open_image(dataset[row][IMAGE]))]
+
+    @override
+    def questions(self) -> dict[str, Questions]:
+        dataset, classes = self.queries.dataset, self.queries.class_names()
+        ids, searched = dataset[ID][:], set(self.gallery.dataset[ID][:])
+
+        def matches(row: int, _: str, about: dict[str, Any]) -> bool:
+            return about.get(CLASS) == classes[row]
+
+        def own_id(row: int) -> str | None:
+            return ids[row] if ids[row] in searched else None
+
+        def picture(row: int) -> Image:
+            return open_image(dataset[row][IMAGE])
+
+        return {IMAGE_TO_IMAGE: Questions(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
 
 
 def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:

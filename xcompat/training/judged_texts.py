@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
@@ -12,6 +12,7 @@ from typing_extensions import override
 from xcompat.data import load_items_of_text, read_qrels
 from xcompat.data.schema import ID, TEXT
 from xcompat.evaluation import EmbeddedTexts
+from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.graded import Qrels
 from xcompat.models.frozen import FrozenModel
 from xcompat.progress import snippet
@@ -19,6 +20,7 @@ from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_TEXTS, cached_texts
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
 from xcompat.training.sections import JudgedTexts
+from xcompat.training.test_items import TEXTS, GalleryItems, Questions
 
 if TYPE_CHECKING:
     import datasets
@@ -72,6 +74,20 @@ class JudgedTestSet(EvaluationSet):
                 rows.append(ExampleRow(label, hits))
             examples.append(Example(snippet(self.queries[query][TEXT], SHOWN), rows))
         return examples
+
+    @override
+    def galleries(self) -> list[GalleryItems]:
+        about = [{TEXT: text} for text in self.passages[TEXT][:]]
+        return [GalleryItems(TEXTS, "texts", list(self.passages[ID]), about)]
+
+    @override
+    def questions(self) -> dict[str, Questions]:
+        texts, ids = self.texts(), list(self.queries[ID])
+
+        def matches(row: int, item: str, _: dict[str, Any]) -> bool:
+            return self.qrels.get(ids[row], {}).get(item, 0) > 0
+
+        return {TEXT_TO_TEXT: Questions(TEXTS, "queries", texts.__getitem__, texts.__getitem__, matches)}
 
 
 def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:

@@ -68,7 +68,7 @@ def embed_new(
         raw = test.embed(Embedder.of(model, "own"), cache_dir)
         own = map_contestant(raw, name, fingerprint, model.self_view, model.device)
     if model.maps_galleries:
-        side_info, derived = _side_info(model, test, cache_dir), fingerprint.derived("upgrade")
+        side_info, derived = side_info_of(model, test, cache_dir), fingerprint.derived("upgrade")
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
         forgetful = None
         if model.memory is not None:
@@ -118,7 +118,7 @@ def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet,
     return test.embed(penultimate(new), cache_dir)
 
 
-def _side_info(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
+def side_info_of(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
     """Embed the test set with the map's model of side-information; None if it has none."""
     described = getattr(model.config, SIDE_INFO, None)
     if described is None:

@@ -1,0 +1,100 @@
+"""One query asked by several models of one gallery: what each finds, and what moved between two rankings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL.Image import Image
+
+from xcompat.embedding_provider import asking
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.searching import Hit
+from xcompat.retrieval.versions import fits, require_views
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xcompat.models.embedder import Embedder
+
+DEPTH = 100
+"""Hits of each model that are compared: what moved further is called new."""
+
+
+class Placed(NamedTuple):
+    """A hit, and where another ranking has the same item.
+
+    Args:
+        hit: the hit.
+        place: its place, from 1.
+        other: its place in the other ranking, from 1; None if it is not among what was compared, or there is no other ranking.
+    """
+
+    hit: Hit
+    place: int
+    other: int | None
+
+    @property
+    def moved(self) -> int | None:
+        """Return how many places higher it is than in the other ranking."""
+        return None if self.other is None else self.other - self.place
+
+
+def place(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -> list[Placed]:
+    """Return the first hits of one ranking with their places in another.
+
+    Args:
+        hits: the best first.
+        others: those of the other ranking; None if there is none.
+        top_k: how many of ``hits`` are returned.
+
+    Example:
+        >>> from xcompat import Fingerprint
+        >>> old, new = ([Hit(name, 1.0, Fingerprint("0", "m"), None) for name in names] for names in ("abc", "cxa"))
+        >>> [(each.hit.id, each.moved) for each in place(new, old, 2)]
+        [('c', 2), ('x', None)]
+    """
+    elsewhere = {hit.id: row for row, hit in enumerate(others or (), 1)}
+    return [Placed(hit, row, elsewhere.get(hit.id)) for row, hit in enumerate(hits[:top_k], 1)]
+
+
+def embed_query(embedder: Embedder, query: str | Image) -> Tensor:
+    """Embed a text as a query, or a picture, in the model's own space: (1, D).
+
+    Raises:
+        XcompatError: the model embeds no texts, or no pictures.
+    """
+    if isinstance(query, Image):
+        return embedder.embed({"pixel_values": embedder.processor.images([query])}, "own")
+    return embedder.embed(embedder.processor.for_queries().texts([query]), "own")
+
+
+def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
+    """Return what a model finds in a gallery.
+
+    Args:
+        gallery: the gallery, in a state that the model searches (:func:`searchable_state`).
+        embedder: the model.
+        query: a text, or a picture.
+        top_k: most hits.
+        where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
+    """
+    return gallery.search(embed_query(embedder, query), asking(embedder), top_k, dict(where) if where else None)[0]
+
+
+def searchable_state(path: Path, embedder: Embedder) -> Gallery:
+    """Open the newest state of a gallery that a model searches: the old model's is the one before an upgrade.
+
+    Raises:
+        FingerprintMismatchError: the model searches none of the states that are kept.
+    """
+    gallery = Gallery.open(path)
+    model = asking(embedder)
+    if all(fits(model, version) for version in gallery.manifest.present()):
+        return gallery
+    for manifest in reversed(gallery.generations()):
+        if manifest.rows and all(fits(model, version) for version in manifest.present()):
+            return Gallery(path, manifest)
+    require_views(model, gallery.manifest)
+    return gallery

@@ -1,0 +1,38 @@
+"""A page to search with old and new queries side by side; a library's parts, and no result of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    from xcompat.serve.app import Options
+
+
+def serve_target(
+    target: str, options: Options, model: str | None, old: str | None, source: Path | None, allow_changes: bool
+) -> None:
+    """Serve a page until it is interrupted.
+
+    Args:
+        target: as :func:`~xcompat.serve.target.load_site` takes it, and likewise all but ``options``.
+        options: where.
+        model: the new model.
+        old: the old model.
+        source: the pictures or texts of a gallery.
+        allow_changes: whether the page may change galleries.
+
+    Raises:
+        XcompatError: something is missing, does not fit, or cannot be served.
+    """
+    options.credentials()  # a page that may not be served is refused before models are loaded
+    try:
+        import gradio  # noqa: F401
+    except ModuleNotFoundError:
+        raise XcompatError("the page needs gradio; install it with `pip install xcompat[serve]`") from None
+    from xcompat.serve.app import serve
+    from xcompat.serve.target import load_site
+
+    serve(load_site(target, model, old, source, allow_changes), options)

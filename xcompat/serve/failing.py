@@ -1,0 +1,30 @@
+"""What stops an action of the page, said on the page in one line; a bug's traceback stays in the terminal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from xcompat.failures import explain, origin
+from xcompat.serve.rendering import alert
+
+P = ParamSpec("P")
+logger = logging.getLogger(__name__)
+
+
+def told(action: Callable[P, str]) -> Callable[P, str]:
+    """Return an action that gives what the page shows, and shows what stopped it."""
+
+    @wraps(action)
+    def telling(*arguments: P.args, **named: P.kwargs) -> str:
+        try:
+            return action(*arguments, **named)
+        except Exception as error:
+            if (line := explain(error)) is None:
+                logger.exception("%s", origin(error))
+                line = "something went wrong that is no fault of yours; the terminal says what"
+            return alert(line)
+
+    return telling

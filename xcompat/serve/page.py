@@ -1,0 +1,64 @@
+"""The page: its tabs, and what is alike in all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gradio as gr
+
+from xcompat.serve import differing_tab, numbers_tab, search_tab
+from xcompat.serve.rendering import render
+
+if TYPE_CHECKING:
+    from xcompat.serve.site import Site
+
+FONTS = ("ui-sans-serif", "system-ui", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
+MONO = ("ui-monospace", "DejaVu Sans Mono", "monospace")
+STRONG, STRONGER, BRIGHT = "#00609a", "#004f80", "#6cc4f5"
+COLOURS = {
+    "button_primary_background_fill": STRONG,
+    "button_primary_background_fill_hover": STRONGER,
+    "button_primary_background_fill_dark": STRONG,
+    "button_primary_background_fill_hover_dark": STRONGER,
+    "button_primary_text_color": "#ffffff",
+    "button_primary_text_color_dark": "#ffffff",
+    "checkbox_label_background_fill_selected": STRONG,
+    "checkbox_label_background_fill_selected_dark": STRONG,
+    "checkbox_label_text_color_selected": "#ffffff",
+    "checkbox_label_text_color_selected_dark": "#ffffff",
+    "checkbox_background_color_selected": STRONGER,
+    "checkbox_background_color_selected_dark": STRONGER,
+    "slider_color": STRONG,
+    "slider_color_dark": BRIGHT,
+    "input_placeholder_color": "#5b6675",
+    "input_placeholder_color_dark": "#a9b4c2",
+    "body_text_color_subdued": "#55606e",
+    "body_text_color_subdued_dark": "#a9b4c2",
+    "color_accent": STRONG,
+    "link_text_color": STRONG,
+    "link_text_color_dark": BRIGHT,
+}
+"""Colours of the theme that everybody can read: a contrast of at least 4.5 to 1 in light and in dark."""
+
+
+def theme() -> gr.themes.Base:
+    """Return the page's theme: the fonts of the reader's system, as none is fetched from elsewhere."""
+    return gr.themes.Default(
+        primary_hue=gr.themes.colors.sky, neutral_hue=gr.themes.colors.slate, font=list(FONTS), font_mono=list(MONO)
+    ).set(**COLOURS)
+
+
+def make_page(site: Site) -> gr.Blocks:
+    """Return the page with a tab for each thing that the site has."""
+    with gr.Blocks(title=f"{site.title} · xcompat", analytics_enabled=False, fill_width=True) as page:
+        gr.HTML(render("title.html.j2", site=site), elem_classes="page-title")
+        with gr.Tabs():
+            with gr.Tab("Search", id="search"):
+                search_tab.build(site, page)
+            if site.judged:
+                with gr.Tab("Where they differ", id="differing") as tab:
+                    differing_tab.build(site, tab)
+            if site.report is not None:
+                with gr.Tab("The numbers", id="numbers") as tab:
+                    numbers_tab.build(site, tab)
+    return page

@@ -1,0 +1,86 @@
+"""Templates of the page: whatever is filled in is text, and is never read as HTML."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from xcompat.data.schema import CAPTION, TEXT
+from xcompat.errors import visible
+from xcompat.markdown import templates
+from xcompat.progress import snippet
+from xcompat.report.pages import png_uri
+from xcompat.report.storage import encode_png
+from xcompat.report.wording import gain, interval, percent
+from xcompat.retrieval.showing import short
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from PIL.Image import Image
+
+FOLDER = Path(__file__).parent
+SHOWN = 240
+"""Most characters of a text."""
+
+
+@cache
+def _environment() -> Environment:
+    environment = templates(FOLDER, autoescape=True, finalize=_shown)
+    environment.filters |= {
+        "percent": percent,
+        "interval": interval,
+        "gain": gain,
+        "version": short,
+        "picture": picture_uri,
+        "link": link,
+        "snippet": lambda text: snippet(text, SHOWN),
+    }
+    return environment
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
+    return visible(value) if type(value) is str else value  # not what is marked as HTML
+
+
+def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template fills in
+    """Fill in a template of this package."""
+    return _environment().get_template(template).render(**values)
+
+
+def read(name: str) -> str:
+    """Return a file of this package as it is."""
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def alert(line: str) -> str:
+    """Return a line that says what is wrong."""
+    return render("alert.html.j2", line=line)
+
+
+def picture_uri(image: Image) -> str:
+    """Return a small picture as a ``data:`` URI."""
+    return png_uri(encode_png(image))
+
+
+def link(values: dict[str, Any]) -> str:
+    """Return the address of a page that is restored from some values; what is empty is left out.
+
+    Example:
+        >>> link({"kind": "text", "text": "a red shoe", "where": ["colour=red"], "item": ""})
+        '?kind=text&text=a+red+shoe&where=colour%3Dred'
+    """
+    return "?" + urlencode({name: value for name, value in values.items() if value not in ("", [], None)}, doseq=True)
+
+
+def words_of(metadata: dict[str, Any] | None) -> str:
+    """Return the text or the caption of an item; empty if it has none."""
+    about = metadata or {}
+    return next((str(about[key]) for key in (TEXT, CAPTION) if about.get(key)), "")
+
+
+def rest_of(item: str, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what is known of an item beside its text, its caption and what its id says."""
+    told = (TEXT, CAPTION)
+    return {key: value for key, value in (metadata or {}).items() if key not in told and not item.startswith(str(value))}

@@ -1,0 +1,11 @@
+// Hits and examples are links; clicked plainly they search at once, without loading the page again.
+element.addEventListener("click", (event) => {
+  const chosen = event.target.closest("[data-item], [data-text]");
+  if (!chosen || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  trigger("click", { item: chosen.dataset.item ?? null, text: chosen.dataset.text ?? null });
+});
+watch("value", () => {
+  const restore = element.querySelector("a.restore");
+  if (restore) history.replaceState(null, "", restore.getAttribute("href"));
+});

@@ -1,0 +1,187 @@
+"""What a page shows: galleries with their pictures, the old and the new model, and the report of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+
+from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
+from xcompat.errors import GenerationGoneError, XcompatError
+from xcompat.paths import is_file
+from xcompat.retrieval import Gallery, Hit
+from xcompat.retrieval.originals import Originals, Pictures, load_originals
+from xcompat.retrieval.side_by_side import find, searchable_state
+
+if TYPE_CHECKING:
+    from xcompat.models.embedder import Embedder
+    from xcompat.training.test_items import Questions
+
+OLD, NEW = "old query", "new query"
+
+
+@dataclass
+class Side:
+    """One model that asks.
+
+    Args:
+        label: :data:`OLD` or :data:`NEW`.
+        embedder: the model.
+    """
+
+    label: str
+    embedder: Embedder
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether it embeds texts."""
+        return bool(self.embedder.processor.max_length)
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether it embeds pictures."""
+        return any(self.embedder.processor.image_size)
+
+
+@dataclass
+class Shelf:
+    """A gallery, and what its items look like.
+
+    Args:
+        title: what the page calls it.
+        path: its folder.
+        source: the pictures or texts it was built from; None if that is not known.
+        show: gives the picture of an item by its id, where a run knows it; None to look for it in ``source`` and metadata.
+    """
+
+    title: str
+    path: Path
+    source: Path | None = None
+    show: Callable[[str], Image | None] | None = None
+    _states: dict[str, Gallery] = field(default_factory=dict, repr=False)
+    _generation: int = -1
+
+    def gallery(self, side: Side | None = None) -> Gallery:
+        """Return the newest state, or the newest that a side searches; opened again once another process has committed."""
+        newest = Gallery.open(self.path)
+        if newest.generation != self._generation:
+            self._states, self._generation = {}, newest.generation
+        label = "" if side is None else side.label
+        if label not in self._states:
+            self._states[label] = newest if side is None else searchable_state(self.path, side.embedder)
+        return self._states[label]
+
+    def search(self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
+        """Return what one side finds, even if a compaction deletes the state that is searched."""
+        try:
+            return find(self.gallery(side), side.embedder, query, top_k, where)
+        except GenerationGoneError:
+            self._states = {}
+            return find(self.gallery(side), side.embedder, query, top_k, where)
+
+    @cached_property
+    def originals(self) -> Originals:
+        """What the gallery was built from.
+
+        Raises:
+            XcompatError: that is not known, or cannot be read.
+        """
+        if self.source is None:
+            raise XcompatError("name what the gallery was built from with --images or --texts when you start the page")
+        return load_originals(self.source)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        originals = self.originals
+        return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
+
+    def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
+        """Return the picture of an item; None if it is not known or cannot be read."""
+        try:
+            found = self.show(item) if self.show is not None else self._file(item, metadata)
+            return found if found is None or isinstance(found, Image) else open_image(found)
+        except UnusableSampleError:
+            return None
+
+    def _file(self, item: str, metadata: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as data sets store images
+        """Return where the picture of an item is, or what a data set holds of it."""
+        source = self.source
+        named = [metadata[key] for key in IMAGE_COLUMNS if metadata and isinstance(metadata.get(key), str)]
+        if source is not None and source.is_dir():
+            inside = (source / name for name in (item, *named))
+            found = next((file for file in inside if is_file(str(file)) and _lies_in(file, source)), None)
+            if found is not None:
+                return found
+        elif source is not None and item in self._rows:
+            originals = self.originals
+            assert isinstance(originals, Pictures)
+            return originals.dataset[self._rows[item]][IMAGE]
+        return next((Path(name) for name in named if is_file(name)), None)
+
+    def as_query(self, item: str) -> str | Image:
+        """Return what an item is as a query: its picture, or its text.
+
+        Raises:
+            XcompatError: there is no such item, or neither is known.
+        """
+        gallery = self.gallery()
+        if gallery.find([item]) == [None]:
+            raise XcompatError(f"{self.title} has no item {item!r}; copy the id of a hit")
+        about = gallery.metadata([item])[0]
+        if (picture := self.picture(item, about)) is not None:
+            return picture
+        if text := (about or {}).get(TEXT):
+            return str(text)
+        raise XcompatError(f"neither picture nor text of {item!r} is known; name the folder of pictures with --images")
+
+
+def _lies_in(file: Path, folder: Path) -> bool:
+    """Return whether a file lies in a folder: ids may be chosen by strangers, and lead elsewhere."""
+    return file.resolve().is_relative_to(folder.resolve())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The queries of one direction of a run's test set, and how they did on the old gallery.
+
+    Args:
+        questions: what they are.
+        rows_Q: int64 ``(Q,)`` their rows in the test set.
+        old_Q: int ``(Q,)`` rank of the first match with the old query, -1 for queries left out.
+        new_Q: the same with the new query.
+    """
+
+    questions: Questions
+    rows_Q: NDArray[np.int64]
+    old_Q: NDArray[Any]
+    new_Q: NDArray[Any]
+
+
+@dataclass
+class Site:
+    """All that a page shows.
+
+    Args:
+        title: what it is about.
+        shelves: the galleries by title.
+        sides: the models that ask: the old one, if there is one, and the new one.
+        report: folder with the report of a run; None without one.
+        judged: the queries of a run's test set, by direction.
+        examples: texts to begin with.
+        allow_changes: whether the page may upgrade, backfill and roll back.
+    """
+
+    title: str
+    shelves: dict[str, Shelf]
+    sides: list[Side]
+    report: Path | None = None
+    judged: dict[str, Judged] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    allow_changes: bool = False
