@@ -73,7 +73,7 @@ def commands_of(block: str) -> list[list[str]]:
     commands: list[list[str]] = []
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        while words and re.fullmatch(r"[A-Za-z_]+=\S*", words[0]):
             words.pop(0)
         for word in words and ["&&", *words]:
             commands.append([]) if word == "&&" else commands[-1].append(word)

@@ -81,6 +81,16 @@ def test_a_gallery_of_another_model_altogether_is_all_foreign(photos: Path, mode
     assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
 
 
+def test_zero_vectors_are_counted_and_are_nobodys(photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:3] = 0
+    gallery = Gallery.create(tmp_path / "g", model, metric="ip")
+    gallery.add(vectors, names)
+    gallery.commit()
+    (finding,) = examine(gallery, load_originals(photos), model)
+    assert finding.note == "zero vectors: 3" and set(finding.foreign) == set(names[:3])
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -28,6 +28,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, ingestion, upgrading
 from xcompat.retrieval.upgrading import map_block
+from xcompat.spreading import here
 from xcompat.stores import migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
@@ -254,6 +255,26 @@ def test_an_engine_that_does_not_fit_is_one_line(
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(app, [*verb, place, "--model", model, "--engine", "ray"])
     assert "--engine has workers of its own: leave out accelerate launch" in str(result.exception)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 8])
+def test_an_upgrade_that_is_stopped_while_workers_are_ahead_continues(
+    gallery: Path, model: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(function: Any, model: Any, blocks: Any) -> Iterator[Any]:
+        for number, each in enumerate(list(here(function, model, blocks))):  # all are made before the first is written
+            if number == at:
+                raise KeyboardInterrupt
+            yield each
+
+    newer, one, stopping = load_checkpoint(model), copied(gallery, "alone"), copied(gallery, "stopped")
+    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 70 * NEW_DIM * 4)
+    one.upgrade(newer, BLOCK)
+    with pytest.raises(KeyboardInterrupt):
+        stopping.upgrade(newer, BLOCK, stopped)
+    assert contents(stopping) == contents(Gallery.open(gallery)), "nothing is seen before it is whole"
+    assert Gallery.open(stopping.path).upgrade(newer, BLOCK) == N - 20
+    assert contents(stopping) == contents(one) and Gallery.open(stopping.path).damage() == []
 
 
 # ------------------------------------------------------------------------------------------------ accelerate launch

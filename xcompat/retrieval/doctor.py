@@ -224,7 +224,7 @@ def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
         limit=limit,
         foreign=tuple(np.array(stored.ids, object)[every[foreign_n]]),
         length=float(np.median(lengths_n)),
-        note="; ".join(filter(None, (note, f"{zeros:,} are zero: of nothing" if zeros else ""))),
+        note="; ".join(filter(None, (note, f"zero vectors: {zeros:,}" if zeros else ""))),
     )
 
 
