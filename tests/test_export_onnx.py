@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,12 @@ def run_onnx(path: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_onnxruntime_embeds_what_the_model_embeds(
-    case: str, folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+    case: str,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    images: list[Image.Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method, architecture, space, options = CASES[case]
     model = build(method, (folder_of | image_folder_of)[architecture], options)
@@ -67,6 +73,17 @@ def test_onnxruntime_embeds_what_the_model_embeds(
     expected = model.view(own) if space == "old" else own
     np.testing.assert_allclose(run_onnx(tmp_path / "out" / "image.onnx", {"pixel_values": pixels}), expected, atol=1e-4)
     assert about["image"]["inputs"]["pixel_values"]["shape"] == ["batch", 3, *about["image"]["size"]]
+    photo = Image.effect_noise((300, 200), 80).convert("RGB")
+    photo.save(tmp_path / "out" / "photo.jpg", quality=100)
+    with Image.open(tmp_path / "out" / "photo.jpg") as stored:
+        own = model.embed_images(model.processor.images(stored.convert("RGB")))
+    monkeypatch.chdir(tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    if lines := re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        names: dict[str, Any] = {}
+        exec(lines[0], names)  # noqa: S102 - what the folder tells its user to run
+        np.testing.assert_allclose(names["embeds"], model.view(own) if space == "old" else own, atol=1e-4)
+    assert bool(lines) is (architecture != "timm_wrapper") and "resize" in readme
     assert (tmp_path / "out" / "text.onnx").exists() is ("text" in about) is (case not in IMAGES_ALONE)
     if "text" not in about:
         return

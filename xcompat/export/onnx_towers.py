@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xcompat.encoders.image_encoder import ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.transformers_encoder import TransformersProcessor
 from xcompat.errors import XcompatError
 from xcompat.export.modules import ImageTower, Space, TextTower, Tower, reading_back, sources_of
 from xcompat.files import write_json
+from xcompat.markdown import markdown_templates
 from xcompat.models.base import CompatModel
 from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
 from xcompat.ownership import owned_path, require_replaceable
@@ -36,8 +39,9 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     """Write the towers that there are, of images and of texts, as ONNX with batches of any size.
 
     ``image.onnx`` and ``text.onnx`` output finished embeddings in the space. Texts may have any length if the model does not read
-    its padding. The folder also holds the preprocessing in the format of the encoder's library, and ``xcompat_onnx.json`` with
-    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search. LoRA is merged.
+    its padding. The folder also holds the preprocessing in the format of the encoder's library, ``xcompat_onnx.json`` with
+    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search, and ``README.md`` with the lines of
+    Python that use them. LoRA is merged.
 
     Args:
         model: any model that embeds; a map is written with its frozen encoder.
@@ -76,6 +80,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
                 "mean": list(processor.mean),
                 "std": list(processor.std),
                 "interpolation": processor.interpolation,
+                "resized_by": "Pillow",
             }
         if model.embeds_texts:
             free = {0: "batch"} if processor.pad_to_max_length else {0: "batch", 1: "length"}
@@ -86,6 +91,14 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
             }
         processor.save_pretrained(temporary)
         write_json(temporary / DESCRIPTION, about)
+        (temporary / "README.md").write_text(_readme(about, processor), encoding="utf-8")
+
+
+def _readme(about: dict[str, Any], processor: Processor) -> str:
+    """Return how to use the files, as Markdown."""
+    of_transformers = isinstance(processor, TransformersProcessor) or type(processor) is ImageOnlyProcessor  # timm's is another
+    template = markdown_templates(Path(__file__).parent).get_template("onnx_readme.md.j2")
+    return template.render(about={"image": None, "text": None} | about, images_by_transformers=of_transformers)
 
 
 def _require_libraries() -> None:
