@@ -41,6 +41,11 @@ def map_of_galleries(vectors_Nd: NDArray[np.float32], dim: int) -> RidgeModel:
     return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=dim, direction="old_to_new")).fit([pairs]).eval()
 
 
+def priced(count: int, prices: dict[int, int] | None) -> dict[int, int]:
+    """Return the price of each item by its id: those that are given, or the last digits of the ids."""
+    return {row: row % 10 for row in range(count)} if prices is None else prices
+
+
 class Readable(ABC):
     """A store of items with a vector and a price.
 
@@ -72,8 +77,14 @@ class Readable(ABC):
         """Return the address of the items."""
 
     @abstractmethod
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
-        """Make the items: ids are the numbers of the rows, prices their last digits."""
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+        """Make the items.
+
+        Args:
+            vectors_ND: one of each.
+            metric: by which they are compared.
+            prices: of each item by its id; unless given, ids are the numbers of the rows and prices their last digits.
+        """
 
 
 class Place(Readable):
@@ -85,9 +96,18 @@ class Place(Readable):
 
     into = "embedding_new"
 
+    @property
     @abstractmethod
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Insert or change an item, as a service does that knows the searched space alone; its price is 1."""
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What its client raises where vectors have another dimension, or there is nothing of the name."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Delete everything."""
+
+    @abstractmethod
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
+        """Insert or change an item, as a service does that knows the searched space alone."""
 
     @abstractmethod
     def note(self, item: str, value: str | None) -> None:
@@ -96,6 +116,18 @@ class Place(Readable):
     @abstractmethod
     def delete(self, item: str) -> None:
         """Delete an item, as a service does."""
+
+    @abstractmethod
+    def dim(self) -> int:
+        """Return the dimension of the vectors that are searched now."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return what stands there: tables, collections, aliases, columns."""
+
+    @abstractmethod
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Return all fields but the vector of each item that is searched, without xcompat's own where these are meant to stay."""
 
     @abstractmethod
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
@@ -118,22 +150,34 @@ class PostgresPlace(Place):
     def __init__(self, server: str, connection: Any) -> None:
         super().__init__()
         self.server, self.connection = server, connection
-        connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """The other dimension."""
+        import psycopg
+
+        return (psycopg.errors.DataException,)
+
+    def clear(self) -> None:
+        """Drop the table."""
+        self.connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
 
     def uri(self, **options: str) -> str:
         """Return the address of the table."""
         return self.server + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items())
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the table; the address says the metric."""
         self.connection.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, price int, embedding vector({vectors_ND.shape[1]}))")
-        rows = [(row, row % 10, str(vector.tolist())) for row, vector in enumerate(vectors_ND)]
+        items = priced(len(vectors_ND), prices).items()
+        rows = [(item, price, str(vector.tolist())) for (item, price), vector in zip(items, vectors_ND, strict=True)]
         self.connection.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
 
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Insert a row, or change its vector."""
-        statement = "INSERT INTO items (id, price, embedding) VALUES (%s, 1, %s) ON CONFLICT (id) DO UPDATE SET embedding = %s"
-        self.connection.execute(statement, (item, str(vector_D.tolist()), str(vector_D.tolist())))
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
+        """Insert a row, or change its vector and its price."""
+        changed = "price = EXCLUDED.price, embedding = EXCLUDED.embedding"
+        statement = f"INSERT INTO items (id, price, embedding) VALUES (%s, %s, %s) ON CONFLICT (id) DO UPDATE SET {changed}"
+        self.connection.execute(statement, (item, price, str(vector_D.tolist())))
 
     def note(self, item: str, value: str | None) -> None:
         """Set a column of a row, which the table gets when it is first needed."""
@@ -143,6 +187,22 @@ class PostgresPlace(Place):
     def delete(self, item: str) -> None:
         """Delete a row."""
         self.connection.execute("DELETE FROM items WHERE id = %s", (item,))
+
+    def dim(self) -> int:
+        """Ask for the type of the column."""
+        asked = "SELECT atttypmod FROM pg_attribute WHERE attrelid = 'items'::regclass AND attname = 'embedding'"
+        return int(self.connection.execute(asked).fetchone()[0])
+
+    def names(self) -> list[str]:
+        """Return the columns and the triggers."""
+        columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'items' ORDER BY 1"
+        triggers = "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
+        return [name for asked in (columns, triggers) for (name,) in self.connection.execute(asked).fetchall()]
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Read the table."""
+        rows = self.connection.execute("SELECT to_jsonb(items) - 'embedding' FROM items").fetchall()
+        return {str(row["id"]): row for (row,) in rows}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
         """Read a column."""
@@ -155,10 +215,7 @@ class PostgresPlace(Place):
 
     def everything(self) -> Any:
         """Return columns, triggers and rows."""
-        columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'items' ORDER BY 1"
-        triggers = "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
-        rows = "SELECT id, price, embedding::text FROM items ORDER BY id"
-        return [self.connection.execute(asked).fetchall() for asked in (columns, triggers, rows)]
+        return self.names(), self.connection.execute("SELECT id, price, embedding::text FROM items ORDER BY id").fetchall()
 
 
 @contextmanager
@@ -168,7 +225,9 @@ def postgres_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pla
 
     server = request.getfixturevalue("postgres")
     with psycopg.connect(server, autocommit=True) as connection:
-        yield PostgresPlace(server, connection)
+        place = PostgresPlace(server, connection)
+        place.clear()
+        yield place
 
 
 class ChromaPlace(Place):
@@ -181,6 +240,18 @@ class ChromaPlace(Place):
         super().__init__()
         self.address, self.client = address, client
 
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """The other dimension, and no collection between the two renames of a switch."""
+        from chromadb.errors import ChromaError
+
+        return (ChromaError,)
+
+    def clear(self) -> None:
+        """Delete all collections."""
+        for name in self.names():
+            self.client.delete_collection(name)
+
     def uri(self, **options: str) -> str:
         """Return the address of the collection, which says its metric itself."""
         return f"{self.address}?collection=items"
@@ -189,16 +260,16 @@ class ChromaPlace(Place):
         """Return a collection; another one may have had its name before."""
         return self.client.get_collection(name, embedding_function=None)
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the collection."""
         options = {"metadata": {"shop": "ours"}, "configuration": {"hnsw": {"space": metric, "ef_construction": 200}}}
-        ids = [str(row) for row in range(len(vectors_ND))]
+        known = {str(item): {"price": price} for item, price in priced(len(vectors_ND), prices).items()}
         items = self.client.create_collection("items", embedding_function=None, **options)
-        items.add(ids, vectors_ND, [{"price": row % 10} for row in range(len(ids))], [f"item {item}" for item in ids])
+        items.add([*known], vectors_ND, [*known.values()], [f"item {item}" for item in known])
 
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
         """Insert a row, or change it."""
-        self.collection().upsert([item], vector_D[None], [{"price": 1}])
+        self.collection().upsert([item], vector_D[None], [{"price": price}], [f"item {item}"])
 
     def note(self, item: str, value: str | None) -> None:
         """Update the metadata of one row."""
@@ -207,6 +278,20 @@ class ChromaPlace(Place):
     def delete(self, item: str) -> None:
         """Delete a row."""
         self.collection().delete([item])
+
+    def dim(self) -> int:
+        """Look at a row."""
+        return int(self.collection().get(limit=1, include=["embeddings"])["embeddings"].shape[1])
+
+    def names(self) -> list[str]:
+        """Return the collections."""
+        return sorted(each.name for each in self.client.list_collections())
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Read the collection."""
+        found = self.collection().get(include=["metadatas", "documents"])
+        each = zip(found["ids"], found["metadatas"], found["documents"], strict=True)
+        return {item: {**metadata, "xcompat_state": "", "#document": document} for item, metadata, document in each}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
         """Read a collection."""
@@ -251,6 +336,15 @@ class LancePlace(Place):
         self.database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
 
     @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """The other dimension, and commits of others that come in between."""
+        return (RuntimeError, OSError, ValueError)
+
+    def clear(self) -> None:
+        """Drop all tables."""
+        self.database.drop_all_tables()
+
+    @property
     def table(self) -> Any:
         """The table, as services open it."""
         return self.database.open_table("items")
@@ -259,14 +353,15 @@ class LancePlace(Place):
         """Return the address of the table."""
         return f"lancedb://{self.folder}?{urlencode({'table': 'items', **options})}"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the table; the address says the metric."""
-        rows = np.arange(len(vectors_ND))
-        self.database.create_table("items", pa.table({"id": rows, "price": rows % 10, "embedding": fixed_size(vectors_ND)}))
+        known = priced(len(vectors_ND), prices)
+        rows = {"id": [*known], "price": [*known.values()], "embedding": fixed_size(vectors_ND)}
+        self.database.create_table("items", pa.table(rows))
 
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
         """Insert a row, or change its vector and its price."""
-        row = pa.table({"id": [int(item)], "price": [1], "embedding": fixed_size(vector_D[None])})
+        row = pa.table({"id": [int(item)], "price": [price], "embedding": fixed_size(vector_D[None])})
         self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(row)
 
     def note(self, item: str, value: str | None) -> None:
@@ -278,6 +373,18 @@ class LancePlace(Place):
     def delete(self, item: str) -> None:
         """Delete a row."""
         self.table.delete(f"id = {item}")
+
+    def dim(self) -> int:
+        """Ask for the type of the column."""
+        return int(self.table.schema.field("embedding").type.list_size)
+
+    def names(self) -> list[str]:
+        """Return the tables and the columns."""
+        return [*self.database.list_tables().tables, *self.table.schema.names]
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Read the table."""
+        return {str(row["id"]): row for row in self.table.to_arrow().drop_columns(["embedding"]).to_pylist()}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
         """Read a column."""
@@ -319,11 +426,12 @@ class GalleryPlace(Readable):
         """Return the address of the folder; a gallery says its metric itself."""
         return f"file://{self.folder}"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the gallery in two commits."""
         gallery = Gallery.create(self.folder, OLD, dim=vectors_ND.shape[1], metric=metric)
-        for rows in (range(231), range(231, len(vectors_ND))):
-            gallery.add(vectors_ND[rows], [str(row) for row in rows], [{"price": row % 10} for row in rows])
+        known = [*priced(len(vectors_ND), prices).items()]
+        for part in (slice(231), slice(231, None)):
+            gallery.add(vectors_ND[part], [str(item) for item, _ in known[part]], [{"price": price} for _, price in known[part]])
             gallery.commit()
 
 
@@ -334,20 +442,32 @@ def gallery_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Readable]:
 
 
 class MilvusPlace(Place):
-    """A file of Milvus Lite."""
+    """A file of Milvus Lite, or a server."""
 
     into = "items_new"
     cheap = "price < 3"
 
-    def __init__(self, file: Path, client: Any) -> None:
+    def __init__(self, address: str, client: Any) -> None:
         super().__init__()
-        self.file, self.client = file, client
+        self.address, self.client = address, client
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """The other dimension, and no collection between the two renames of a switch."""
+        from pymilvus.exceptions import MilvusException
+
+        return (MilvusException,)
+
+    def clear(self) -> None:
+        """Drop all collections."""
+        for name in self.names():
+            self.client.drop_collection(name)
 
     def uri(self, **options: str) -> str:
         """Return the address of the collection, which says its metric itself."""
-        return f"milvus://{self.file}?collection=items"
+        return f"{self.address}?collection=items"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the collection."""
         from pymilvus import DataType
 
@@ -356,11 +476,12 @@ class MilvusPlace(Place):
         schema.add_field("vector", DataType.FLOAT_VECTOR, dim=vectors_ND.shape[1])
         index.add_index("vector", "FLAT", metric_type=metric.upper())
         self.client.create_collection("items", schema=schema, index_params=index, consistency_level="Strong")
-        self.client.insert("items", [{"id": row, "vector": vector, "price": row % 10} for row, vector in enumerate(vectors_ND)])
+        items = zip(priced(len(vectors_ND), prices).items(), vectors_ND, strict=True)
+        self.client.insert("items", [{"id": item, "vector": vector, "price": price} for (item, price), vector in items])
 
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
         """Insert a row, or change it."""
-        self.client.upsert("items", [{"id": int(item), "vector": vector_D, "price": 1}])
+        self.client.upsert("items", [{"id": int(item), "vector": vector_D, "price": price}])
 
     def note(self, item: str, value: str | None) -> None:
         """Replace one row by one that says more."""
@@ -370,6 +491,20 @@ class MilvusPlace(Place):
     def delete(self, item: str) -> None:
         """Delete a row."""
         self.client.delete("items", ids=[int(item)])
+
+    def dim(self) -> int:
+        """Ask for the field of vectors."""
+        fields = self.client.describe_collection("items")["fields"]
+        return int(next(field["params"]["dim"] for field in fields if field["name"] == "vector"))
+
+    def names(self) -> list[str]:
+        """Return the collections."""
+        return sorted(self.client.list_collections())
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Read the collection."""
+        found = self.client.query("items", filter="id >= 0", output_fields=["id", "price"])
+        return {str(row["id"]): dict(row) for row in found}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
         """Read a collection."""
@@ -383,7 +518,7 @@ class MilvusPlace(Place):
 
     def everything(self) -> Any:
         """Return all collections but xcompat's own: how they are made, and their rows."""
-        names = sorted(set(self.client.list_collections()) - {"xcompat_records"})
+        names = [name for name in self.names() if name != "xcompat_records"]
         rows = [sorted(map(str, self.client.query(name, filter="id >= 0", output_fields=["*"]))) for name in names]
         made = [str(self.client.describe_collection(name)) for name in names]
         return names, made, rows
@@ -395,7 +530,7 @@ def milvus_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place
     pymilvus = pytest.importorskip("pymilvus")
 
     client = pymilvus.MilvusClient(str(folder / "milvus.db"))
-    yield MilvusPlace(folder / "milvus.db", client)
+    yield MilvusPlace(f"milvus://{folder / 'milvus.db'}", client)
     client.close()
 
 
@@ -407,6 +542,19 @@ class QdrantPlace(Place):
     def __init__(self, address: str, engine: Any = None) -> None:
         super().__init__()
         self.address, self.engine, self.shared = address, engine, engine is not None
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """The other dimension."""
+        from qdrant_client.http.exceptions import UnexpectedResponse
+
+        return (UnexpectedResponse,)
+
+    def clear(self) -> None:
+        """Delete all collections, and their aliases with them."""
+        with self.client() as client:
+            for found in client.get_collections().collections:
+                client.delete_collection(found.name)
 
     def uri(self, **options: str) -> str:
         """Return the address of the alias."""
@@ -424,24 +572,24 @@ class QdrantPlace(Place):
         yield client
         client.close()
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine") -> None:
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the collection and the alias."""
         from qdrant_client import models
 
         distance = {"cosine": models.Distance.COSINE, "ip": models.Distance.DOT, "l2": models.Distance.EUCLID}[metric]
         with self.client() as client:
             client.create_collection("items_v1", models.VectorParams(size=vectors_ND.shape[1], distance=distance))
-            payloads = [{"price": row % 10} for row in range(len(vectors_ND))]
-            client.upload_collection("items_v1", vectors_ND, payloads, range(len(vectors_ND)))
+            known = priced(len(vectors_ND), prices)
+            client.upload_collection("items_v1", vectors_ND, [{"price": price} for price in known.values()], [*known])
             alias = models.CreateAlias(collection_name="items_v1", alias_name="items")
             client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
 
-    def put(self, item: str, vector_D: NDArray[np.float32]) -> None:
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
         """Write a point."""
         from qdrant_client import models
 
         with self.client() as client:
-            client.upsert("items", [models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": 1})])
+            client.upsert("items", [models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": price})])
 
     def note(self, item: str, value: str | None) -> None:
         """Set a key of the payload of one point."""
@@ -453,10 +601,26 @@ class QdrantPlace(Place):
         with self.client() as client:
             client.delete("items", [int(item)])
 
+    def dim(self) -> int:
+        """Ask for the collection behind the alias."""
+        with self.client() as client:
+            return int(client.get_collection("items").config.params.vectors.size)
+
+    def names(self) -> list[str]:
+        """Return collections and aliases."""
+        with self.client() as client:
+            aliases = [f"{alias.alias_name} = {alias.collection_name}" for alias in client.get_aliases().aliases]
+            return sorted([*aliases, *(found.name for found in client.get_collections().collections)])
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Read the payloads."""
+        with self.client() as client:
+            return {str(point.id): point.payload for point in client.scroll("items", limit=100_000)[0]}
+
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
         """Read a collection, as directions: the local mode brings vectors to length 1 only when it searches."""
         with self.client() as client:
-            points, _ = client.scroll(space, limit=10_000, with_vectors=True)
+            points, _ = client.scroll(space, limit=100_000, with_vectors=True)
         found = {str(point.id): np.array(point.vector) for point in points}
         return {item: (vector / np.linalg.norm(vector)).astype(np.float32) for item, vector in found.items()}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from store_places import ChromaPlace, chroma_place, map_of_galleries, unit_vectors
+from store_servers import Connect, chroma_server
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
@@ -150,6 +148,19 @@ def test_texts_and_fields_are_read_and_asked_for(store: Store, vectors: np.ndarr
     assert {hit.id for hit in hits} == {"40", "41"}
 
 
+def test_a_row_that_others_delete_while_it_is_read_stops_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chroma looks for the ids first and for what they hold afterwards, and gives nothing where one is gone then."""
+    get, asked = chromadb.Collection.get, iter(range(10_000))
+
+    def gone(collection: Any, **given: Any) -> Any:
+        if next(asked) % 2 == 0:
+            raise chromadb.errors.InternalError("Error executing plan: Internal error: Error finding id")
+        return get(collection, **given)
+
+    monkeypatch.setattr(chromadb.Collection, "get", gone)
+    assert [item for rows in store.rows(7) for item in rows.ids] == [str(row) for row in range(N)]
+
+
 def test_what_does_not_fit_is_refused_in_one_line(store: Store, place: ChromaPlace, model: RidgeModel, tmp_path: Path) -> None:
     before = place.everything()
     folder = place.address
@@ -182,33 +193,21 @@ def test_what_does_not_fit_is_refused_in_one_line(store: Store, place: ChromaPla
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A server on loopback; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = tmp_path_factory.mktemp("server")
-    command = [Path(sys.executable).with_name("chroma"), "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)]
-    with (folder / "log").open("w") as log:
-        running = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "ANONYMIZED_TELEMETRY": "False"})
-        while running.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
-            pass
-        assert running.poll() is None, (folder / "log").read_text()
-        yield port
-        running.send_signal(signal.SIGTERM)
-        running.wait()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
+    """A server on loopback."""
+    with chroma_server(tmp_path_factory.mktemp("server")) as connect:
+        yield connect
 
 
 @pytest.fixture
-def served(server: int) -> Iterator[ChromaPlace]:
+def served(server: Connect) -> Iterator[ChromaPlace]:
     """A server without collections."""
-    settings = chromadb.config.Settings(anonymized_telemetry=False)
-    with chromadb.HttpClient("127.0.0.1", server, settings=settings) as client:
-        for each in client.list_collections():
-            client.delete_collection(each.name)
-        found = ChromaPlace(f"chroma://127.0.0.1:{server}/", client)
-        yield found
-        found.close()
+    found = server()
+    assert isinstance(found, ChromaPlace)
+    found.clear()
+    yield found
+    found.close()
+    found.client.close()
 
 
 def test_a_server_is_migrated_while_others_write(served: ChromaPlace, vectors: np.ndarray, model: RidgeModel) -> None:

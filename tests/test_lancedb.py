@@ -147,6 +147,32 @@ def test_nothing_is_lost_of_what_another_client_writes_at_the_same_time(
     np.testing.assert_allclose(found, mapping(-vectors / np.linalg.norm(vectors, axis=1, keepdims=True)), atol=1e-5)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_a_kill_leaves_of_the_records_stops_nobody(
+    place: LancePlace, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Their table is half made, not dropped yet, or half dropped, when nothing but an empty version can be left of it."""
+    store, records = place.open(), place.folder / "items_xcompat.lance"
+    (records / "data").mkdir(parents=True)
+    migration.start(store, mapping, batch=100)
+    migration.switch(store, mapping)
+
+    def killed(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.database, "drop_table", killed)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            migration.finish(store)
+    (manifest,) = records.rglob("*.manifest")
+    if begun:
+        manifest.unlink()
+    store = place.open()
+    with pytest.raises(XcompatError, match="holds no migration"):
+        migration.finish(store)
+    assert place.database.list_tables().tables == ["items"] and store.spaces().keys() == {"embedding"}
+
+
 def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mapping) -> None:
     uri = place.uri().replace("lancedb:", "lancedb+file-object-store:")
     store = xcompat.stores.open(uri)

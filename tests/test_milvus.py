@@ -43,7 +43,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusPlac
 
 def opened(place: MilvusPlace, collection: str = "items") -> Store:
     """Open a collection whose vectors the old model made."""
-    place.opened.append(xcompat.stores.open(f"milvus://{place.file}?collection={collection}&field=vector"))
+    place.opened.append(xcompat.stores.open(f"{place.address}?collection={collection}&field=vector"))
     place.opened[-1].name_model(collection, OLD)
     return place.opened[-1]
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
 ) -> None:
     place.fill(vectors)
     store = opened(place)
-    before, file = place.everything(), f"milvus://{place.file}"
+    before, file = place.everything(), place.address
     for uri, said in [
         (file, "names no collection"),
         (f"{file}?collection=itens", "there is no collection 'itens'; did you mean 'items'"),

@@ -215,6 +215,39 @@ def test_what_is_written_in_the_last_moment_is_caught_up(
     assert found == {str(row) for row in range(N) if row != 3} | {"100"}
 
 
+@pytest.mark.parametrize("call", ["delete_payload", "update_collection", "delete_collection"])
+def test_a_finish_that_is_killed_leaves_nothing_of_ours_when_it_is_called_again(
+    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
+    server.client.upload_collection("items_v1", vectors, [{"row": row} for row in range(N)], range(N))
+    alias(server.client)
+    store = opened(address(server))
+    migration.start(store, mapping, "items_v2")
+    migration.switch(store, mapping)
+    drop = store.drop_space
+
+    def killed(name: str) -> None:
+        original = getattr(store.client, call)  # type: ignore[attr-defined]
+
+        def last(*given: Any, **named: Any) -> None:
+            original(*given, **named)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.client, call, last)  # type: ignore[attr-defined]
+            drop(name)
+
+    monkeypatch.setattr(store, "drop_space", killed)
+    with pytest.raises(KeyboardInterrupt):
+        migration.finish(store)
+    migration.finish(opened(address(server)))
+    assert [found.name for found in server.client.get_collections().collections] == ["items_v2"]
+    assert {point.id: point.payload for point in server.client.scroll("items_v2", limit=N)[0]} == {
+        row: {"row": row} for row in range(N)
+    }
+
+
 # ----------------------------------------------------------------------------------------------------- searching
 
 

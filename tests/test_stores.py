@@ -228,6 +228,43 @@ def test_rows_that_others_change_meanwhile_are_caught_up(
     assert len(place.vectors(space)) > N - 50
 
 
+def test_what_services_wrote_before_a_rollback_does_not_hide_what_they_write_after_it(
+    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    """Neither rows that they changed or inserted in the new space, nor rows that they delete afterwards."""
+    space, mapping, new = store.space, Mapping(model), np.full(NEW_DIM, NEW_DIM**-0.5, np.float32)
+    migration.start(store, mapping, place.into)
+    migration.switch(store, mapping)
+    for item in ("3", "5000", "5001"):
+        place.put(item, new)
+    migration.rollback(place.open())
+    place.put("3", vectors[10])
+    place.put("5000", vectors[11])
+    place.delete("5001")
+    migration.switch(place.open(), mapping)
+    assert_mapped(place, space + "_before", space, model)
+    assert {"3", "5000"} < place.vectors(space).keys()
+
+
+@pytest.mark.parametrize("place", ["lancedb", "qdrant", "qdrant-server"], indirect=True)
+def test_what_services_change_after_a_switch_is_newer_than_what_they_changed_in_its_last_moment(
+    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, original = np.eye(NEW_DIM, dtype=np.float32)[0], store.switch
+
+    def switch(space: str) -> None:
+        place.put("3", vectors[10])
+        place.put("4", vectors[11])
+        original(space)
+        place.put("3", new)
+
+    migration.start(store, Mapping(model), place.into)
+    monkeypatch.setattr(store, "switch", switch)
+    migration.switch(store, Mapping(model))
+    found = place.vectors(store.space)
+    np.testing.assert_allclose([found["3"], found["4"]], [new, Mapping(model)(vectors[11:12])[0]], atol=1e-5)
+
+
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeModel, at: int) -> None:
     steps, space = iter(range(10_000)), store.space
@@ -243,6 +280,33 @@ def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeM
     done = migration.start(store, Mapping(model), batch=32)
     assert done.written == N and migration.status(store)[1] == 0
     assert_mapped(place, space, place.into, model)
+
+
+def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_again(
+    place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every record that it writes is, in turn, the last one; rows that change afterwards are caught up all the same."""
+    mapping = Mapping(model)
+    for at in range(99):
+        place.close()
+        place.clear()
+        place.fill(vectors[:40])
+        store, left = place.open(), iter(range(at))
+        store.name_model(store.space, OLD)
+        writes = "_set_row" if hasattr(store, "_set_row") else "set_record"
+        monkeypatch.setattr(store, writes, _stopping(getattr(store, writes), left))
+        try:
+            migration.start(store, mapping)
+        except KeyboardInterrupt:
+            store = place.open()
+            migration.start(store, mapping)
+            place.put("7", vectors[50])
+            assert migration.status(place.open())[1] == 1
+            migration.switch(place.open(), mapping)
+            assert_mapped(place, store.space + "_before", store.space, model)
+        else:
+            break
+    assert at > 2
 
 
 @pytest.mark.parametrize("verb", ["switch", "rollback", "finish"])
@@ -294,7 +358,10 @@ def test_verify_finds_a_vector_that_is_not_the_maps(store: Store, place: Place, 
     place.spoil(place.into, "5", np.full(NEW_DIM, NEW_DIM**-0.5, np.float32))
     assert migration.verify(store, Mapping(model), queries=N).wrong == 1
     place.put("7", vectors[0])
-    assert migration.verify(store, Mapping(model), queries=N).missing == 1
+    checked = migration.verify(store, Mapping(model), queries=N)
+    assert (checked.missing, checked.wrong, checked.compared) == (1, 1, N - 1), (
+        "what changed since lacks a vector, and has no wrong one"
+    )
 
 
 def test_a_second_migration_at_once_is_refused(store: Store, place: Place, model: RidgeModel) -> None:

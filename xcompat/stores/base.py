@@ -137,6 +137,9 @@ class Store(ABC):
     ) -> Iterator[Rows]:
         """Read the rows of a space that have a vector, always in the same order.
 
+        A vector that services wrote into the other space themselves is newer than the row if that is the space that is
+        searched. If not, they wrote it before a rollback, and the row counts as one that has none.
+
         Args:
             batch: rows read at a time.
             after: the id to begin behind; a store that cannot seek reads all, of which ``without`` leaves out what is done.
@@ -147,7 +150,9 @@ class Store(ABC):
 
     @abstractmethod
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
-        """Read about so many rows, spread over the store, and their vectors (N, D) in another space, of rows that have both.
+        """Read about so many rows, spread over the store, and their vectors (N, D) in another space.
+
+        Rows that have none there, or one of what they were before they changed, are left out.
 
         Args:
             count: of the rows.
@@ -290,9 +295,9 @@ class Store(ABC):
         """
 
     def tidy(self, space: str, like: str) -> int:
-        """Delete what :meth:`write` wrote into a space for rows that another has no more; return how many.
+        """Delete from a space what another has no more; return how many.
 
-        Nothing to do where spaces are parts of one row.
+        What services wrote themselves into the space that is searched stays. Nothing to do where spaces are parts of one row.
         """
         return 0
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import chromadb
-import httpx
 import numpy as np
 import xxhash
-from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT, Settings
-from chromadb.errors import ChromaError, NotFoundError
+from chromadb.errors import NotFoundError
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
@@ -21,7 +18,8 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
-from xcompat.stores.base import BEFORE, UNKNOWN, LostConnectionError, Rows, Space, Store
+from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
+from xcompat.stores.chroma_client import RETRYING, connect, explained
 from xcompat.stores.lease import Lease
 from xcompat.stores.uri import StoreUri
 
@@ -35,6 +33,8 @@ DOCUMENT = "#document"
 """What Chroma itself calls the text of a row, where names of metadata are asked for."""
 ROWS: list[Any] = ["embeddings", "metadatas", "documents", "uris"]
 EXAMPLE = '{"price": {"$lt": 50}}'
+MAKING = "_xcompat"
+"""Ends the name of a new collection until it is written down whose it is."""
 PIECES = 32
 """Places of a collection that a sample is read from."""
 
@@ -44,7 +44,7 @@ class ChromaStore(Store):
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
-        self.client = _connect(uri)
+        self.client = connect(uri)
         self.space = uri.require("collection")
         self._lease = Lease(self)
         own = self._found(self.space) or (self._found(self.space + BEFORE) if self.record("migration") else None)
@@ -77,12 +77,13 @@ class ChromaStore(Store):
     @override
     def spaces(self) -> dict[str, Space]:
         known = {name: self._found(name) for name in sorted({self.space, *self.added_spaces()})}
-        self._searched = {name: (one, self._space(name, one)) for name, one in known.items() if one is not None}
+        found = {name: (one, self._space(name, one)) for name, one in known.items() if one is not None}
+        into = (self.record("migration") or {}).get("into")  # somebody else's, if no model of it was written down
+        self._searched = {name: one for name, one in found.items() if name != into or one[1].fingerprint is not None}
         return {name: space for name, (_, space) in self._searched.items()}
 
     def _space(self, name: str, collection: chromadb.Collection) -> Space:
-        with explained(self.uri):
-            first_1D = collection.get(limit=1, include=["embeddings"])["embeddings"]
+        first_1D = self._read(collection, limit=1, include=["embeddings"])["embeddings"]
         dim = len(first_1D[0]) if first_1D is not None and len(first_1D) else None
         model = self._model(collection)
         return Space(name, dim, "float32", Fingerprint(model["digest"], model["name"]) if model else None)
@@ -127,20 +128,20 @@ class ChromaStore(Store):
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
-        own, total = self._collection(self.space), self.count()
-        pieces = min(PIECES, -(-total // max(count, 1)))
+        own, new, total = self._collection(self.space), self._collection(other), self.count()
+        pieces = max(1, min(PIECES, -(-total // max(count, 1))))
         read = [self._page(own, -(-count // pieces), total * piece // pieces, content) for piece in range(pieces)]
-        ids = [item for rows in read for item in rows.ids][:count]
-        with explained(self.uri):
-            found = self._collection(other).get(ids=ids or [""], include=["embeddings"])
+        stale = {item for rows in read for item in self._lacking(new, own, rows, newer=False).ids}
+        ids = [item for rows in read for item in rows.ids if item not in stale][:count]
+        found = self._read(new, ids=ids or [""], include=["embeddings"])
         others = dict(zip(found["ids"], np.asarray(found["embeddings"], np.float32), strict=True))
-        vectors = dict(zip(ids, np.concatenate([rows.vectors_ND for rows in read]), strict=False))
-        if not (both := [item for item in ids if item in others]):
+        if not others:
             return Rows([], np.empty((0, 0), np.float32), []), np.empty((0, 0), np.float32)
-        held = dict(zip(ids, [value for rows in read for value in rows.contents or []], strict=False))
-        contents = None if content is None else [held[item] for item in both]
-        own_ND, others_ND = (np.stack([each[item] for item in both]) for each in (vectors, others))
-        return Rows(both, own_ND, [""] * len(both), contents), others_ND
+        picked = [rows.pick([at for at, item in enumerate(rows.ids) if item in others]) for rows in read]
+        both = [item for rows in picked for item in rows.ids]
+        contents = None if content is None else [value for rows in picked for value in rows.contents or []]
+        own_ND = np.concatenate([rows.vectors_ND for rows in picked if rows.ids])
+        return Rows(both, own_ND, [""] * len(both), contents), np.stack([others[item] for item in both])
 
     @override
     def rows(
@@ -160,13 +161,12 @@ class ChromaStore(Store):
         offset = 0
         while (page := self._page(own, batch, offset, content)).ids:
             offset += len(page.ids)
-            rows = page if other is None else self._lacking(other, own, page)
+            rows = page if other is None else self._lacking(other, own, page, newer=without == self.space)
             if rows.ids:
                 yield rows
 
     def _page(self, collection: chromadb.Collection, limit: int, offset: int, content: str | None) -> Rows:
-        with explained(self.uri):
-            page = collection.get(limit=limit, offset=offset, include=ROWS)
+        page = self._read(collection, limit=limit, offset=offset, include=ROWS)
         vectors_ND = np.asarray(page["embeddings"], np.float32)
         plain = [{key: value for key, value in (each or {}).items() if key != STATE} for each in page["metadatas"] or []]
         copies = list(zip(plain, page["documents"] or [], page["uris"] or [], strict=True))
@@ -176,14 +176,15 @@ class ChromaStore(Store):
             contents = [document if content == DOCUMENT else metadata.get(content) for metadata, document, _ in copies]
         return Rows(page["ids"], vectors_ND, states, contents, copies)
 
-    def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows) -> Rows:
-        """Return those rows that another collection has not, or not as they are now."""
+    def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows, newer: bool) -> Rows:
+        """Return those rows that another collection has not, or not as they are now; what services wrote there may be newer."""
         held = self._held(other, rows.ids)
         copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states are those of other rows
+        known = {None} if newer else set()
         lacks = [
             number
             for number, (item, state) in enumerate(zip(rows.ids, rows.states, strict=True))
-            if item not in held or (copied and held[item] not in (None, state))
+            if item not in held or (copied and held[item] not in known | {state})
         ]
         return rows.pick(lacks)
 
@@ -191,10 +192,14 @@ class ChromaStore(Store):
         """Return those ids that a collection has, with the state of each; None if it was not copied."""
         held: dict[str, Any] = {}
         for start in range(0, len(ids), self._most):
-            with explained(self.uri):
-                found = collection.get(ids=ids[start : start + self._most], include=["metadatas"])
+            found = self._read(collection, ids=ids[start : start + self._most], include=["metadatas"])
             held |= {item: (one or {}).get(STATE) for item, one in zip(found["ids"], found["metadatas"] or [], strict=True)}
         return held
+
+    def _read(self, collection: chromadb.Collection, **asked: Any) -> Any:  # noqa: ANN401 - vectors come as arrays, with all rows
+        """Read rows, again where others delete some of them meanwhile: Chroma gives an error then."""
+        with explained(self.uri):
+            return RETRYING(collection.get, **asked)
 
     @property
     def _most(self) -> int:
@@ -219,9 +224,15 @@ class ChromaStore(Store):
                 raise XcompatError(f"{self.uri} has a collection {taken!r} already; choose another name, or delete it first")
         own = self._collection(self.space)
         index: Any = {kind: own.configuration_json[kind] for kind in ("hnsw", "spann") if own.configuration_json.get(kind)}
+        making = name + MAKING
         with explained(self.uri):
-            made = self.client.create_collection(name, metadata=own.metadata, configuration=index, embedding_function=None)
+            made = self.client.create_collection(making, metadata=own.metadata, configuration=index, embedding_function=None)
         self._set_row(str(made.id), {"digest": model.digest, "name": model.name, "source": str(own.id)})
+        try:
+            self._rename(making, name)
+        except XcompatError:  # no name that Chroma takes
+            self.drop_space(making)
+            raise
 
     @override
     def write(self, space: str, rows: Rows) -> int:
@@ -231,7 +242,8 @@ class ChromaStore(Store):
             metadatas, documents, uris = zip(*(rows.copies or [])[piece], strict=True)
             states = [{**one, STATE: state} for one, state in zip(metadatas, rows.states[piece], strict=True)]
             with explained(self.uri):
-                if stale := collection.get(ids=rows.ids[piece], include=[])["ids"]:  # to change a row would keep what it had
+                stale = self._read(collection, ids=rows.ids[piece], include=[])["ids"]
+                if stale:  # to change a row would keep what it had
                     collection.delete(ids=stale)
                 collection.add(rows.ids[piece], rows.vectors_ND[piece], states, list(documents), uris=list(uris))  # type: ignore[arg-type]
         return len(rows.ids)
@@ -241,10 +253,11 @@ class ChromaStore(Store):
         new, old = self._collection(space), self._collection(like)
         offset, stale = 0, list[str]()
         with explained(self.uri):
-            while (page := new.get(limit=self._most, offset=offset, include=["metadatas"]))["ids"]:
+            while (page := self._read(new, limit=self._most, offset=offset, include=["metadatas"]))["ids"]:
                 offset += len(page["ids"])
-                ours = [item for item, one in zip(page["ids"], page["metadatas"] or [], strict=True) if one and STATE in one]
-                stale += set(ours).difference(old.get(ids=ours, include=[])["ids"]) if ours else []
+                each = zip(page["ids"], page["metadatas"] or [], strict=True)
+                ours = [item for item, one in each if space != self.space or (one and STATE in one)]
+                stale += set(ours).difference(self._read(old, ids=ours, include=[])["ids"]) if ours else []
             for start in range(0, len(stale), self._most):
                 new.delete(ids=stale[start : start + self._most])
         return len(stale)
@@ -288,8 +301,13 @@ class ChromaStore(Store):
         return nullcontext()
 
     @override
-    def claimed(self) -> AbstractContextManager[None]:
-        return self._lease.held()
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        with self._lease.held():
+            begun = self.record("migration")
+            if begun is not None and self._found(left := begun["into"] + MAKING) is not None:  # by a process that was killed
+                self.client.delete_collection(left)
+            yield
 
     @override
     def renew_claim(self) -> None:
@@ -323,35 +341,6 @@ class ChromaStore(Store):
     @override
     def close(self) -> None:
         self.client.close()
-
-
-def _connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks close()
-    """Open a folder or a server, without telemetry; what a server wants to know of us, chromadb reads from the environment."""
-    if uri.parts.username or uri.parts.password:
-        raise XcompatError(f"{uri}: user and password go into CHROMA_CLIENT_AUTH_CREDENTIALS, as chromadb says; leave them out")
-    settings = Settings(anonymized_telemetry=False)
-    tenant, database = uri.options.get("tenant", DEFAULT_TENANT), uri.options.get("database", DEFAULT_DATABASE)
-    with explained(uri):
-        if uri.parts.hostname is not None:
-            ssl = uri.options.get("ssl", "false") == "true"
-            return chromadb.HttpClient(uri.parts.hostname, uri.parts.port or 8000, ssl, None, settings, tenant, database)
-        folder = Path(uri.parts.path).resolve()
-        if not (folder / "chroma.sqlite3").is_file():
-            raise XcompatError(f"{uri}: {folder} holds no Chroma; name the folder of a PersistentClient by its full path")
-        return chromadb.PersistentClient(folder, settings, tenant, database)
-
-
-@contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
-    """Turn the errors of Chroma into one line."""
-    try:
-        yield
-    except XcompatError:
-        raise
-    except httpx.TransportError as error:
-        raise LostConnectionError(f"{uri} does not answer ({error}); run it again once it does, and it continues") from error
-    except (ChromaError, ValueError, httpx.HTTPError) as error:
-        raise XcompatError(f"{uri}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _conditions(filter: dict[str, Any] | str | None) -> dict[str, Any]:  # noqa: A002

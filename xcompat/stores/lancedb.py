@@ -30,7 +30,9 @@ OPTIONS = ("table", "column", "id", "metric")
 DISTANCES: dict[Metric, str] = {"cosine": "cosine", "ip": "dot", "l2": "l2"}
 TYPES = {"float32": pa.float32(), "float16": pa.float16()}
 STATE = "xcompat_state"
-"""The column beside a new space that says which old vector each new one was made of."""
+"""The column beside a new space: a hash of the old vector that each new one was made of, and one of the new one."""
+HASH = 16
+"""Letters of a hash."""
 MODEL = b"xcompat:model"
 """Key of a column's metadata that says which model made it: it goes with the column when that is renamed."""
 RECORDS = "_xcompat"
@@ -143,11 +145,14 @@ class LanceStore(Store):
             asked.checkout(asked.version)  # or rows that move are not where they were counted
             known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
             chosen = known[np.linspace(0, len(known) - 1, min(count, len(known))).astype(int)].tolist()
-            columns = {"key": self.key, "vector": self.space, "other": other} | (
+            columns = {"key": self.key, "vector": self.space, "other": other, "was": STATE} | (
                 {"content": content} if content is not None else {}
             )
             read = {name: _quoted(column) for name, column in columns.items()}
             found = asked.take_row_ids(chosen).select(read).to_arrow()
+        made_of = [(was or "")[:HASH] for was in found["was"].to_pylist()]
+        same = [state == was for state, was in zip(_states(_array(found["vector"])), made_of, strict=True)]
+        found = found.filter(pa.array(same, pa.bool_()))
         contents = found["content"].to_pylist() if content is not None else None
         rows = Rows(_ids(found["key"]), _array(found["vector"]), [""] * len(found), contents)
         return rows, _array(found["other"])
@@ -176,16 +181,15 @@ class LanceStore(Store):
         asked = {name: _quoted(column) for name, column in read.items()}
         if without is not None:
             asked["there"] = f"{_quoted(without)} IS NOT NULL"
-            asked["was"] = _quoted(STATE) if without == self._followed() else "CAST(NULL AS STRING)"
+            if without == self._followed():
+                asked |= {"was": _quoted(STATE)} | ({"now": _quoted(without)} if without == self.space else {})
         with explained(self.uri):
             query = self.table.search().where(f"{_quoted(space)} IS NOT NULL").select(asked)
             for found in query.to_batches(batch):
                 states = _states(_array(pa.chunked_array([found["vector"]])))
                 table = pa.Table.from_batches([found]).append_column("state", pa.array(states, pa.string()))
                 if without is not None:
-                    compared = zip(states, *(table[name].to_pylist() for name in ("there", "was")), strict=True)
-                    lacks = [not there or was not in (None, state) for state, there, was in compared]
-                    table = table.filter(pa.array(lacks, pa.bool_()))
+                    table = table.filter(pa.array(_lacks(table), pa.bool_()))
                 yield table.select([*read, "state"])
 
     def _followed(self) -> str | None:
@@ -223,7 +227,8 @@ class LanceStore(Store):
         flat = np.ascontiguousarray(rows.vectors_ND, kind.value_type.to_pandas_dtype()).reshape(-1)
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind)
         ids = pa.array(rows.ids, pa.string()).cast(self.key_type)
-        written = pa.table({self.key: ids, space: vectors, STATE: pa.array(rows.states, pa.string())})
+        states = [old + new for old, new in zip(rows.states, _states(_array(pa.chunked_array([vectors]))), strict=True)]
+        written = pa.table({self.key: ids, space: vectors, STATE: pa.array(states, pa.string())})
         return int(self._do(self.table.merge_insert(self.key).when_matched_update_all().execute, written).num_updated_rows)
 
     @override
@@ -266,15 +271,24 @@ class LanceStore(Store):
     @contextmanager
     def claimed(self) -> Iterator[None]:
         if self.folder is None:
+            self._clear()
             with self.lease.held():
                 yield
             return
         with explained(self.uri):
             lock = lock_writer(self.folder / f"{self.name}.lance")
         try:
+            self._clear()
             yield
         finally:
             lock.release()
+
+    def _clear(self) -> None:
+        """Delete what is left of the records where a process was killed while it made or dropped their table."""
+        records = self._open(self.name + RECORDS)
+        with explained(self.uri):
+            if records is None or not records.count_rows():
+                self.database.drop_table(self.name + RECORDS, ignore_missing=True)  # type: ignore[call-arg] - the cloud alone lacks it
 
     @override
     def renew_claim(self) -> None:
@@ -302,7 +316,8 @@ class LanceStore(Store):
                 records.merge_insert("key").when_matched_update_all().when_not_matched_insert_all().execute(said)
             elif records is not None:
                 records.delete(f"key = '{key}'")
-                if not records.count_rows():
+                if not records.count_rows():  # older versions go first: half dropped, the table would be one of them again
+                    records.optimize(cleanup_older_than=timedelta(milliseconds=1), delete_unverified=True)
                     self.database.drop_table(self.name + RECORDS)
 
     @override
@@ -340,6 +355,24 @@ def _array(column: pa.ChunkedArray) -> NDArray[np.float32]:
 
 def _states(vectors_ND: NDArray[np.float32]) -> list[str]:
     return [xxhash.xxh3_64_hexdigest(vector_D) for vector_D in vectors_ND]
+
+
+def _lacks(table: pa.Table) -> list[bool]:
+    """Say of each row whether the other space lacks its vector.
+
+    Args:
+        table: ``state`` of its vector, whether one is ``there``, what it ``was`` made of if that is known, and what it is ``now``
+            if it is searched: one that services wrote is newer then, else older.
+    """
+    there, states = table["there"].to_pylist(), table["state"].to_pylist()
+    if "was" not in table.column_names:
+        return [not one for one in there]
+    was = [one or "" for one in table["was"].to_pylist()]
+    lacks = [not one or known[:HASH] != state for one, known, state in zip(there, was, states, strict=True)]
+    if "now" in table.column_names:
+        for row in np.flatnonzero(np.logical_and(lacks, there)):
+            lacks[row] = _states(np.array([table["now"][row].as_py()], np.float32))[0] == was[row][HASH:]
+    return lacks
 
 
 def _rows(table: pa.Table) -> Rows:

@@ -22,7 +22,7 @@ from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
 from xcompat.stores.milvus_client import connect, explained
-from xcompat.stores.milvus_schema import STATE, indexes_like, mark_of, records, require_copyable, schema_like
+from xcompat.stores.milvus_schema import MARK, STATE, indexes_like, mark_of, records, require_copyable, schema_like
 from xcompat.stores.uri import StoreUri
 
 OPTIONS = ("collection", "field", "ssl")
@@ -98,7 +98,9 @@ class MilvusStore(Store):
     @override
     def spaces(self) -> dict[str, Space]:
         names = sorted(name for name in {self.space, *self.added_spaces()} if self._is_there(name))
-        self._searched = {name: self._space(name) for name in names}
+        known = {name: self._space(name) for name in names}
+        into = (self.record("migration") or {}).get("into")  # somebody else's, if no model of it was written down
+        self._searched = {name: one for name, one in known.items() if name != into or one.fingerprint is not None}
         return dict(self._searched)
 
     def _space(self, name: str) -> Space:
@@ -151,12 +153,12 @@ class MilvusStore(Store):
         step = max(1, self.count() // max(count, 1))
         pages = self._pages(self.space, self._most, [self.key])
         ids = [row[self.key] for row in islice(chain.from_iterable(pages), 0, step * count, step)]
-        fields, more = [self.key, self.field], [content] if content is not None else []
-        own, others = self._get(self.space, ids, fields + more), self._get(other, ids, fields)
-        both = [item for item in ids if item in own and item in others]
-        read_ND = [np.array([rows[item][self.field] for item in both], np.float32) for rows in (own, others)]
-        contents = [own[item].get(content) for item in both] if more else None
-        return Rows([str(item) for item in both], read_ND[0], [""] * len(both), contents), read_ND[1]
+        rows = self._rows(list(self._get(self.space, ids, ["*"]).values()), content)
+        stale = set(self._lacking(other, self.space, rows).ids)
+        found = self._get(other, ids, [self.key, self.field])
+        others = {str(item): row[self.field] for item, row in found.items() if str(item) not in stale}
+        rows = rows.pick([at for at, item in enumerate(rows.ids) if item in others])
+        return rows, np.array([others[item] for item in rows.ids], np.float32)
 
     @override
     def rows(
@@ -207,10 +209,11 @@ class MilvusStore(Store):
         copied = (self._model(other) or {}).get("source") == self._identity(own)  # else its states are those of other rows
         held = self._get(other, [copy[self.key] for copy in rows.copies or []], [self.key, *[STATE] * copied])
         kept = {str(item): row.get(STATE) for item, row in held.items()}
+        newer = {None} if other == self.space or not copied else set()
         lacks = [
             number
             for number, (item, state) in enumerate(zip(rows.ids, rows.states, strict=True))
-            if item not in kept or kept[item] not in (None, state)
+            if item not in kept or kept[item] not in newer | {state}
         ]
         return rows.pick(lacks)
 
@@ -237,6 +240,8 @@ class MilvusStore(Store):
             require_copyable(str(self.uri), made, self.client.list_partitions(self.space))
             indexes = [self.client.describe_index(self.space, index) for index in self.client.list_indexes(self.space)]
             like = schema_like(made, self.field, dim)
+        known = {"digest": model.digest, "name": model.name, "source": self._identity(self.space)}
+        self.set_record(f"model/{like['properties'][MARK]}", known)  # first: what is there without it is not ours
         try:
             with explained(self.uri):
                 self.client.create_collection(name, index_params=indexes_like(indexes), **like)
@@ -245,8 +250,6 @@ class MilvusStore(Store):
         except XcompatError:
             self.client.drop_collection(name)  # it may be there without its indexes
             raise
-        known = {"digest": model.digest, "name": model.name, "source": self._identity(self.space)}
-        self.set_record(f"model/{self._identity(name)}", known)
 
     @override
     def name_model(self, space: str, model: Fingerprint) -> None:
@@ -282,7 +285,7 @@ class MilvusStore(Store):
     @override
     def tidy(self, space: str, like: str) -> int:
         stale: list[Any] = []
-        for page in self._pages(space, self._most, [self.key], where=f"{STATE} is not null"):
+        for page in self._pages(space, self._most, [self.key], where=f"{STATE} is not null" if space == self.space else ""):
             ids = [row[self.key] for row in page]
             stale += set(ids).difference(self._get(like, ids, [self.key]))
         self._delete(space, stale)

@@ -181,13 +181,14 @@ class QdrantStore(Store):
     def _lacking(self, space: str, other: str) -> Callable[[list[Point]], list[Point]]:
         """Return what keeps those points of another space that a space lacks, or has as they were before they changed."""
         is_copy = self._is_copy(space, self._real(other))
+        newer = {None} if space == self.space else set()
 
         def lacking(points: list[Point]) -> list[Point]:
             there = self._states(space, [point.rest.id for point in points])
             return [
                 point
                 for point in points
-                if point.rest.id not in there or (is_copy and there[point.rest.id] not in (None, point.state))
+                if point.rest.id not in there or (is_copy and there[point.rest.id] not in newer | {point.state})
             ]
 
         return lacking
@@ -286,16 +287,16 @@ class QdrantStore(Store):
 
     @override
     def tidy(self, space: str, like: str) -> int:
-        """Delete copies of points that another space has no more, and copy points without the searched vector as they are."""
+        """Delete points that another space has no more, and copy those without the searched vector as they are."""
         for points in self._points(like, PAGE, without=space, has_vector=False):
             self._upload(space, points, None)
         gone, offset = 0, None
         while True:
             with explained(self.uri):
                 records, offset = self.client.scroll(space, None, PAGE, offset=offset, with_payload=[STATE])
-                copies = [record.id for record in records if STATE in (record.payload or {})]
-                kept = {record.id for record in self.client.retrieve(like, copies, with_payload=False)} if copies else set()
-                if lost := [name for name in copies if name not in kept]:
+                ours = [record.id for record in records if space != self.space or STATE in (record.payload or {})]
+                kept = {record.id for record in self.client.retrieve(like, ours, with_payload=False)} if ours else set()
+                if lost := [name for name in ours if name not in kept]:
                     self.client.delete(space, models.PointIdsList(points=lost), wait=True)
             gone += len(lost)
             if offset is None:
@@ -346,12 +347,11 @@ class QdrantStore(Store):
         own, gone = self._real(self.space), self._real(name)
         if name == self.before:
             noted = self._noted(gone)
-            self._note(own, **{key: noted.get(key) for key in ("migration", "claim")})
+            with explained(self.uri):  # while the old collection says that there is something left to do
+                self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
+            self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim")})
         with explained(self.uri):
             self.client.delete_collection(gone)
-            if name == self.before:
-                self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
-                self._note(own, copies=None)
 
     # ------------------------------------------------------------------------------------------------- claims and records
 

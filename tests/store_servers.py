@@ -1,0 +1,115 @@
+"""Servers of stores for several processes at once: each gives what opens a place in whichever process calls it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeAlias
+
+import postgres
+from store_places import ChromaPlace, LancePlace, MilvusPlace, Place, PostgresPlace, QdrantPlace
+
+Connect: TypeAlias = Callable[[], Place]
+"""Opens a client of its own, and makes nothing."""
+
+
+@contextmanager
+def postgres_server(folder: Path) -> Iterator[Connect]:
+    """Run a PostgreSQL with pgvector."""
+    import psycopg
+
+    with postgres.running() as uri:
+        yield lambda: PostgresPlace(uri, psycopg.connect(uri, autocommit=True))
+
+
+@contextmanager
+def chroma_server(folder: Path) -> Iterator[Connect]:
+    """Run Chroma's own server."""
+    import chromadb
+
+    settings = chromadb.config.Settings(anonymized_telemetry=False)
+    with program("chroma", "run", "--path", folder, "--host", "127.0.0.1", folder=folder) as port:
+        yield lambda: ChromaPlace(f"chroma://127.0.0.1:{port}/", chromadb.HttpClient("127.0.0.1", port, settings=settings))
+
+
+@contextmanager
+def milvus_server(folder: Path) -> Iterator[Connect]:
+    """Run Milvus Lite as a server, which answers one request after the other: its writes are not safe beside each other."""
+    import pymilvus
+
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints the traceback of each error that it raises
+    arguments = ["server", "--data-dir", folder / "milvus", "--host", "127.0.0.1", "--max-workers", "1"]
+    with program("milvus-lite", *arguments, folder=folder) as port:
+        yield lambda: MilvusPlace(f"milvus://127.0.0.1:{port}", pymilvus.MilvusClient(f"http://127.0.0.1:{port}"))
+
+
+@contextmanager
+def lance_folder(folder: Path) -> Iterator[Connect]:
+    """Give a folder, which every process opens."""
+    warnings.filterwarnings("ignore", "lancedb fork support is experimental", RuntimeWarning)
+    yield lambda: LancePlace(folder)
+
+
+@contextmanager
+def qdrant_server(folder: Path) -> Iterator[Connect]:
+    """Run the stand-in for a server in a process of its own."""
+    from qdrant_client import QdrantClient
+
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_serve_qdrant, args=(theirs,), daemon=True)
+    process.start()
+    port = ours.recv()
+    yield lambda: QdrantPlace(f"qdrant://127.0.0.1:{port}", QdrantClient(f"http://127.0.0.1:{port}", check_compatibility=False))
+    process.kill()
+    process.join()
+
+
+def _serve_qdrant(port: Connection) -> None:
+    from qdrant_server import served
+
+    with served() as server:
+        port.send(server.port)
+        threading.Event().wait()
+
+
+@contextmanager
+def program(name: str, *arguments: object, folder: Path) -> Iterator[int]:
+    """Run a server that came with a package on loopback; give its port.
+
+    Args:
+        name: of the program, beside Python.
+        arguments: all but the port.
+        folder: gets its log.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name(name), *map(str, arguments), "--port", str(port)]
+    with (folder / "log").open("w") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "ANONYMIZED_TELEMETRY": "False"})
+        try:
+            while running.poll() is None and not _answers(port):
+                time.sleep(0.01)
+            assert running.poll() is None, (folder / "log").read_text()
+            yield port
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as asking:
+        return not asking.connect_ex(("127.0.0.1", port))
