@@ -38,6 +38,7 @@ from xcompat.report import (
     ReportContent,
     load_report,
     print_report,
+    print_ways,
     render_html,
     render_markdown,
     render_report,
@@ -186,6 +187,25 @@ def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
     assert "find [me] & <you>" in text
     assert "✓ a [red] blot" in text
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_terminal_shows_what_each_way_gives(folder: Path, mapped: bool) -> None:
+    report, buffer = load_report(folder), io.StringIO()
+    print_ways(report, Console(file=buffer, width=100), mapped)
+    lines, new = buffer.getvalue().splitlines(), "vectors mapped" if mapped else "new queries, vectors as they are"
+    ways = {"old/old": "old queries, vectors as they are", "new/old": new, "new/new": "new queries, all embedded anew"}
+    for label, way in ways.items():
+        figures = [
+            f"{value * 100:.1f}"
+            for case in report.cases
+            if case.label == label
+            for name, value in case.metrics.items()
+            if "@10" in name
+        ]
+        found = " ".join(line for line in lines if way in line)
+        assert figures and all(figure in found for figure in figures)
+    assert not any("independent" in line for line in lines)
 
 
 def test_verdict_follows_the_criterion() -> None:

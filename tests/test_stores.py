@@ -498,6 +498,7 @@ def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel
     named = ["--model", str(tmp_path / "map")]
     for verb, given, said in [
         ("plan", named, "300"),
+        ("plan", named, "what each way gives is not known: there is no report of"),
         ("start", [*named, "--into", place.into, "--batch", "100", "--rows-per-second", "1e9"], "is filled: 300 rows written"),
         ("status", [], "filling, 300 rows written, 0 lack"),
         ("verify", named, "it may be switched"),

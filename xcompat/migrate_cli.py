@@ -45,13 +45,19 @@ def plan(
     texts: Texts = None,
     images: Images = None,
 ) -> None:
-    """Say what is there and what a migration takes; the vectors stay as they are."""
+    """Say what is there, what a migration takes, and what each way gives; the vectors stay as they are."""
+    from xcompat.progress import console, literal
+    from xcompat.report import load_report, print_ways, report_file
     from xcompat.stores import commands
 
     held = _held(from_, texts, images, embed, pictures)
     filling, store = _filling(model, embed, pictures if embed else None), _open(uri)
     commands.name_model(store, from_, held)
     commands.plan(store, filling, dtype)
+    if report_file(model).is_file():
+        print_ways(load_report(model), console, mapped=embed is None)
+    else:
+        console.print(f"what each way gives is not known: there is no report of {literal(model)}")
 
 
 @app.command()

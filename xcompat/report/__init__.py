@@ -6,7 +6,7 @@ from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, 
 from xcompat.report.pages import render_html, render_markdown
 from xcompat.report.report import render_report, require_report_place, write_report
 from xcompat.report.storage import load_report, report_file
-from xcompat.report.terminal import print_report
+from xcompat.report.terminal import print_report, print_ways
 
 __all__ = [
     "Example",
@@ -17,6 +17,7 @@ __all__ = [
     "ReportContent",
     "load_report",
     "print_report",
+    "print_ways",
     "render_html",
     "render_markdown",
     "render_report",

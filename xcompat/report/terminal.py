@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from xcompat.evaluation import Case
 from xcompat.progress import literal
 from xcompat.report.content import Hit, Report
 from xcompat.report.wording import failed_lines, gain, interval, metric_name, verdicts
@@ -15,24 +19,13 @@ _STYLES = {
     **dict.fromkeys(("no", "worse"), "bold red"),
     **dict.fromkeys(("not measured", "cannot tell"), "yellow"),
 }
+WAYS = {"old/old": "old queries, vectors as they are", "new/new": "new queries, all embedded anew"}
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print a table per direction, the example searches and the verdict."""
     for direction, metrics, cases in report.tables():
-        size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
-        title = f"{literal(direction)}: {size}; percent, 95 % intervals"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("query/gallery", no_wrap=True)
-        for metric in metrics:
-            table.add_column(literal(metric_name(metric)), justify="right")
-        for case in cases:
-            cells = [
-                f"{case.metrics[metric] * 100:.1f}\n[dim]{interval(case.ci95[metric])}[/]" if metric in case.metrics else ""
-                for metric in metrics
-            ]
-            table.add_row(literal(case.label), *cells, style="bold" if case.label == "new/old" else "")
-        console.print(table)
+        console.print(_table(direction, metrics, cases))
     _print_examples(report, console)
     for note in report.notes:
         console.print(f"[dim]{literal(note)}[/]")
@@ -44,6 +37,36 @@ def print_report(report: Report, console: Console) -> None:
         which = literal(f"{each.direction} {metric_name(each.metric)}")
         found = f"{gain(each.mean)} points ({interval(each.ci95)})"
         console.print(f"  [dim]{which}: new/old - old/old = {found}[/]")
+
+
+def print_ways(report: Report, console: Console, mapped: bool) -> None:
+    """Print what each way to the new model gave on the test set of a run.
+
+    Args:
+        report: of the run.
+        console: where to.
+        mapped: whether the run's model maps galleries.
+    """
+    names = WAYS | {"new/old": "new queries, vectors mapped" if mapped else "new queries, vectors as they are"}
+    for direction, metrics, cases in report.tables():
+        console.print(_table(direction, metrics, [case for case in cases if case.label in names], names))
+
+
+def _table(direction: str, metrics: list[str], cases: list[Case], names: Mapping[str, str] = MappingProxyType({})) -> Table:
+    size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
+    title = f"{literal(direction)}: {size}; percent, 95 % intervals"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("way" if names else "query/gallery", no_wrap=True)
+    for metric in metrics:
+        table.add_column(literal(metric_name(metric)), justify="right")
+    for case in cases:
+        cells = [
+            f"{case.metrics[metric] * 100:.1f}\n[dim]{interval(case.ci95[metric])}[/]" if metric in case.metrics else ""
+            for metric in metrics
+        ]
+        label = literal(names.get(case.label, case.label))
+        table.add_row(label, *cells, style="bold" if case.label == "new/old" else "")
+    return table
 
 
 def _print_examples(report: Report, console: Console) -> None:
