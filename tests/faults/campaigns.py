@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from full_disks import cannot_mount, full
 from histories import histories
 from injections import injected
 from kills import Stage, killed
-from migrations import killed_migrations
+from migrations import SCENES, killed_migrations
 from power_cuts import power_cut
 from pushes import killed_pushes
+from rows import Row
 from scenes import Scene, gallery_scenes, picture_scenes, text_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
@@ -25,31 +26,6 @@ PARTS = {"xcompat train recipe.yaml": 12, "xcompat compare recipe.yaml": 12}
 """Into how many parts the injected errors go of commands of over a thousand file operations that take seconds each: a long run
 that is stopped goes on with the next part."""
 Trials = Iterator[str | None]
-
-
-@dataclass
-class Row:
-    """What came of the trials of one kind on one operation.
-
-    Args:
-        group: the kind.
-        name: the operation.
-        trials: how many.
-        failures: what went wrong in those in which something did.
-        seconds: how long they took.
-    """
-
-    group: str
-    name: str
-    trials: int = 0
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def take(self, problem: str | None) -> None:
-        """Count a trial."""
-        self.trials += 1
-        if problem:
-            self.failures.append(problem)
 
 
 @dataclass(frozen=True)
@@ -82,7 +58,7 @@ class Campaign:
                 tell()
         except AssertionError as error:  # it does not even work undisturbed
             row.take(f"given up: {error}")
-        row.seconds = time.monotonic() - started
+        row.end(time.monotonic() - started)
         return row
 
 
@@ -124,7 +100,8 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 12))
     if long:  # their short forms are tests of their own
         yield Campaign("kills", "xcompat push model user/name", lambda folder: killed_pushes(folder, 60))
-        yield Campaign("kills", "xcompat migrate in PostgreSQL, beside a writer", lambda folder: killed_migrations(folder, 200))
+        for store in SCENES:
+            yield Campaign("killed migrations", store, lambda folder, s=store: killed_migrations(s, folder, 200))
         yield Campaign("readers", "two writers, three readers", lambda folder: read_beside_writers(10_000))
         yield Campaign("damaged inputs", "every kind of file that is read", lambda folder: damaged_inputs(10_000))
 

@@ -1,17 +1,18 @@
 """Kill, cut the power, fill disks and damage files, many times, and write ``docs/faults.md``.
 
-python tests/faults/long_run.py          # the long form, which takes some hours; started again, it goes on where it was
-python tests/faults/long_run.py --short  # what the normal suite runs
+python tests/faults/long_run.py                             # the long form, some hours; stopped, it goes on where it was
+python tests/faults/long_run.py --only "killed migrations"  # some rows anew; docs/faults.json keeps the others as they are
+python tests/faults/long_run.py --short                     # what the normal suite runs
+
+What is done is in runs/faults; a row whose file is deleted there is made again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,14 +22,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import typer
-from campaigns import Campaign, Row, campaigns
+from campaigns import Campaign, campaigns
 from document import write_report
 from rich.progress import Progress, TaskID
+from rows import Row, read_rows, updated, whole, write_rows
 from syscalls import why_not
 
 from xcompat.progress import console, progress_bar, rate_of, silence_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
+TOLD = ROOT / "docs" / "faults.json"
 KEPT = ROOT / "runs" / "faults"
 
 
@@ -51,7 +54,9 @@ def main(
         for failure in row.failures:
             console.print(f"    {failure}", markup=False, soft_wrap=True)
     if not short:
-        write_report(ROOT / "docs" / "faults.md", whole(_read(path) for path in sorted(KEPT.glob("*.json"))))
+        told = updated(read_rows(TOLD), whole(rows))
+        write_rows(TOLD, told)
+        write_report(TOLD.with_suffix(".md"), told)
     if any(row.failures for row in rows):
         raise typer.Exit(1)
 
@@ -67,27 +72,15 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
             for each in wanted:
                 kept = KEPT / f"{each.group} {each.name}{each.part}.json".replace("/", "-")
                 if long and kept.exists():
-                    yield _read(kept)
+                    yield from read_rows(kept)
                     continue
                 task = bar.add_task(f"{each.group}: {each.name}{each.part}", total=None, rate="")
                 row = each.run(folder / "trials", partial(_tell, bar, task))
                 bar.remove_task(task)
                 shutil.rmtree(folder / "trials", ignore_errors=True)
                 if long:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    kept.write_text(json.dumps(asdict(row), indent=1))
+                    write_rows(kept, [row])
                 yield row
-
-
-def whole(parts: Iterable[Row]) -> list[Row]:
-    """Put the parts of each row together, in the order of the first ones."""
-    rows: dict[tuple[str, str], Row] = {}
-    for part in parts:
-        row = rows.setdefault((part.group, part.name), Row(part.group, part.name))
-        row.trials += part.trials
-        row.failures += part.failures
-        row.seconds += part.seconds
-    return list(rows.values())
 
 
 def _tell(bar: Progress, task: TaskID) -> None:
@@ -96,11 +89,7 @@ def _tell(bar: Progress, task: TaskID) -> None:
 
 
 def _is_wanted(campaign: Campaign, only: list[str]) -> bool:
-    return not only or any(word in f"{campaign.group}: {campaign.name}{campaign.part}" for word in only)
-
-
-def _read(path: Path) -> Row:
-    return Row(**json.loads(path.read_text()))
+    return not only or any(word in f"{campaign.group}: {campaign.name}" for word in only)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import warm
-from campaigns import PARTS, Row, campaigns
+from campaigns import PARTS, campaigns
 from disks import Disk, Recorder, listing_of
+from document import write_report
 from injections import Fault, failing
 from kills import killed_before
-from long_run import whole
+from long_run import TOLD
+from rows import Row, read_rows, updated, whole, write_rows
 from syscalls import Call, run_watched, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -31,6 +33,25 @@ def test_parts_of_a_row_are_told_as_one(tmp_path: Path) -> None:
     assert whole(parts) == [Row("kills", "a", 5, ["x", "y"], 1.5), Row("kills", "b", 1)]
     long = [campaign for campaign in campaigns(tmp_path, long=True) if campaign.name == "xcompat train recipe.yaml"]
     assert len({campaign.part for campaign in long if campaign.group == "injected errors"}) == PARTS["xcompat train recipe.yaml"]
+
+
+def test_rows_that_are_not_made_anew_are_told_as_they_were(tmp_path: Path) -> None:
+    known = [Row("kills", "a", 2, ["x"], 1.0, "2026-01-01", "here", "mended"), Row("readers", "b", 1, date="2026-01-01")]
+    write_rows(tmp_path / "faults.json", known)
+    anew = Row("kills", "c", 3)
+    anew.end(2.0)
+    rows = updated(read_rows(tmp_path / "faults.json"), [anew, Row("readers", "b", 7, date="2026-02-01", machine="there")])
+    assert rows == [known[0], anew, Row("readers", "b", 7, date="2026-02-01", machine="there")]
+    assert anew.date and "torch" in anew.machine
+    write_report(tmp_path / "faults.md", rows)
+    told = (tmp_path / "faults.md").read_text().splitlines()
+    lines = ["- 2026-01-01: here", "| a | 2 | 1 | 2026-01-01 |", "- a: x", "- a: mended", "| b | 7 | 0 | 2026-02-01 |"]
+    assert not {*lines, "| **all** | 12 | 1 |"} - {*told}
+
+
+def test_the_page_is_what_its_rows_say(tmp_path: Path) -> None:
+    write_report(tmp_path / "faults.md", read_rows(TOLD))
+    assert (tmp_path / "faults.md").read_text() == TOLD.with_suffix(".md").read_text()
 
 
 def written(folder: Path) -> None:
