@@ -42,3 +42,17 @@ def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = 
     from xcompat.export import commands
 
     commands.to_onnx(run, out, space, overwrite)
+
+
+@app.command(name="atlas")
+def to_atlas(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder, or a stage's.")],
+    out: Annotated[Path, typer.Option(help="The Parquet file to write; replaced if this command made it.")],
+    items: Annotated[int, typer.Option(min=5, help="Most test items, or pairs of image and text, drawn at random.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw and of t-SNE.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a run's test items, as both models place them and with what each query gains, for Embedding Atlas."""
+    from xcompat.training import atlas
+
+    atlas.to_atlas(run, out, items, seed, overwrite)

@@ -19,7 +19,7 @@ def project(content: ReportContent) -> list[Panel]:
     space, and points of different spaces have no distance. With fewer than five pairs there are no panels.
     """
     shown = content.contestants
-    rows = _sample(shown.old, content.tsne_pairs, content.seed)
+    rows = sampled_rows(shown.old, content.tsne_pairs, content.seed)
     if min(map(len, rows.values())) < _FEWEST_PAIRS:
         return []
     spaces: list[tuple[str, list[tuple[str, Contestant]]]] = []
@@ -39,8 +39,8 @@ def project(content: ReportContent) -> list[Panel]:
     return panels
 
 
-def _sample(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
-    """Draw the rows to show, as kind -> rows: pairs of image and text, images only, or queries only."""
+def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
+    """Draw the rows to show, as kind -> rows: pairs of image and text, images of the gallery only, or queries only."""
     generator = np.random.default_rng(seed)
     if not isinstance(model, EmbeddedPairs):
         matrices = model.matrices()

@@ -99,10 +99,10 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     old_model = load_frozen(old_name, device())
     if old_model.fingerprint not in versions:  # before anything is embedded
         versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
-    plain = _plain(model) if model.embeds_in_memory else None
+    plain = plain_model(model) if model.embeds_in_memory else None
     test = _test_set(data, overrides, model.embeds_texts)
     if isinstance(test, PairTestSet) and plain is None:
-        plain = _plain(model)
+        plain = plain_model(model)
     cache_dir = output / "cache"
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
@@ -110,7 +110,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
 
 
-def _plain(model: CompatModel) -> Embedder | None:
+def plain_model(model: CompatModel) -> Embedder | None:
     """Load the new model from before any training for compatibility; None if the checkpoint was trained from random weights."""
     described = model.config.encoder
     if described is None:

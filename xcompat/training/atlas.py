@@ -1,0 +1,140 @@
+"""``xcompat export atlas``: the test items of a run as both models place them, as a Parquet file for Embedding Atlas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from xcompat.data import open_image
+from xcompat.data.schema import CAPTION, ID, IMAGE, captions_of
+from xcompat.distributed import device
+from xcompat.errors import XcompatError
+from xcompat.evaluation import Evaluation
+from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
+from xcompat.evaluation.selective import query_quality
+from xcompat.models.embedder import load_checkpoint
+from xcompat.models.frozen import load_frozen
+from xcompat.ownership import owned_path, require_replaceable
+from xcompat.progress import console, literal, silence_libraries
+from xcompat.report import ReportContent
+from xcompat.report.storage import encode_png
+from xcompat.report.tsne import project, sampled_rows
+from xcompat.training.contestants import EvaluationSet
+from xcompat.training.evaluate_command import plain_model
+from xcompat.training.evaluation_sets import LabelledTestSet, PairTestSet, load_test_set
+from xcompat.training.judged_texts import JudgedTestSet
+from xcompat.training.judging import embed_new, judge
+from xcompat.training.push import find_model
+from xcompat.training.record import RECIPE, begun_with
+from xcompat.training.sections import DataSettings, EvaluationSettings
+
+MADE_BY = "export atlas"
+X, Y = "projection_x", "projection_y"
+"""The names by which Embedding Atlas knows a projection."""
+
+
+def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> None:
+    """Write one row for each drawn test item and each side: where the old model places it, and where the new one does.
+
+    The columns are ``id``, ``kind`` (image, text or query), ``side`` (old or new), ``projection_x`` and ``projection_y`` (t-SNE
+    of both sides in the old space), ``text``, ``image`` (``{"bytes", "path"}``, a thumbnail), ``rank_old`` and ``rank_new`` (of
+    the first match in the old gallery, 1 for the best) and ``gain`` (what the new query finds more than the old one: the
+    difference of average precisions of classes, of reciprocal ranks of others). What does not query has neither.
+
+    Args:
+        run: a finished run's folder, or a stage's.
+        out: the Parquet file; replaced if this command made it.
+        items: most items, or pairs of image and text.
+        seed: of the draw and the projection.
+        overwrite: whether any file may be replaced.
+
+    Raises:
+        XcompatError: the run has no old model or no test set, its model maps galleries, or the file is somebody else's.
+    """
+    silence_libraries()
+    require_replaceable(out, MADE_BY, overwrite, [run])
+    content, test = _judged(run, items, seed)
+    panels = [panel for panel in project(content) if len(panel.series) > 1]
+    if not panels or content.contestants.upgraded is not None:
+        raise XcompatError(f"{run}: there are fewer than 5 test items, or old and new embeddings share no space to draw")
+    rows = sampled_rows(content.contestants.old, items, seed)
+    described = {kind: list(_described(test, kind, content, rows_P)) for kind, rows_P in rows.items()}
+    series, written = iter(panels[0].series), list[dict[str, Any]]()
+    for side in ("old", "new"):
+        for kind, about in described.items():
+            points_P2 = next(series).points_N2
+            kinds = {"kind": kind.removesuffix("s"), "side": side} if kind != "queries" else {"kind": "query", "side": side}
+            written += [{**each, **kinds, X: float(x), Y: float(y)} for each, (x, y) in zip(about, points_P2, strict=True)]
+    _write(written, out, overwrite, run)
+    shown = " --text text --image image" if any(row["image"] for row in written) else " --text text"
+    console.print(f"[green]✓[/] {len(written):,} rows in {literal(str(out))}", soft_wrap=True)
+    console.print(f"  [dim]embedding-atlas {literal(str(out))} --x {X} --y {Y}{shown}[/]", soft_wrap=True)
+
+
+def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, EvaluationSet]:
+    """Embed a run's test set with its models, or read their caches, and judge it as its report did."""
+    folder = find_model(run)
+    if not (folder.parent / RECIPE).exists():
+        raise XcompatError(f"{run} does not say what it was tested on; name the folder of a run that trained from a recipe")
+    test = load_test_set(DataSettings.model_validate(begun_with(folder.parent)["data"]))
+    model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
+    if test is None or not model.compatible_with:
+        raise XcompatError(f"{run} has no old model or no test set: there is nothing to compare; name a run with a report")
+    cache_dir = next((place for place in (run / "cache", run.parent / "cache") if place.is_dir()), run / "cache")
+    plain = plain_model(model) if model.embeds_in_memory else None
+    old = test.embed(load_frozen(model.compatible_with[0].name, device()), cache_dir)
+    independent = test.embed(plain, cache_dir) if plain is not None else None
+    contestants = embed_new(model, old, independent, test, cache_dir)
+    evaluation, kept = judge(contestants, EvaluationSettings(resamples=100), seed)
+    return ReportContent(evaluation, kept, model.config.model_type, tsne_pairs=items, seed=seed), test
+
+
+def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield what is known of the drawn items of a kind, without their places."""
+    old, evaluation = content.contestants.old, content.evaluation
+    if isinstance(test, PairTestSet):
+        direction = IMAGE_TO_TEXT if kind == "images" else TEXT_TO_IMAGE
+        ids = asking = old.image_ids if kind == "images" else old.text_ids
+        dataset, texts = (test.pairs, None) if kind == "images" else (None, test.texts)
+    elif isinstance(test, LabelledTestSet):
+        direction, ids, asking = IMAGE_TO_IMAGE, old.gallery_ids, old.query_ids
+        dataset, texts = test.gallery.dataset, list(old.gallery_labels)
+    else:
+        assert isinstance(test, JudgedTestSet)
+        direction, ids, asking = TEXT_TO_TEXT, old.query_ids, old.query_ids
+        dataset, texts = None, test.texts()
+    stored = dataset[ID] if dataset is not None and len(dataset) != len(ids) else ids  # unreadable pictures are left out
+    place_of = {name: place for place, name in reversed(list(enumerate(stored)))}
+    query_of = {name: row for row, name in enumerate(asking)} if asking is not ids else {}
+    for row in rows_P.tolist():
+        about: dict[str, Any] = {"id": str(ids[row]), "text": str(texts[row]) if texts is not None else "", "image": None}
+        if dataset is not None:
+            record = dataset[row if stored is ids else place_of[ids[row]]]
+            about["image"] = {"bytes": encode_png(open_image(record[IMAGE])), "path": record[IMAGE]["path"]}
+            about["text"] = about["text"] or "; ".join(captions_of(record.get(CAPTION)))
+        yield about | _found(evaluation, direction, row if asking is ids else query_of.get(ids[row]))
+
+
+def _found(evaluation: Evaluation, direction: str, row: int | None) -> dict[str, Any]:
+    """Return what old and new queries find for an item; Nones if it is no query, or has no match."""
+    nothing = {"rank_old": None, "rank_new": None, "gain": None}
+    if row is None or evaluation.ranks["old", "old", direction][row] < 0:
+        return nothing
+    ranks = {f"rank_{who}": int(evaluation.ranks[who, "old", direction][row]) + 1 for who in ("old", "new")}
+    old, new = (query_quality(evaluation.ranks, evaluation.average_precision, who, direction)[row] for who in ("old", "new"))
+    return ranks | {"gain": float(new - old)}
+
+
+def _write(rows: list[dict[str, Any]], out: Path, overwrite: bool, read: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    texts, numbers = dict.fromkeys(("id", "kind", "side", "text"), pa.string()), dict.fromkeys((X, Y, "gain"), pa.float64())
+    schema = pa.schema(texts | {"image": picture} | numbers | dict.fromkeys(("rank_old", "rank_new"), pa.int64()))
+    with owned_path(out, MADE_BY, overwrite, [read]) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
