@@ -69,14 +69,18 @@ BLOCKS = [block for page in PAGES if page.parent.name not in ELSEWHERE for block
 
 
 def commands_of(block: str) -> list[list[str]]:
-    """Return the words of each command, without comments and assignments; a backslash continues a line, ``&&`` ends a command."""
+    """Return the words of each command, without comments, assignments and files of output.
+
+    A backslash continues a line; ``&&`` and ``|`` end a command.
+    """
     commands: list[list[str]] = []
     for line in block.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = re.sub(r"\0>\0[^\0]+", "", "\0".join(shlex.split(line, comments=True))).split("\0")
+        words = [word for word in words if word]
         while words and re.fullmatch(r"[A-Za-z_]+=\S*", words[0]):
             words.pop(0)
         for word in words and ["&&", *words]:
-            commands.append([]) if word == "&&" else commands[-1].append(word)
+            commands.append([]) if word in ("&&", "|") else commands[-1].append(word)
     return commands
 
 
@@ -95,7 +99,7 @@ def check(words: list[str]) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(arguments) <= set(targets), f"no target of the Makefile: {words}"
     else:
-        assert program in ("pip", "uv", "echo"), f"{program} is not known here"
+        assert program in ("pip", "uv", "echo", "jq", "embedding-atlas"), f"{program} is not known here"
     asked = [extra for word in words for extra in re.findall(r"^xcompat\[([\w,]+)\]$", word)]
     assert {name for extras in asked for name in extras.split(",")} <= set(EXTRAS), f"no such extra: {words}"
 
