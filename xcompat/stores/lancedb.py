@@ -145,14 +145,15 @@ class LanceStore(Store):
             asked.checkout(asked.version)  # or rows that move are not where they were counted
             known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
             chosen = known[np.linspace(0, len(known) - 1, min(count, len(known))).astype(int)].tolist()
-            columns = {"key": self.key, "vector": self.space, "other": other, "was": STATE} | (
-                {"content": content} if content is not None else {}
-            )
+            columns = {"key": self.key, "vector": self.space, "other": other}
+            columns |= {"content": content} if content is not None else {}
+            columns |= {"was": STATE} if other != self.space else {}
             read = {name: _quoted(column) for name, column in columns.items()}
             found = asked.take_row_ids(chosen).select(read).to_arrow()
-        made_of = [(was or "")[:HASH] for was in found["was"].to_pylist()]
-        same = [state == was for state, was in zip(_states(_array(found["vector"])), made_of, strict=True)]
-        found = found.filter(pa.array(same, pa.bool_()))
+        if other != self.space:  # leave out what was written since the other vector was made of it
+            made_of = [(was or "")[:HASH] for was in found["was"].to_pylist()]
+            same = [state == was for state, was in zip(_states(_array(found["vector"])), made_of, strict=True)]
+            found = found.filter(pa.array(same, pa.bool_()))
         contents = found["content"].to_pylist() if content is not None else None
         rows = Rows(_ids(found["key"]), _array(found["vector"]), [""] * len(found), contents)
         return rows, _array(found["other"])
