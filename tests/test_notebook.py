@@ -51,6 +51,7 @@ def texts() -> datasets.Dataset:
 
 def settings(folder: Path, **given: Any) -> TrainingArguments:
     usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 4, "report_to": "none", "save_strategy": "no"}
+    usual["optim"] = "adamw_torch"  # that of a recipe; transformers' own rounds otherwise
     return TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **(usual | given))
 
 

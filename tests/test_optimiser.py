@@ -1,12 +1,16 @@
-"""Which parameters learn at which rate: prompts, the encoder's own weights, and what is new."""
+"""Which parameters learn at which rate, and by which optimiser: prompts, the encoder's own weights, and what is new."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
+from transformers.training_args import OptimizerNames
 
-from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.optimiser import OPTIMISERS, OptimiserFactory, check_optimiser, with_momentum
 
 
 class Wrapped(nn.Module):
@@ -28,13 +32,21 @@ def model() -> nn.Module:
     return Wrapped(encoder=encoder, neck=nn.Linear(2, 2), autoencoder=Wrapped(encoder=nn.Linear(2, 2, bias=False)), old=frozen)
 
 
+RATES = {"lr": 1.0, "prompt_lr_factor": 100, "encoder_lr_factor": 0.01, "weight_decay": 0.1}
+
+
 @pytest.mark.parametrize("wrappers", [[], ["module"], ["_orig_mod"], ["module", "_orig_mod"]])
-def test_every_kind_of_parameter_has_its_rate_and_decay_in_any_wrapper(wrappers: list[str]) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, Adafactor])
+def test_every_kind_of_parameter_has_its_rate_and_decay_in_any_wrapper(
+    wrappers: list[str], kind: type[torch.optim.Optimizer]
+) -> None:
     trained = model()
     names = {id(parameter): name for name, parameter in trained.named_parameters()}
     for wrapper in reversed(wrappers):
         trained = Wrapped(**{wrapper: trained})
-    optimiser = AdamWFactory()(trained, lr=1.0, prompt_lr_factor=100, encoder_lr_factor=0.01, weight_decay=0.1, eps=1e-7)
+    options = {"relative_step": False} if kind is Adafactor else {}
+    optimiser = OptimiserFactory()(trained, optimiser=kind, decayed="matrices", **RATES, **options)
+    assert type(optimiser) is kind
     found = {
         names[id(parameter)]: (group["lr"], group["weight_decay"])
         for group in optimiser.param_groups
@@ -50,4 +62,36 @@ def test_every_kind_of_parameter_has_its_rate_and_decay_in_any_wrapper(wrappers:
         "neck.bias": (1.0, 0.0),
         "autoencoder.encoder.weight": (1.0, 0.1),
     }
-    assert all(group["eps"] == 1e-7 for group in optimiser.param_groups)
+    optimiser = OptimiserFactory()(trained, optimiser=kind, decayed="all", **RATES, **options)
+    assert {(group["lr"], group["weight_decay"]) for group in optimiser.param_groups} == {(0.01, 0.1), (1.0, 0.1), (100.0, 0.1)}
+
+
+def test_momentum_is_that_of_the_papers_unless_it_is_given() -> None:
+    assert with_momentum("sgd", None) == "momentum=0.9"
+    assert with_momentum("sgd", "nesterov=true") == "momentum=0.9,nesterov=true"
+    assert with_momentum("sgd", "momentum=0") == "momentum=0"
+    assert with_momentum("rmsprop", "alpha=0.5") == "alpha=0.5" and with_momentum("adamw_torch", None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optim": "galore_adamw"}, "training.optim: 'galore_adamw' is no optimiser that can be used here"),
+        ({"optim": "sdg"}, "did you mean 'sgd'"),
+        ({"optim": "lars"}, "known: adafactor"),
+        ({"optim": "sgd", "adam_beta1": 0.8}, "training.adam_beta1: sgd does not read it"),
+        ({"optim": "lion_8bit", "adam_epsilon": 0.1}, "training.adam_epsilon: lion_8bit does not read it"),
+        ({"optim_args": "momentum=0.9"}, "adamw_torch has no option 'momentum'; it knows none"),
+        ({"optim": "sgd", "optim_args": "momemtum=0.9"}, "sgd has no option 'momemtum'; it knows momentum, dampening, nesterov"),
+        ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "set training.weight_decay"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' has no value"),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, "momentum must be a number, true or false (found 'much')"),
+    ],
+)
+def test_what_an_optimiser_would_not_read_is_refused(given: dict[str, str | float], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_optimiser(given)
+
+
+def test_every_optimiser_is_one_of_transformers() -> None:
+    assert set(OPTIMISERS) <= {name.value for name in OptimizerNames}

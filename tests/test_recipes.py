@@ -83,16 +83,19 @@ def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+TESTED = {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": {"texts": [{"path": "texts.txt"}]}}, "texts.txt does not exist"),
         (
-            {"data": {"texts": [{"path": "some/texts"}], "zero_shot": {"images": {"path": "x.tar"}, "classes": __file__}}},
+            {"data": TESTED | {"zero_shot": {"images": {"path": "x.tar"}, "classes": __file__}}},
             "x.tar does not exist",
         ),
         (
-            {"data": {"texts": [{"path": "some/texts"}], "zero_shot": {"images": {"path": "some/images"}, "classes": "c.txt"}}},
+            {"data": TESTED | {"zero_shot": {"images": {"path": "some/images"}, "classes": "c.txt"}}},
             "c.txt does not exist",
         ),
         ({"old": "./no/such/model"}, "model folder ./no/such/model does not exist"),

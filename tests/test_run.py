@@ -44,7 +44,6 @@ def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_fil
             "pairs": {"path": pairs_folder},
             "texts": [{"path": texts_file}],
             "test": {"path": pairs_folder},
-            "augmentation": {"min_scale": 0.7},
         },
         "training": {
             "max_steps": 6,
@@ -61,6 +60,7 @@ def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_fil
                 "method": "xbt",
                 "projection": "stage:phi",
                 "options": {"adapters": ADAPTERS},
+                "data": {"augmentation": {"min_scale": 0.7}},
                 "evaluation": {"compare_with": ["phi"]},
             },
         ],
@@ -249,7 +249,10 @@ def test_every_path_is_looked_for_before_the_first_stage_is_trained(
     value = json.loads(json.dumps(value).replace("TMP", str(tmp_path)))
     last = raw["stages"][1]
     if key.startswith("data."):
-        last["data"] = {key.removeprefix("data."): value}
+        beside = {"queries": {"path": "photos/train"}} if key in ("data.gallery", "data.test_subset") else {}
+        last["data"] = {**beside, key.removeprefix("data."): value}
+    elif key in ("side_info", "new_side_info"):
+        last |= {"method": "fct", "projection": None, "options": {}, "data": {}, key: value}
     else:
         last[key] = value
     before = set(tmp_path.rglob("*"))

@@ -27,6 +27,7 @@ from xcompat.training.columns import labelled_columns, map_data, old_knowledge
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.trainer import DEFAULTS, NEEDED, Data, StageTrainer, labelled_data, pair_data
+from xcompat.training.unread import refuse_unread
 
 AT_HAND = "train_dataset"
 """What messages call the data."""
@@ -49,8 +50,8 @@ class CompatTrainer(StageTrainer):
         cache_dir: where embeddings of frozen models are kept; ``cache`` in the output folder unless given.
         callbacks: the Trainer's own.
         stage: what a stage of a recipe has beside ``training``: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``,
-            and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class`` and, under ``pairs`` or ``images``,
-            the names of columns are read.
+            ``weight_decay_on``, and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class`` and, under
+            ``pairs`` or ``images``, the names of columns are read.
 
     Raises:
         XcompatError: the model is solved and not trained, the old model is missing or another one than the model was made for,
@@ -109,11 +110,17 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
     elif kind == "images":
         data["images"] = {"path": AT_HAND, **data.get("images", {})}
     options = {name: getattr(model.config, name) for name in usual_options(method)}
-    training = {"per_device_train_batch_size": args.per_device_train_batch_size}
+    training: dict[str, float] = {"per_device_train_batch_size": args.per_device_train_batch_size}
+    if args.weight_decay:
+        training["weight_decay"] = args.weight_decay
     try:
-        return StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
+        settings = StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
+        refuse_unread([settings])
     except ValidationError as error:
         raise XcompatError(f"CompatTrainer: {explain(error, StageRecipe)}") from None
+    except ValueError as error:
+        raise XcompatError(f"CompatTrainer: {error}") from None
+    return settings
 
 
 class _Learner:

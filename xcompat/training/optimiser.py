@@ -1,19 +1,107 @@
-"""AdamW with separate learning rates for prompts and pretrained weights, as a factory that the stock Trainer calls."""
+"""Optimisers of transformers with separate learning rates for prompts and pretrained weights, as a factory for the Trainer."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import nn
+from xcompat.errors import nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _OF_ENCODER = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
 """Matches names of the encoder's own weights, in a model that may be compiled or wrapped for several processes."""
 
+Decayed = Literal["matrices", "all"]
+"""Which weights are decayed: those of layers, without biases, norms and prompts; or all."""
 
-class AdamWFactory:
-    """Build AdamW over the trainable parameters: no weight decay on biases and norms, own rates for prompts and encoder.
+
+class Reads(NamedTuple):
+    """What an optimiser takes.
+
+    Args:
+        fields: those of ``TrainingArguments`` for Adam that it reads too.
+        options: the keys that it knows in ``optim_args``.
+    """
+
+    fields: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+_BETAS = ("adam_beta1", "adam_beta2")
+_ADAM = (*_BETAS, "adam_epsilon")
+OPTIMISERS = {
+    "adamw_torch": Reads(_ADAM),
+    "adamw_torch_fused": Reads(_ADAM),
+    "sgd": Reads(options=("momentum", "dampening", "nesterov")),
+    "adafactor": Reads(),
+    "adagrad": Reads(options=("lr_decay", "eps")),
+    "rmsprop": Reads(options=("momentum", "alpha", "eps", "centered")),
+    # of bitsandbytes
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), Reads(_ADAM)),
+    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), Reads(_BETAS)),
+}
+"""Names of transformers for the optimisers that take parameter groups with rates and decays of their own, and what each reads."""
+USUAL = "adamw_torch"
+"""The optimiser of a recipe that names none."""
+MOMENTUM = "momentum=0.9"
+"""Of ``sgd`` in a recipe that names no momentum: that of the field's papers, where transformers has 0."""
+
+
+def check_optimiser(given: Mapping[str, Any]) -> None:
+    """Refuse an optimiser that would be replaced by another, and settings that the optimiser does not read.
+
+    Args:
+        given: fields of ``TrainingArguments`` that somebody has set.
+
+    Raises:
+        ValueError: naming the field and what is wrong, in one line.
+    """
+    name = given.get("optim", USUAL)
+    if name not in OPTIMISERS:
+        raise ValueError(f"training.optim: {name!r} is no optimiser that can be used here; {nearest(str(name), OPTIMISERS)}")
+    reads = OPTIMISERS[name]
+    for field in _ADAM:
+        if field in given and field not in reads.fields:
+            raise ValueError(f"training.{field}: {name} does not read it; leave it out")
+    for key, value in _options(given.get("optim_args")).items():
+        if key == "weight_decay":
+            raise ValueError("training.optim_args: weight_decay has a field of its own; set training.weight_decay")
+        if key not in reads.options:
+            known = f"it knows {', '.join(reads.options)}" if reads.options else "it knows none"
+            raise ValueError(f"training.optim_args: {name} has no option {key!r}; {known}")
+        if not _is_value(value):
+            raise ValueError(f"training.optim_args: {key} must be a number, true or false (found {value!r})")
+
+
+def with_momentum(optim: str, optim_args: str | None) -> str | None:
+    """Return ``optim_args`` with the momentum that ``sgd`` usually has."""
+    if optim != "sgd" or "momentum" in _options(optim_args):
+        return optim_args
+    return MOMENTUM if optim_args is None else f"{MOMENTUM},{optim_args}"
+
+
+def _options(optim_args: str | None) -> dict[str, str]:
+    """Read ``optim_args`` as transformers does."""
+    pieces = [piece.partition("=") for piece in (optim_args or "").replace(" ", "").split(",") if piece]
+    for key, equals, _ in pieces:
+        if not equals:
+            raise ValueError(f"training.optim_args: {key!r} has no value; write such as '{MOMENTUM},nesterov=true'")
+    return {key: value for key, _, value in pieces}
+
+
+def _is_value(value: str) -> bool:
+    try:
+        return value.lower() in ("true", "false") or float(value) >= 0
+    except ValueError:
+        return False
+
+
+class OptimiserFactory:
+    """Build an optimiser over the trainable parameters, with own rates for prompts and encoder.
 
     The parameter groups are made here, as the Trainer builds the optimiser only after it has wrapped the model.
     """
@@ -22,21 +110,25 @@ class AdamWFactory:
         self,
         model: nn.Module,
         *,
+        optimiser: type[torch.optim.Optimizer],
         lr: float,
         prompt_lr_factor: float,
         encoder_lr_factor: float,
         weight_decay: float,
+        decayed: Decayed,
         **options: Any,  # noqa: ANN401
-    ) -> torch.optim.AdamW:
+    ) -> torch.optim.Optimizer:
         """Make the optimiser.
 
         Args:
             model: the possibly wrapped model.
+            optimiser: its class.
             lr: learning rate.
             prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in xbt.txt §4.1).
             encoder_lr_factor: learning rate of the encoder's own weights over ``lr``.
-            weight_decay: of matrices, except prompts.
-            options: betas and eps of AdamW.
+            weight_decay: of the decayed weights.
+            decayed: which they are.
+            options: more of the optimiser's own.
 
         Returns:
             The optimiser.
@@ -46,10 +138,8 @@ class AdamWFactory:
             if parameter.requires_grad:
                 prompt = "prompts." in name
                 factor = prompt_lr_factor if prompt else encoder_lr_factor if _OF_ENCODER.match(name) else 1.0
-                decay = weight_decay if parameter.ndim > 1 and not prompt else 0.0
-                groups.setdefault((lr * factor, decay), []).append(parameter)
-        return torch.optim.AdamW(
-            [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()],
-            lr=lr,
-            **options,
-        )
+                shrinks = decayed == "all" or (parameter.ndim > 1 and not prompt)
+                groups.setdefault((lr * factor, weight_decay if shrinks else 0.0), []).append(parameter)
+        listed = [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()]
+        built: torch.optim.Optimizer = optimiser(listed, **{"lr": lr, **options})
+        return built

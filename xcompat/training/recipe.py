@@ -16,6 +16,7 @@ from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
+from xcompat.training.unread import refuse_unread
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
 
@@ -99,6 +100,9 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
         raw: nested dictionaries as in the YAML.
         default_name: the run's name unless the recipe has one.
         where: name of the recipe in messages.
+
+    Raises:
+        XcompatError: a key is unknown, a value does not fit, or nothing would read it.
     """
     top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
@@ -110,9 +114,13 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     stages = [_merge(shared, stage) for stage in listed]
     given: dict[str, Any] = {**defaults, **top, "stages": stages}
     try:
-        return Recipe(**given)
+        recipe = Recipe(**given)
+        refuse_unread(recipe.stages)
     except ValidationError as error:
         raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
+    except ValueError as error:
+        raise XcompatError(f"{where}: {error}") from None
+    return recipe
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

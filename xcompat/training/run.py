@@ -19,7 +19,7 @@ from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import console, literal, silence_libraries
+from xcompat.progress import console, literal, notice, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
@@ -53,6 +53,7 @@ from xcompat.training.sequence import write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
 from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
+from xcompat.training.unread import unread_sections
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:
@@ -80,6 +81,9 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         run.settings.require_old_queries()
         if not run.is_done:
             check_inputs(run.settings, run.models, run.data, recipe.seed, run.paths.checkpoints)
+    if is_main_process():
+        for line in unread_sections([run.settings for run in runs if not run.is_done]):
+            notice(line)
     barrier()  # or the others would take what the first process writes for the user's own files
     for run in runs:
         with stage_line(f"{recipe.name}: {run.settings.name}"):

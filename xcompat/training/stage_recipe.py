@@ -13,6 +13,7 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
 from xcompat.models.learning import PASSAGES
+from xcompat.training.optimiser import Decayed
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
 
@@ -50,6 +51,8 @@ class StageRecipe(Section):
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
         encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters. Below 1 it protects
             pretrained weights from the first gradients of an untrained head.
+        weight_decay_on: what ``training.weight_decay`` draws towards zero: ``matrices``, the weights of layers without biases,
+            norms and prompts, or ``all`` that is trained, as SGD does in most papers.
         memory: which training data queries or mapped galleries remember, chosen on a held-out part: ``classes`` of
             ``data.images``, or for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for
             none.
@@ -75,6 +78,7 @@ class StageRecipe(Section):
     mini_batch_size: int | None = Field(None, ge=1)
     prompt_lr_factor: float = Field(100.0, gt=0)
     encoder_lr_factor: float = Field(1.0, gt=0)
+    weight_decay_on: Decayed = "matrices"
     memory: Literal["classes", "pairs"] | None = None
     memory_codec: str | None = None
     searched_classes: Searched = "unknown"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
 
 from xcompat.data import (
     BadSamples,
@@ -39,7 +40,7 @@ from xcompat.training.cached_gradients import backward_in_parts, refuse_what_par
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.online import OnlineOldCollator
-from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.optimiser import USUAL, OptimiserFactory, check_optimiser, with_momentum
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
@@ -56,7 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "save_total_limit": 2,
     "ddp_find_unused_parameters": False,
-    "max_grad_norm": 1.0,
+    "optim": USUAL,
     "trackio_static_space_id": False,  # else a push to the Hub would publish Trackio's log in a Space
 }
 """What differs from transformers' defaults; a recipe may set each."""
@@ -188,7 +189,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
 class StageTrainer(Trainer):
     """The stock Trainer, with what every training of a compatible model needs beside it.
 
-    It draws from a sampler of ours where there is one, embeds in mini-batches where asked to, steps with AdamW of several rates,
+    It draws from a sampler of ours where there is one, embeds in mini-batches where asked to, steps at several rates of learning,
     tells model and data how far training is, and looks after losses and checkpoints.
 
     Args:
@@ -230,7 +231,7 @@ class StageTrainer(Trainer):
             train_dataset=dataset,
             data_collator=collator,
             callbacks=[*callbacks, *looked_after],
-            optimizer_cls_and_kwargs=(AdamWFactory, _adamw(args, settings)),  # type: ignore[arg-type]  # a factory is called alike
+            optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # is called alike
         )
         if self.mini_batch_size is not None:
             refuse_what_parts_change(model, self.accelerator)
@@ -311,9 +312,10 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
         # the step before it is computed; a copy that is waited for would hold up what is to be launched after it
         "accelerator_config": {"dispatch_batches": False, "non_blocking": not on_cpu},
     }
-    defaults = {**DEFAULTS, "use_cpu": on_cpu}
+    given = {**DEFAULTS, "use_cpu": on_cpu, **settings.training}
+    given["optim_args"] = with_momentum(given["optim"], given.get("optim_args"))
     try:
-        arguments = TrainingArguments(**{**defaults, **settings.training, **fixed})
+        arguments = TrainingArguments(**{**given, **fixed})
     except (TypeError, ValueError) as error:
         raise XcompatError(f"{settings.name}: the training section does not fit: {' '.join(str(error).split())}") from None
     if arguments.n_gpu > 1:  # the Trainer would copy the model to each, and contrast every part of a batch with itself alone
@@ -323,15 +325,16 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
 
 
 def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
-    """Refuse trackers that are not installed and a Hub that cannot be pushed to: the Trainer notices when all is embedded.
+    """Refuse what is not installed and a Hub that cannot be pushed to: the Trainer notices when all is embedded.
 
     Args:
         settings: the stage.
         arguments: of :func:`training_arguments`.
 
     Raises:
-        XcompatError: naming the tracker with the line that installs it, or what is wrong with the Hub.
+        XcompatError: naming the tracker or the optimiser with the line that installs it, or what is wrong with the Hub.
     """
+    _optimiser(arguments, settings)
     known = set(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in arguments.report_to or ():
         if name not in known:
@@ -346,14 +349,25 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
             HfApi(token=arguments.hub_token).whoami()
 
 
-def _adamw(arguments: TrainingArguments, settings: StageRecipe) -> dict[str, Any]:
+def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str, Any]:
+    """Return what :class:`OptimiserFactory` makes the optimiser of.
+
+    Raises:
+        XcompatError: the optimiser takes no groups of parameters, does not read what is set, or its package is not installed.
+    """
+    given = {"optim": OptimizerNames(arguments.optim).value, "optim_args": arguments.optim_args}
+    try:
+        check_optimiser(given)
+        optimiser, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        raise XcompatError(f"{settings.name}: {' '.join(str(error).split())}") from None
     return {
-        "lr": arguments.learning_rate,
+        **options,
+        "optimiser": optimiser,
         "prompt_lr_factor": settings.prompt_lr_factor,
         "encoder_lr_factor": settings.encoder_lr_factor,
         "weight_decay": arguments.weight_decay,
-        "betas": (arguments.adam_beta1, arguments.adam_beta2),
-        "eps": arguments.adam_epsilon,
+        "decayed": settings.weight_decay_on,
     }
 
 

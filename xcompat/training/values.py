@@ -11,15 +11,51 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from xcompat.encoders import AdapterConfig
 from xcompat.errors import nearest
+from xcompat.training.optimiser import check_optimiser
 
 BOUNDS: dict[str, Any] = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), Field(ge=1)),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Field(ge=1)),
     **dict.fromkeys(("save_total_limit", "torch_empty_cache_steps", "dataloader_prefetch_factor"), Field(ge=1)),
-    **dict.fromkeys(("learning_rate", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"), Field(gt=0)),
+    **dict.fromkeys(("learning_rate", "adam_epsilon", "logging_steps", "save_steps"), Field(gt=0)),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"), Field(ge=0)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Field(ge=0, lt=1)),
 }
 """Bounds of ``TrainingArguments`` that transformers does not check, and outside of which training fails or does nothing."""
+
+_JUDGED = "a stage is judged by its evaluation section, not by the Trainer; leave it out"
+_OURS = "every stage sets it itself; leave it out"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object"),
+            *("eval_accumulation_steps", "per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
+            *("batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+            *("do_train", "do_eval", "do_predict"),
+        ),
+        _JUDGED,
+    ),
+    **dict.fromkeys(
+        (
+            *("remove_unused_columns", "logging_nan_inf_filter", "disable_tqdm", "accelerator_config", "local_rank"),
+            *("train_sampling_strategy", "length_column_name", "label_names", "average_tokens_across_devices"),
+        ),
+        _OURS,
+    ),
+    "resume_from_checkpoint": "a stage continues from its own last checkpoint by itself; leave it out",
+    "label_smoothing_factor": "the loss is the method's own; leave it out",
+    "neftune_noise_alpha": "noise is an option of methods that have it (options.noise_std); leave it out",
+    "auto_find_batch_size": "the loss depends on the size of the batch; set mini_batch_size, which does not change it",
+    "optim_target_modules": "no optimiser that can be used here reads it; leave it out",
+    "save_only_model": "a checkpoint must hold all that a stage continues from; leave it out",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "use_cache"), "it is for models that write texts; leave it out"),
+    "include_num_input_tokens_seen": "images have no tokens; leave it out",
+    "deepspeed": "the launcher sets it up; start with accelerate_configs/deepspeed_zero2.yaml",
+    "ddp_backend": "the launcher chooses it; leave it out",
+    "ddp_timeout": "processes wait six hours for each other, as one of them may be evaluating; leave it out",
+    "parallelism_config": "every process must hold whole embeddings; leave it out",
+}
+"""Fields of ``TrainingArguments`` that would change nothing, or what must not change, and why."""
+_NEED_A_TEST_SET = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
 
 
 def check_training(given: Mapping[str, Any]) -> None:
@@ -33,12 +69,17 @@ def check_training(given: Mapping[str, Any]) -> None:
     """
     from transformers import TrainingArguments
 
-    known = {field.name for field in fields(TrainingArguments)} - {"output_dir", "seed", "data_seed"}
+    known = {field.name: field for field in fields(TrainingArguments) if field.name not in ("output_dir", "seed", "data_seed")}
     hints = get_type_hints(TrainingArguments)
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
         _check(f"training.{key}", hints[key], value, BOUNDS.get(key))
+        if key in REFUSED and value != known[key].default:
+            raise ValueError(f"training.{key}: {REFUSED[key]}")
+        if value in _NEED_A_TEST_SET.get(key, ()):
+            raise ValueError(f"training.{key}: {value} follows a metric of the Trainer's, and {_JUDGED}")
+    check_optimiser(given)
     epochs = given.get("num_train_epochs", 1)
     if not epochs > 0 and not given.get("max_steps", -1) > 0:
         raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; give more than 0, or training.max_steps")

@@ -1,0 +1,98 @@
+"""Settings of a recipe that nothing would read are refused by their name, each of them; sections that nothing reads are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xcompat.errors import XcompatError
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.sections import DataSettings
+from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.unread import unread, unread_sections
+
+PAIRS = {"pairs": {"path": "photos"}}
+IMAGES = {"images": {"path": "photos"}}
+STREAM = {"pairs": {"path": "photos", "streaming": True}}
+MAP = {"method": "projection", "data": {"texts": [{"path": "texts.txt"}]}}
+WIDE = {"adapters": {"prompts": 2}}
+ONE = {"classes": ["cat"]}
+ZERO_SHOT = {"images": {"path": "photos"}, "classes": "classes.txt"}
+
+# for each setting a stage that would ignore it, with the reason, and one that reads it
+CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
+    "prompt_lr_factor": (10.0, {"method": "xbt"}, "options.adapters has no prompts", {"method": "xbt", "options": WIDE}),
+    "encoder_lr_factor": (0.1, MAP, "trains a map, and no encoder", {"method": "direct", "data": PAIRS}),
+    "weight_decay_on": ("all", {"method": "xbt"}, "weight_decay is 0", {"method": "xbt", "training": {"weight_decay": 0.1}}),
+    "searched_classes": ("known", MAP, "nothing is remembered", {"method": "map"}),
+    "projection": ("phi", {"method": "direct"}, "does not start from one", {"method": "xbt"}),
+    "side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),
+    "new_side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),
+    "data.augmentation": ({"min_scale": 0.5}, MAP, "learns from embeddings", {"method": "direct", "data": PAIRS}),
+    "data.old_embeddings": (
+        *("online", {"method": "direct", "data": PAIRS}, "reads no old embeddings of labelled images"),
+        {"method": "l2", "data": IMAGES},
+    ),
+    "data.samples_per_class": (
+        *(2, {"method": "bct", "data": IMAGES}, "has no loss of triplets"),
+        {"method": "independent", "data": IMAGES, "options": {"head": "triplet"}},
+    ),
+    "data.one_per_id": (True, {"method": "direct", "data": STREAM}, "no pairs are drawn", {"method": "direct", "data": PAIRS}),
+    "data.embeddings_of": ("images", {"method": "direct"}, "does not learn from embeddings", {"method": "ridge"}),
+    "data.shuffle_buffer": (5, {"method": "xbt", "data": PAIRS}, "no pairs are streamed", {"method": "xbt", "data": STREAM}),
+    "data.texts_limit": (5, {"method": "xbt", "data": PAIRS}, "no texts are learned from", MAP),
+    "data.subset": (ONE, {"method": "xbt", "data": PAIRS}, "data.images names none", {"method": "bct", "data": IMAGES}),
+    "data.test_subset": (
+        ONE,
+        {"method": "bct"},
+        "data.queries names none",
+        {"method": "bct", "data": {"queries": {"path": "a"}}},
+    ),
+    "data.gallery": ({"path": "b"}, {}, "data.queries names none", {"data": {"queries": {"path": "a"}}}),
+    "data.zero_shot": (ZERO_SHOT, MAP, "data.test names no test set", {"method": "xbt", "data": {"test": {"path": "a"}}}),
+    "data.old_reads": ("captions", {"method": "xbt"}, "no labelled images", {"method": "bct", "data": IMAGES}),
+}
+READ_BY_ALL = {"name", "method", "old", "new", "independent", "options", "evaluation", "data", "training"}
+"""Settings that every stage reads, or that its report does."""
+REFUSED_ELSEWHERE = {"mini_batch_size", "memory", "memory_codec"}
+"""Settings that the stage itself refuses by name where they cannot matter (tests/test_recipe.py)."""
+SOURCES = {"pairs", "text_pairs", "texts", "images", "remembered", "test", "judged_texts", "queries"}
+"""What is learned from or judged on: methods say what they learn from, and two that exclude each other are refused."""
+
+
+def with_setting(stage: dict[str, Any], setting: str, value: object) -> dict[str, Any]:
+    section, _, name = setting.rpartition(".")
+    return stage | ({"data": stage.get("data", {}) | {name: value}} if section else {name: value})
+
+
+def test_every_setting_is_sorted_out() -> None:
+    outer = {name for name in CASES if "." not in name} | READ_BY_ALL | REFUSED_ELSEWHERE
+    assert outer == set(StageRecipe.model_fields)
+    assert {name.removeprefix("data.") for name in CASES if "." in name} | SOURCES == set(DataSettings.model_fields)
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_a_setting_that_nothing_reads_is_refused(setting: str) -> None:
+    value, ignoring, why, reading = CASES[setting]
+    with pytest.raises(XcompatError, match=f"demo.yaml: stage .*: {setting} would change nothing: .*{why}.*; leave it out"):
+        parse_recipe(with_setting(ignoring, setting, value), "demo", "demo.yaml")
+    assert setting not in unread(StageRecipe(**ignoring)) and setting not in unread(
+        StageRecipe(**with_setting(reading, setting, value))
+    )
+
+
+def test_what_stages_share_must_matter_in_one_of_them() -> None:
+    phi, pair = {"name": "phi", "method": "projection"}, {"name": "pair", "method": "direct"}
+    shared = {"data": PAIRS | {"augmentation": {"min_scale": 0.5}, "embeddings_of": "images"}}
+    assert len(parse_recipe(shared | {"stages": [phi, pair]}, "demo", "demo.yaml").stages) == 2
+    with pytest.raises(XcompatError, match="stage 'phi': data.augmentation would change nothing"):
+        parse_recipe(shared | {"stages": [phi]}, "demo", "demo.yaml")
+
+
+def test_sections_that_nothing_reads_are_told() -> None:
+    solved = StageRecipe(method="ridge", training={"max_steps": 3})
+    trained = StageRecipe(method="direct", training={"max_steps": 3}, data={"texts": [{"path": "texts.txt"}]})
+    assert unread_sections([solved]) == ["ridge: training changes nothing: method ridge is solved and not trained"]
+    assert unread_sections([trained]) == ["direct: data.texts changes nothing: method direct does not learn from texts"]
+    assert unread_sections([solved, trained]) == unread_sections([trained])
