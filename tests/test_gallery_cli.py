@@ -214,7 +214,7 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
         code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, "--where", where)
         assert code == 0 and {text for text in texts if f"item-{text}" in out} == expected, where
     code, _, err = run("search", gallery.path, "a dog", "--model", old_folder, "--where", "year")
-    assert code == 2 and "'year' is not KEY=VALUE" in err
+    assert code == 2 and "filter 'year' is not KEY=VALUE" in err
 
 
 def test_nothing_is_made_where_there_are_no_pictures(run: Run, tmp_path: Path, old_folder: str) -> None:

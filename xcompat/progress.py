@@ -6,8 +6,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 from rich.console import Console, ConsoleDimensions
@@ -17,6 +18,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -127,10 +129,28 @@ def shortened(text: str, longest: int = 40) -> str:
     return f"{text[:half].rstrip()} … {text[-half:].lstrip()}"
 
 
+_followed: ContextVar[Callable[[Task], None] | None] = ContextVar("followed", default=None)
+
+
+@contextmanager
+def followed_by(show: Callable[[Task], None]) -> Iterator[None]:
+    """Give a function what bars would draw: of a page, which has bars of its own.
+
+    Args:
+        show: gets the task of a bar after each of its steps.
+    """
+    before = _followed.set(show)
+    try:
+        yield
+    finally:
+        _followed.reset(before)
+
+
 class Bar(Progress):
     """A bar on a terminal; where there is none, a line now and then. Silent on all but the main process."""
 
     def __init__(self) -> None:
+        self._follower = _followed.get()
         super().__init__(
             SpinnerColumn(),
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
@@ -141,7 +161,7 @@ class Bar(Progress):
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not (is_main_process() and (console.is_terminal or console.is_jupyter)),
+            disable=self._follower is not None or not (is_main_process() and (console.is_terminal or console.is_jupyter)),
         )
         self._said = 0.0  # seconds of the task at the last line
 
@@ -155,6 +175,9 @@ class Bar(Progress):
         """See :class:`Progress`; print a line if there is no terminal and none was printed for :data:`SECONDS`."""
         super().update(task_id, **changes)
         task = self.tasks[self.task_ids.index(task_id)]
+        if self._follower is not None:
+            self._follower(task)
+            return
         elapsed = task.elapsed or 0.0
         if self.disable and not task.finished and elapsed - self._said >= SECONDS:
             self._said = elapsed

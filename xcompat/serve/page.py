@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import gradio as gr
 
-from xcompat.serve import differing_tab, numbers_tab, search_tab
+from xcompat.serve import differing_tab, gallery_tab, numbers_tab, search_tab
 from xcompat.serve.rendering import render
 
 if TYPE_CHECKING:
@@ -61,4 +61,6 @@ def make_page(site: Site) -> gr.Blocks:
             if site.report is not None:
                 with gr.Tab("The numbers", id="numbers") as tab:
                     numbers_tab.build(site, tab)
+            with gr.Tab("The gallery" if len(site.shelves) == 1 else "The galleries", id="gallery") as tab:
+                gallery_tab.build(site, tab)
     return page

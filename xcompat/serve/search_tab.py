@@ -11,7 +11,8 @@ from rich.filesize import decimal
 
 from xcompat.errors import XcompatError
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.showing import short, wanted_values
+from xcompat.retrieval.commands import wanted_values
+from xcompat.retrieval.showing import short
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.failing import told
 from xcompat.serve.rendering import link, picture_uri, read, render, rest_of, words_of
