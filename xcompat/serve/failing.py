@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -11,7 +11,6 @@ from xcompat.failures import explain, origin
 from xcompat.serve.rendering import alert
 
 P = ParamSpec("P")
-logger = logging.getLogger(__name__)
 
 
 def told(action: Callable[P, str]) -> Callable[P, str]:
@@ -23,7 +22,8 @@ def told(action: Callable[P, str]) -> Callable[P, str]:
             return action(*arguments, **named)
         except Exception as error:
             if (line := explain(error)) is None:
-                logger.exception("%s", origin(error))
+                error.add_note(origin(error))
+                traceback.print_exception(error)
                 line = "something went wrong that is no fault of yours; the terminal says what"
             return alert(line)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import gradio as gr
 from rich.text import Text
@@ -36,29 +37,40 @@ class Does(Protocol):
 
 
 def build(site: Site, tab: gr.Tab) -> None:
-    """Lay out the tab, which looks at the gallery each time that it is chosen."""
+    """Lay out the tab, which looks at the gallery each time that it is chosen, and after each change."""
     titles = list(site.shelves)
     title = gr.Dropdown(titles, value=titles[0], label="Gallery", visible=len(titles) > 1)
     about = gr.HTML(js_on_load=None)
-    said = gr.HTML(render("said.html.j2", lines=""), js_on_load=None, elem_id="said", render=False)
+    said = gr.HTML(js_on_load=None, elem_id="said", render=False)
+    generation = gr.Dropdown([], label="To generation", scale=0, min_width=150, render=False)
 
     @told
     def look(title: str) -> str:
         return described(site, title)
+
+    def earlier(title: str) -> Any:  # noqa: ANN401 - an update of gradio
+        known = [str(state.generation) for state in _open(site.shelves[title]).generations()][-2::-1]
+        return gr.update(choices=known, value=known[0] if known else None)
 
     def does(button: gr.Button, work: Callable[..., object], *inputs: Any) -> Any:  # noqa: ANN401
         @told
         def act(title: str, *values: Any, progress: gr.Progress = gr.Progress()) -> str:  # noqa: ANN401, B008 - as gradio has it
             return spoken(lambda: work(site.shelves[title], *values), progress)
 
-        return button.click(act, [title, *inputs], said, **IN_TURN).then(look, title, about, **QUIET)
+        done = button.click(act, [title, *inputs], said, **IN_TURN)
+        for show, output in shown:
+            done = done.then(show, title, output, **QUIET)
+        return done
 
+    shown: list[tuple[Callable[[str], Any], Any]] = [(look, about)]
     _checks(site, does)
     if site.allow_changes:
+        shown.append((earlier, generation))
         _upgrade(site, does)
-        _rollback(site, tab, title, does)
+        _rollback(generation, does)
     said.render()
-    gr.on([tab.select, title.change], look, title, about, **QUIET)
+    for show, output in shown:
+        gr.on([tab.select, title.change], show, title, output, **QUIET)
 
 
 def described(site: Site, title: str) -> str:
@@ -69,8 +81,8 @@ def described(site: Site, title: str) -> str:
         record = gallery.manifest.version(version.digest)
         fitting = [side.label for side in site.sides if fits(asking(side.embedder), record)]
         share = items / max(len(gallery), 1)
-        versions.append({"version": version, "items": items, "share": share, "dim": record.dim, "fitting": fitting})
-    return render("gallery.html.j2", gallery=gallery, title=title, versions=versions, states=gallery.generations()[::-1])
+        versions.append({"version": version, "count": items, "share": share, "dim": record.dim, "fitting": fitting})
+    return render("gallery.html.j2", gallery=gallery, versions=versions, states=gallery.generations()[::-1])
 
 
 def spoken(work: Callable[[], object], progress: gr.Progress) -> str:
@@ -86,71 +98,67 @@ def spoken(work: Callable[[], object], progress: gr.Progress) -> str:
 
 def _checks(site: Site, does: Does) -> None:
     """Lay out what only reads."""
-    with gr.Row(equal_height=True):
-        does(gr.Button("Verify: read every file"), lambda shelf: commands.verify(_open(shelf)))
-        if _originals_known(site):
-            sides = {side.label: side.embedder for side in site.sides}
-            button = gr.Button(f"Doctor: embed {SAMPLE} items anew, and compare")
-            label = gr.Radio(list(sides), value=next(iter(sides)), label="With the model of", visible=len(sides) > 1)
-            does(button, lambda shelf, label: commands.doctor(_open(shelf), sides[label], shelf.originals, SAMPLE), label)
+    with _row("Verify", "Every file is read and compared with what was written."):
+        does(_button("Verify"), lambda shelf: commands.verify(_open(shelf)))
+    if _originals_known(site):
+        sides = {side.label: side.embedder for side in site.sides}
+        with _row("Doctor", f"A sample of {SAMPLE} items is embedded anew, to see which model made what is stored."):
+            label = gr.Radio(list(sides), value=next(iter(sides)), label="With the model of", visible=len(sides) > 1, scale=0)
+            does(
+                _button("Doctor"),
+                lambda shelf, label: commands.doctor(_open(shelf), sides[label], shelf.originals, SAMPLE),
+                label,
+            )
 
 
 def _upgrade(site: Site, does: Does) -> None:
-    """Lay out what brings a gallery to the new model."""
+    """Lay out what brings a gallery to the new model, each with a button that only says what it takes."""
     embedder = site.sides[-1].embedder
     if isinstance(model := embedder.model, CompatModel) and model.maps_galleries:
-
-        def upgrade(shelf: Shelf, dry_run: bool) -> None:
-            commands.upgrade(_open(shelf), model, dry_run)
-
-        _section("Upgrade", "All stored embeddings are mapped to the new model; nothing is embedded.", does, upgrade)
+        with _row("Upgrade", "All stored embeddings are mapped to the new model; nothing is embedded."):
+            does(_button("What it takes"), lambda shelf: commands.upgrade(_open(shelf), model, dry_run=True))
+            does(_button("Upgrade", "primary"), lambda shelf: commands.upgrade(_open(shelf), model, dry_run=False))
     if _originals_known(site):
 
-        def backfill(shelf: Shelf, budget: float | None, dry_run: bool) -> None:
+        def backfill(shelf: Shelf, budget: float | None, dry_run: bool = False) -> None:
             commands.backfill(_open(shelf), shelf.originals, embedder, int(budget or BUDGET), dry_run)
 
-        line = "Items are embedded anew with the new model, in random order; the next backfill continues where this one ends."
-        budget = gr.Number(BUDGET, minimum=1, precision=0, label="Items to embed anew", render=False)
-        _section("Backfill", line, does, backfill, budget)
+        with _row(
+            "Backfill", "Items are embedded anew with the new model, in random order; the next backfill goes on where it ends."
+        ):
+            budget = gr.Number(BUDGET, minimum=1, precision=0, label="Items", scale=0, min_width=150)
+            does(_button("What it takes"), partial(backfill, dry_run=True), budget)
+            does(_button("Backfill", "primary"), backfill, budget)
 
 
-def _section(verb: str, line: str, does: Does, work: Callable[..., object], *inputs: Any) -> None:  # noqa: ANN401 - components
-    """Lay out a change with two buttons: what it would take, and the change."""
-    with gr.Row(equal_height=True, elem_classes="change"):
-        gr.HTML(render("change.html.j2", verb=verb, line=line), js_on_load=None, scale=3)
-        for component in inputs:
-            component.render()
-        for words, variant, dry_run in ((f"{verb}: say what it takes", "secondary", True), (verb, "primary", False)):
-            button = gr.Button(words, variant=variant, min_width=140)  # type: ignore[arg-type]
-            does(button, lambda shelf, *values, dry_run=dry_run: work(shelf, *values, dry_run), *inputs)
-
-
-def _rollback(site: Site, tab: gr.Tab, title: gr.Dropdown, does: Does) -> None:
+def _rollback(generation: gr.Dropdown, does: Does) -> None:
     """Lay out the return to an earlier state, which asks first."""
-    with gr.Row(equal_height=True, elem_classes="change"):
-        line = "The gallery returns to an earlier state. No state is lost: what came later can be returned to as well."
-        gr.HTML(render("change.html.j2", verb="Roll back", line=line), js_on_load=None, scale=3)
-        generation = gr.Dropdown([], label="To generation", min_width=140)
-        ask = gr.Button("Roll back …", min_width=140)
-        sure = gr.Button("Yes, roll back", variant="stop", visible=False, min_width=140)
-        no = gr.Button("No, leave it", visible=False, min_width=140)
-
-    def earlier(title: str) -> Any:  # noqa: ANN401 - an update of gradio
-        known = [str(state.generation) for state in _open(site.shelves[title]).generations()][-2::-1]
-        return gr.update(choices=known, value=known[0] if known else None)
-
-    def asked(whether: bool) -> list[Any]:
-        return [gr.update(visible=shown) for shown in (not whether, whether, whether)]
 
     def work(shelf: Shelf, generation: str | None) -> None:
         commands.rollback(_open(shelf), int(generation) if generation else None)
 
-    buttons = [ask, sure, no]
-    ask.click(lambda: asked(True), None, buttons, **QUIET)
-    no.click(lambda: asked(False), None, buttons, **QUIET)
-    done = does(sure, work, generation)
-    done.then(lambda: asked(False), None, buttons, **QUIET).then(earlier, title, generation, **QUIET)
-    gr.on([tab.select, title.change], earlier, title, generation, **QUIET)
+    with _row("Roll back", "The gallery returns to an earlier state. None is lost: what came later can be returned to as well."):
+        generation.render()
+        ask, sure, no = _button("Roll back …"), _button("Yes, roll back", "stop"), _button("No, leave it")
+    sure.visible = no.visible = False
+
+    def asked(whether: bool) -> list[Any]:
+        return [gr.update(visible=shown) for shown in (not whether, whether, whether)]
+
+    ask.click(lambda: asked(True), None, [ask, sure, no], **QUIET)
+    no.click(lambda: asked(False), None, [ask, sure, no], **QUIET)
+    does(sure, work, generation).then(lambda: asked(False), None, [ask, sure, no], **QUIET)
+
+
+def _row(verb: str, line: str) -> gr.Row:
+    """Begin a row with what its buttons do."""
+    with gr.Row(elem_classes="verb") as row:
+        gr.HTML(render("verb.html.j2", verb=verb, line=line), js_on_load=None)
+    return row
+
+
+def _button(words: str, variant: Literal["primary", "secondary", "stop"] = "secondary") -> gr.Button:
+    return gr.Button(words, variant=variant, size="md", scale=0, min_width=170)
 
 
 def _originals_known(site: Site) -> bool:

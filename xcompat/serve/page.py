@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FONTS = ("ui-sans-serif", "system-ui", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
 MONO = ("ui-monospace", "DejaVu Sans Mono", "monospace")
-STRONG, STRONGER, BRIGHT = "#00609a", "#004f80", "#6cc4f5"
+STRONG, STRONGER, BRIGHT, DANGER = "#00609a", "#004f80", "#6cc4f5", "#b42318"
 COLOURS = {
     "button_primary_background_fill": STRONG,
     "button_primary_background_fill_hover": STRONGER,
@@ -22,6 +22,10 @@ COLOURS = {
     "button_primary_background_fill_hover_dark": STRONGER,
     "button_primary_text_color": "#ffffff",
     "button_primary_text_color_dark": "#ffffff",
+    "button_cancel_background_fill": DANGER,
+    "button_cancel_background_fill_dark": DANGER,
+    "button_cancel_background_fill_hover": DANGER,
+    "button_cancel_background_fill_hover_dark": DANGER,
     "checkbox_label_background_fill_selected": STRONG,
     "checkbox_label_background_fill_selected_dark": STRONG,
     "checkbox_label_text_color_selected": "#ffffff",

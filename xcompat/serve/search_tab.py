@@ -9,7 +9,7 @@ import gradio as gr
 from PIL.Image import Image
 from rich.filesize import decimal
 
-from xcompat.errors import XcompatError
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.commands import wanted_values
 from xcompat.retrieval.showing import short
@@ -192,7 +192,10 @@ def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any]) 
         return f"{side.embedder.name} embeds texts only"
     if isinstance(query, str) and not side.reads_texts:
         return f"{side.embedder.name} embeds pictures only"
-    return shelf.search(side, query, DEPTH, where)
+    try:
+        return shelf.search(side, query, DEPTH, where)
+    except FingerprintMismatchError as error:
+        return str(error)
 
 
 def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
@@ -204,7 +207,7 @@ def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | s
         hits = found[side.label]
         others = next((other for label, other in lists.items() if label != side.label), None)
         placed = place(hits, others, asked.k) if isinstance(hits, list) else []
-        generation = shelf.gallery(side).generation
+        generation = shelf.gallery(side).generation if placed else newest
         columns.append(
             {
                 "label": side.label,

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from PIL.Image import Image
 
 from xcompat.distributed import device
-from xcompat.errors import XcompatError
+from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, notice, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.report import load_report
+from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.side_by_side import searchable_state
+from xcompat.retrieval.upgrading import segments_to_map
 from xcompat.serve.site import NEW, OLD, Judged, Shelf, Side, Site
 from xcompat.training.finished import FinishedRun
 
@@ -53,8 +55,18 @@ def load_site(target: str, model: str | None, old: str | None, source: Path | No
     site.allow_changes = allow_changes
     for side in site.sides:  # a model that does not fit is refused before anything is served
         for shelf in site.shelves.values():
-            searchable_state(shelf.path, side.embedder)
+            _require_searchable(shelf, side, allow_changes)
     return site
+
+
+def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
+    try:
+        searchable_state(shelf.path, side.embedder)
+    except FingerprintMismatchError:
+        model = side.embedder.model
+        if not (allow_changes and isinstance(model, CompatModel) and model.maps_galleries):
+            raise
+        segments_to_map(Gallery.open(shelf.path), model)  # the page is where it is upgraded
 
 
 def _of_gallery(folder: Path, model: str | None, old: str | None, source: Path | None) -> Site:
