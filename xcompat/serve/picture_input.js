@@ -1,8 +1,9 @@
 // The page reads a picture in the browser and sends it with the search: no upload, no file on the server.
+const limit = Number(element.querySelector("input").dataset.limit);
 const take = (file) => {
   if (!file) return;
   const reader = new FileReader();
-  reader.onload = () => { props.value = file.size > props.limit ? "too large" : String(reader.result).replace(/^data:[^,]*,/, "data:image/png;base64,"); trigger("change"); };
+  reader.onload = () => { props.value = file.size > limit ? "too large" : String(reader.result).replace(/^data:[^,]*,/, "data:image/png;base64,"); trigger("change"); };
   reader.readAsDataURL(file);
 };
 element.addEventListener("change", (event) => { if (event.target.type === "file") take(event.target.files[0]); });

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+from rich.filesize import decimal
+
 from xcompat.data.schema import CAPTION, TEXT
 from xcompat.errors import visible
 from xcompat.markdown import templates
 from xcompat.progress import snippet
 from xcompat.report.pages import png_uri
 from xcompat.report.storage import encode_png
-from xcompat.report.wording import gain, interval, percent
+from xcompat.report.wording import percent
 from xcompat.retrieval.showing import short
 
 if TYPE_CHECKING:
@@ -29,9 +31,8 @@ SHOWN = 240
 def _environment() -> Environment:
     environment = templates(FOLDER, autoescape=True, finalize=_shown)
     environment.filters |= {
+        "decimal": decimal,
         "percent": percent,
-        "interval": interval,
-        "gain": gain,
         "version": short,
         "picture": picture_uri,
         "link": link,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gradio as gr
 from PIL.Image import Image
-from rich.filesize import decimal
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
@@ -100,10 +99,8 @@ def _form(site: Site) -> tuple[list[Any], gr.Button]:
         text = gr.Textbox(label="Text", placeholder="a red running shoe", visible=kinds[0] == "text", scale=3, max_length=10_000)
         picture = gr.HTML(
             "",
-            html_template=read("picture_input.html"),
+            html_template=render("picture_input.html", limit=UPLOAD_BYTES),
             js_on_load=read("picture_input.js"),
-            limit=UPLOAD_BYTES,
-            limit_said=decimal(UPLOAD_BYTES),
             visible=kinds[0] == "picture",
             scale=3,
         )
