@@ -6,6 +6,7 @@ element.addEventListener("click", (event) => {
   trigger("click", { item: chosen.dataset.item ?? null, text: chosen.dataset.text ?? null });
 });
 watch("value", () => {
-  const restore = element.querySelector("a.restore");
-  if (restore) history.replaceState(null, "", restore.getAttribute("href"));
+  if (!element.querySelector(".results")) return;
+  const restore = element.querySelector("a.restore"); // a picture has none: it is kept nowhere
+  history.replaceState(null, "", restore ? restore.getAttribute("href") : location.pathname);
 });

@@ -25,6 +25,8 @@ TOP_K, MOST = 10, 50
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models", "show_progress": "minimal"}
 """There is one model of each kind in memory: what asks them waits in one line."""
 FACETS_SHOWN, ABOUT = 300, 4
+LONGEST = 10_000
+"""Most characters of a text or an id."""
 
 
 class Asked(NamedTuple):
@@ -94,17 +96,15 @@ def build(site: Site, page: gr.Blocks) -> None:
 def _form(site: Site) -> tuple[list[Any], gr.Button]:
     """Lay out what a visitor fills in; return the components in the order of :class:`Asked`, and the button."""
     titles, kinds = list(site.shelves), _kinds(site)
-    with gr.Row(equal_height=True, elem_classes="ask"):
-        kind = gr.Radio(kinds, value=kinds[0], label="Search with", scale=0, min_width=310)
-        text = gr.Textbox(label="Text", placeholder="a red running shoe", visible=kinds[0] == "text", scale=3, max_length=10_000)
-        picture = gr.HTML(
-            "",
-            html_template=render("picture_input.html", limit=UPLOAD_BYTES),
-            js_on_load=read("picture_input.js"),
-            visible=kinds[0] == "picture",
-            scale=3,
-        )
-        item = gr.Textbox(label="Id of an item", visible=kinds[0] == "item", scale=3, max_length=10_000)
+    with gr.Row(elem_classes="ask"):
+        with gr.Column(scale=0, min_width=320):
+            kind = gr.Radio(kinds, value=kinds[0], label="Search with")
+        with gr.Column(scale=1, min_width=320):
+            example, first = "a red running shoe", kinds[0]
+            text = gr.Textbox(label="Text", placeholder=example, visible=first == "text", max_length=LONGEST)
+            field = render("picture_input.html", limit=UPLOAD_BYTES)
+            picture = gr.HTML("", html_template=field, js_on_load=read("picture_input.js"), visible=first == "picture")
+            item = gr.Textbox(label="Id of an item", visible=first == "item", max_length=LONGEST)
         button = gr.Button("Search", variant="primary", scale=0, min_width=110)
     with gr.Row():
         gallery = gr.Dropdown(titles, value=titles[0], label="Gallery", visible=len(titles) > 1, scale=1)
