@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
-from xcompat import XbtModel
+from xcompat import XbtModel, cli
 from xcompat.embedding_provider import asking
+from xcompat.evaluation.differing import Order, differing
+from xcompat.methods import FctModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.report import report_file
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.side_by_side import embed_query
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
 
 pytest.importorskip("gradio")
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+from fastapi.testclient import TestClient
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+from xcompat.serve.app import Options, make_app
+from xcompat.serve.differing_tab import PER_PAGE
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site
+from xcompat.serve.target import load_site
+from xcompat.serve.uploads import REQUEST_BYTES, UPLOAD_BYTES
 
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
 COUNT = 40
@@ -64,16 +83,41 @@ def gallery(old: Embedder, photos: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def site(old: Embedder, new: Embedder, gallery: Path, photos: Path) -> Site:
-    return Site("shop", {"shop": Shelf("shop", gallery, photos)}, [Side(OLD, old), Side(NEW, new)])
+def mixed(gallery: Path, new: Embedder, photos: Path) -> Path:
+    """Return a copy of the gallery in which the new model has embedded a third anew."""
+    folder = gallery.with_name("mixed")
+    shutil.copytree(gallery, folder)
+    again = Gallery.open(folder)
+    names = [f"{number}.png" for number in range(0, COUNT - 1, 3)]
+    embeds = new.embed({"pixel_values": new.processor.images([Image.open(photos / name) for name in names])})
+    again.add(embeds, names, version=new, replace=True)
+    again.commit()
+    return folder
 
 
 @pytest.fixture(scope="module")
-def address(site: Site) -> Iterator[str]:
-    """Serve the page in a thread of this process."""
+def texts(old: Embedder, gallery: Path) -> Path:
+    lines = [f"sentence {number} of many" for number in range(COUNT)]
+    made = Gallery.create(gallery.with_name("texts"), old)
+    made.add(
+        old.embed(old.processor.texts(lines)), [f"line {number}" for number in range(COUNT)], [{"text": line} for line in lines]
+    )
+    made.commit()
+    return made.path
+
+
+@pytest.fixture(scope="module")
+def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, photos: Path) -> Site:
+    shelves = [Shelf("shop", gallery, photos), Shelf("mixed", mixed, photos), Shelf("texts", texts)]
+    return Site("shop", {shelf.title: shelf for shelf in shelves}, [Side(OLD, old), Side(NEW, new)])
+
+
+@contextmanager
+def serving(site: Site) -> Iterator[str]:
+    """Serve a page in a thread of this process."""
     import uvicorn
 
-    from xcompat.serve.app import Options, listen, make_app
+    from xcompat.serve.app import listen
 
     socket = listen(Options(port=0))
     server = uvicorn.Server(uvicorn.Config(make_app(site), log_level="warning", timeout_graceful_shutdown=1))
@@ -82,6 +126,64 @@ def address(site: Site) -> Iterator[str]:
     yield f"http://127.0.0.1:{socket.getsockname()[1]}/"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(site: Site) -> Iterator[str]:
+    with serving(site) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(
+    folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the folder of a run that was judged on images with captions."""
+    folder = tmp_path_factory.mktemp("served_run") / "run"
+    raw: dict[str, Any] = {
+        "output_dir": str(folder),
+        "cache_dir": str(folder / "cache"),
+        "method": "ridge",
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
+        "evaluation": {"resamples": 100, "examples": 1},
+    }
+    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_site(run: Path) -> Site:
+    return load_site(str(run), None, None, None, allow_changes=False)
+
+
+@pytest.fixture(scope="module")
+def run_address(run_site: Site) -> Iterator[str]:
+    with serving(run_site) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def upgradable(
+    old_folder: str,
+    old: Embedder,
+    folder_of: dict[str, str],
+    gallery: Path,
+    photos: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Site:
+    """Return the page of a gallery that may be changed, with a model that maps it."""
+    base = tmp_path_factory.mktemp("upgradable")
+    shutil.copytree(gallery, base / "gallery")
+    FctModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(base / "fct")
+    return load_site(str(base / "gallery"), str(base / "fct"), old_folder, photos, allow_changes=True)
+
+
+@pytest.fixture(scope="module")
+def upgradable_address(upgradable: Site) -> Iterator[str]:
+    with serving(upgradable) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +200,17 @@ Open = Callable[..., "Page"]
 
 @pytest.fixture
 def visit(browser: Browser, address: str) -> Iterator[Open]:
-    """Return what opens pages, which must ask this server alone for what they show, and complain of nothing."""
+    """Return what opens pages, which must ask their server alone for what they show, and complain of nothing."""
     complaints: list[str] = []
     pages = []
 
-    def opened(query: str = "", width: int = 1300, scheme: Any = "light") -> Page:
+    def opened(query: str = "", at: str = address, width: int = 1300, scheme: Any = "light") -> Page:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda to: None if to.url.startswith((address, "data:", "blob:")) else complaints.append(to.url))
-        page.goto(address + query)
+        page.on("request", lambda to: None if to.url.startswith((at, "data:", "blob:")) else complaints.append(to.url))
+        page.goto(at + query)
         page.get_by_role("button", name="Search").wait_for()
         pages.append(page)
         return page
@@ -161,3 +263,269 @@ def test_the_link_restores_the_search(page: Page, visit: Open) -> None:
     page.wait_for_url(re.compile("text=two\\+dogs"))
     assert ids(visit(page.url.partition("/?")[2].join(("?", ""))), NEW) == before
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
+
+
+def choose_picture(page: Page, file: Path) -> None:
+    page.get_by_label("picture", exact=True).check()
+    page.get_by_label("Picture (or drop one").set_input_files(file)
+
+
+def test_a_picture_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
+    kept = Path(tempfile.gettempdir()) / "gradio"
+    before = set(kept.rglob("*"))
+    ask(page, "a link of before")
+    choose_picture(page, photos / "5.png")
+    page.get_by_alt_text("the picture that was asked").wait_for()
+    for side, embedder in ((OLD, old), (NEW, new)):
+        assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
+    assert "link to this search" not in page.inner_text("#results") and page.url.endswith("/")
+    assert set(kept.rglob("*")) == before
+
+
+def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, gallery: Path, photos: Path, new: Embedder) -> None:
+    ask(page, "a red shoe")
+    name = next(name for name in ids(page, NEW) if name != HOSTILE)
+    page.get_by_role("region", name=NEW).get_by_role("link", name=name).click()
+    page.get_by_alt_text("the picture that was asked").wait_for()
+    assert ids(page, NEW) == found(gallery, new, Image.open(photos / name))
+    assert page.get_by_label("Id of an item").input_value() == name
+    page.get_by_label("Id of an item").fill("no such item")
+    page.get_by_label("Id of an item").press("Enter")
+    page.get_by_role("alert").get_by_text("has no item 'no such item'").wait_for()
+    restored = visit("?" + urlencode({"kind": "item", "item": HOSTILE}))
+    restored.get_by_role("alert").get_by_text(f"neither picture nor text of {HOSTILE!r} is known").wait_for()
+
+
+def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, new: Embedder) -> None:
+    ask(page, "a red shoe")
+    page.get_by_label("Only hits with").click()
+    page.get_by_role("option", name="colour=red").click()
+    page.get_by_role("link", name="link to this search").and_(page.locator("[href*=colour]")).wait_for()
+    assert ids(page, NEW) == found(gallery, new, "a red shoe", colour="red")
+    page.get_by_label("number input for Hits").fill("4")
+    page.get_by_label("number input for Hits").press("Tab")
+    page.get_by_role("link", name="link to this search").and_(page.locator("[href*='k=4']")).wait_for()
+    assert ids(page, NEW) == found(gallery, new, "a red shoe", 4, colour="red")
+    alone = visit("?kind=text&text=a+red+shoe&where=red")
+    alone.get_by_role("alert").get_by_text("the filter 'red' is not KEY=VALUE").wait_for()
+
+
+def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, texts: Path, new: Embedder, old: Embedder) -> None:
+    page = visit("?kind=text&text=a+red+shoe&gallery=mixed&k=40")
+    hits = Gallery.open(mixed).search(embed_query(new, "a red shoe"), asking(new), COUNT)[0]
+    assert ids(page, NEW) == [hit.id for hit in hits]
+    badges = page.get_by_role("region", name=NEW).locator("li .badge:not(.plain)").all_inner_texts()
+    assert badges == [hit.version.name.rpartition("/")[2] for hit in hits] and len(set(badges)) == 2
+    assert ids(page, OLD) == found(mixed, old, "a red shoe", COUNT), "what the new model adds fits old queries"
+    page = visit("?kind=item&item=line+7&gallery=texts")
+    assert ids(page, OLD) == found(texts, old, "sentence 7 of many")
+    assert page.get_by_role("region", name=OLD).get_by_text("sentence 7 of many").count() == 1
+    assert page.locator("#results li img, #results .blank").count() == 0
+
+
+def test_files_that_are_no_pictures_are_refused_in_one_line(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    (tmp_path / "large.png").write_bytes(bytes(UPLOAD_BYTES + 1))
+    Image.new("1", (8000, 8000)).save(tmp_path / "many.png")
+    for name, said in (
+        ("broken", "cannot be read"),
+        ("large", "larger than the 10.0 MB"),
+        ("many", "more than the 33,554,432 pixels"),
+    ):
+        choose_picture(page, tmp_path / f"{name}.png")
+        page.get_by_role("alert").get_by_text(said).wait_for()
+
+
+def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
+    def reach(target: Locator) -> None:
+        for _ in range(40):
+            if target.evaluate("element => element === document.activeElement"):
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(f"no key leads to {target}")
+
+    reach(page.get_by_label("Text", exact=True))
+    page.keyboard.type("a red shoe")
+    page.keyboard.press("Enter")
+    ids(page, NEW)
+    reach(page.locator("a.pick").nth(1))
+    outline = page.locator("a.pick").nth(1).evaluate("element => getComputedStyle(element).outlineStyle")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("kind=item"))
+    assert outline == "solid"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark")])
+def test_every_tab_is_accessible_on_wide_and_narrow_screens(
+    visit: Open, run_address: str, upgradable_address: str, width: int, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+    def look(page: Page, at: str, shown: str) -> None:
+        page.locator(shown).first.wait_for()
+        page.wait_for_function("() => document.getAnimations().every(each => each.playState !== 'running')")
+        broken = [each for each in axe.run(page).response["violations"] if each["impact"] in ("serious", "critical")]
+        assert [(at, each["id"], [node["html"] for node in each["nodes"]]) for each in broken] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{at} is wider than the screen"
+
+    page = visit("?kind=text&text=thing+number+3", run_address, width, scheme)
+    look(page, "Search", "#results li")
+    sides = [page.get_by_role("region", name=side).bounding_box() for side in (OLD, NEW)]
+    assert [side and side["x"] for side in sides].count(sides[0] and sides[0]["x"]) == (1 if width > 720 else 2)
+    for tab, shown in (("Where they differ", ".flips"), ("The numbers", "iframe"), ("The galleries", ".about")):
+        if page.get_by_role("tab", name=tab).count():
+            page.get_by_role("tab", name=tab).click()
+        else:  # there is no room for all
+            page.get_by_role("button", name="More tabs").click()
+            page.get_by_role("button", name=tab).click()
+        look(page, tab, shown)
+    page = visit("", upgradable_address, width, scheme)
+    page.get_by_role("tab", name="The gallery").click()
+    page.get_by_role("button", name="Roll back …").click()
+    look(page, "changes", "button:has-text('Yes, roll back')")
+
+
+def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: str, run_site: Site) -> None:
+    page = visit("", run_address)
+    page.get_by_role("tab", name="Where they differ").click()
+    judged = run_site.judged["text-to-image"]
+
+    def expected(order: Order, number: int) -> list[str]:
+        rows = differing(judged.old_Q, judged.new_Q, order).rows_q[PER_PAGE * (number - 1) : PER_PAGE * number]
+        return [
+            f"{judged.questions.words(int(judged.rows_Q[row]))}: {judged.old_Q[row] + 1}, {judged.new_Q[row] + 1}" for row in rows
+        ]
+
+    def shown(number: int, order: str) -> list[str]:
+        page.locator(f".flips[data-page='{number}'][data-order='{order}']").wait_for()
+        questions = page.locator(".question").all_inner_texts()
+        said = re.compile(r"(.+)\s+first match: place (\d+) with the old query, (\d+) with the new one")
+        return [f"{match[1]}: {match[2]}, {match[3]}" for text in questions if (match := said.fullmatch(text))]
+
+    assert shown(1, "lost") == expected("lost", 1)
+    page.get_by_role("button", name="Next").click()
+    assert shown(2, "lost") == expected("lost", 2)
+    page.get_by_label("what it gained").check()
+    assert shown(1, "gained") == expected("gained", 1)
+    first = page.locator(".questions > li").first
+    rank = int(judged.new_Q[differing(judged.old_Q, judged.new_Q, "gained").rows_q[0]])
+    marked = first.get_by_role("region", name=NEW).locator("li")
+    assert [("right" in (card.get_attribute("class") or "")) for card in marked.all()] == [place == rank for place in range(5)]
+    page.get_by_label("image to text").check()
+    page.locator(".question img").first.wait_for()
+
+
+def test_the_numbers_are_those_of_the_report(visit: Open, run_address: str, run_site: Site) -> None:
+    page = visit("", run_address)
+    page.get_by_role("tab", name="The numbers").click()
+    frame = page.frame_locator("iframe")
+    for heading in ("Who finds what", "Comparisons that failed"):
+        frame.get_by_role("heading", name=heading).wait_for()
+    assert run_site.report is not None
+    written = report_file(run_site.report).with_name("report.html").read_text(encoding="utf-8")
+    assert frame.locator("img").count() == written.count("<img") > 2
+
+
+def test_a_page_that_may_change_nothing_only_looks(visit: Open, gallery: Path, run_address: str) -> None:
+    page = visit()
+    page.get_by_role("tab", name="The galleries").click()
+    page.get_by_text(f"{COUNT} items").wait_for()
+    page.get_by_role("button", name="Verify").click()
+    page.get_by_role("status").get_by_text(f"is whole: {COUNT} items").wait_for()
+    page.get_by_role("button", name="Doctor").click()
+    page.get_by_role("status").get_by_text(f"made by this model │ {COUNT - 1} ").wait_for()
+    for verb in ("Upgrade", "Backfill", "Roll back"):
+        assert page.get_by_role("button", name=verb).count() == 0
+    assert Gallery.open(gallery).generation == 1
+
+
+def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradable_address: str, upgradable: Site) -> None:
+    page = visit("?kind=text&text=a+red+shoe", upgradable_address)
+    page.get_by_role("region", name=NEW).get_by_text("run `xcompat gallery upgrade` with it first").wait_for()
+    folder = next(iter(upgradable.shelves.values())).path
+    tab, said = page.get_by_role("tab", name="The gallery"), page.get_by_role("status")
+
+    def press(name: str, line: str | re.Pattern[str]) -> None:
+        page.get_by_role("button", name=name, exact=True).click()
+        said.get_by_text(line).wait_for()
+
+    tab.click()
+    press("Upgrade", f"{COUNT} embeddings mapped; generation 2")
+    page.get_by_role("cell", name="upgrade to").wait_for()
+    page.get_by_role("button", name="Roll back …").click()
+    page.get_by_role("button", name="No, leave it").click()
+    page.get_by_role("button", name="Roll back …").click()
+    assert Gallery.open(folder).generation == 2
+    press("Yes, roll back", "back at generation 1, which is now 3")
+    press("Upgrade", "generation 4")
+    page.get_by_label("Items", exact=True).fill("10")
+    page.get_by_role("button", name="Backfill").click()
+    page.close()  # what was begun goes on
+    page = visit("?kind=text&text=a+red+shoe", upgradable_address)
+    page.get_by_role("tab", name="The gallery").click()
+    page.get_by_role("button", name="Verify").click()  # waits in the same line
+    page.get_by_role("status").get_by_text("is whole").wait_for()
+    assert Gallery.open(folder).generation == 5
+    page.get_by_role("tab", name="Search").click()
+    assert page.get_by_role("region", name=OLD).get_by_text("generation 3").is_visible()
+    assert page.get_by_role("region", name=NEW).locator("li").count() == 10
+
+
+# ------------------------------------------------------------------------------------------------- without a browser
+
+
+def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new: Embedder) -> None:
+    def search(number: int) -> str:
+        with httpx.Client(base_url=address, timeout=None) as client:
+            asked = {"data": ["text", f"query {number}", "", "", "shop", [], 1]}
+            event = client.post("gradio_api/call/search", json=asked).json()["event_id"]
+            answer = client.get(f"gradio_api/call/search/{event}").text
+        return str(json.loads(answer.split("event: complete\ndata: ")[1])[0])
+
+    with ThreadPoolExecutor(200) as visitors:
+        answers = list(visitors.map(search, range(200)))
+    for number, answer in enumerate(answers):
+        assert f'data-item="{found(gallery, new, f"query {number}", 1)[0]}"' in unescape(answer).partition(f'"{NEW}"')[2]
+
+
+def test_a_page_with_a_password_shows_nothing_without_it(site: Site) -> None:
+    client = TestClient(make_app(site, Options(host="0.0.0.0", auth="me:secret").credentials()))
+    assert client.get("/healthz").text == "ok"
+    asked = {"data": ["text", "a red shoe", "", "", "shop", [], 1]}
+    assert client.post("/gradio_api/call/search", json=asked).status_code == 401
+    assert "shop" not in client.get("/config").text
+    assert client.post("/login", data={"username": "me", "password": "wrong"}).status_code == 400
+    assert client.post("/login", data={"username": "me", "password": "secret"}).status_code == 200
+    assert client.post("/gradio_api/call/search", json=asked).status_code == 200
+
+
+def test_the_server_takes_no_files_and_nothing_large(site: Site) -> None:
+    client = TestClient(make_app(site))
+    assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 404
+    assert client.post("/gradio_api/call/search", content=bytes(REQUEST_BYTES + 1)).status_code == 413
+    assert client.post("/gradio_api/call/search", content=iter([b"{}"])).status_code == 413, "of unknown length"
+    assert "default-src 'self'" in client.get("/").headers["content-security-policy"]
+    asked = ["text", "x", "", "", "no such gallery", [], 1]
+    assert client.post("/gradio_api/call/search", json={"data": asked}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["GALLERY", "--host", "0.0.0.0"], "give the page a password with --auth"),
+        (["GALLERY", "--auth", "nobody"], "--auth is USER:PASSWORD"),
+        (["GALLERY"], "name the model that asks with --model"),
+        (["no/such/folder"], "no/such/folder is neither a gallery nor a run"),
+        (["qdrant://localhost:6333/items"], "search a store with `xcompat gallery search`"),
+        (["RUN", "--images", "photos"], "--images and --texts are of a gallery"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    arguments: list[str], said: str, gallery: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [{"GALLERY": str(gallery), "RUN": str(run)}.get(word, word) for word in arguments]
+    monkeypatch.setattr(sys, "argv", ["xcompat", "serve", *typed, "--no-browser"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and said in lines[-1]
