@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xcompat import progress
-from xcompat.progress import Waiting, progress_bar, rate_of, results_on_stdout
+from xcompat.progress import Waiting, followed_by, progress_bar, rate_of, results_on_stdout
 from xcompat.training.callbacks import ProgressCallback
 
 
@@ -106,6 +106,20 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding pictures … e of a folder/run-7: ") for line in said)
     assert said[0].endswith(", 2 pictures/s, 12 s")
+
+
+def test_a_follower_sees_what_bars_would_draw_and_nothing_is_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, float, float | None]] = []
+    with followed_by(lambda task: seen.append((task.description, task.completed, task.total))), progress_bar() as bar:
+        bar.get_time = clock
+        task = bar.add_task("mapping", total=100, rate="")
+        for _ in range(2):
+            clock.now += 20
+            rate_of(bar, task, 50, "embeddings")
+    assert seen == [("mapping", 50, 100), ("mapping", 100, 100)] and capsys.readouterr().out == ""
+    with progress_bar() as bar:
+        rate_of(bar, bar.add_task("mapping", total=100, rate=""), 50, "embeddings")
+    assert len(seen) == 2
 
 
 def test_training_says_what_became_of_the_loss(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,8 @@ def spoken(work: Callable[[], object], progress: gr.Progress) -> str:
     """Do work, show how far it is, and return what it prints."""
 
     def follow(task: Task) -> None:
-        progress((int(task.completed), int(task.total or 0)), desc=task.description, unit="items")
+        said = f"{Text.from_markup(task.description).plain}, {task.fields['rate']}"
+        progress((int(task.completed), int(task.total or 0)), desc=said, unit="items")
 
     with console.capture() as printed, followed_by(follow):
         work()
