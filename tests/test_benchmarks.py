@@ -26,6 +26,7 @@ TOYS = {
     "draft_decoding": {"images": 2, "rounds": 1},
     "freed_memory": {"images": 2, "rounds": 1},
     "pair_memory": {"most": 128},
+    "serve": {"searches": 4, "items": 50, "dim": 8, "rounds": 1},
     "stores": {"items": 200, "migrated": 0, "dim": 8, "queries": 2, "rounds": 1},
     "chroma_milvus_stores": {"items": 60, "dim": 8, "rounds": 1},
     "qdrant_store": {"items": 60, "dim": 8},
