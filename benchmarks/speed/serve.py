@@ -68,13 +68,12 @@ def served(old: Path, new: Path, gallery: Path) -> Iterator[str]:
         process.wait()
 
 
-def visit(address: str, text: str) -> Answer:
+def visit(client: httpx.Client, text: str) -> Answer:
     """Search as the page's own scripts do."""
     started = time.perf_counter()
-    with httpx.Client(base_url=address, timeout=None) as client:
-        asked = {"data": ["text", text, "", "", "gallery", [], 10]}
-        event = client.post("/gradio_api/call/search", json=asked).json()["event_id"]
-        said = client.get(f"/gradio_api/call/search/{event}").text
+    asked = {"data": ["text", text, "", "", "gallery", [], 10]}
+    event = client.post("/gradio_api/call/search", json=asked).json()["event_id"]
+    said = client.get(f"/gradio_api/call/search/{event}").text
     return Answer(json.loads(said.split("event: complete\ndata: ")[1])[0], time.perf_counter() - started)
 
 
@@ -90,10 +89,15 @@ def measure(searches: int = 200, items: int = 100_000, dim: int = 512, rounds: i
         def loop() -> list[list[str]]:
             return [[hit.id for side in sides for hit in find(opened, side, text, DEPTH, None)[:10]] for text in texts]
 
-        with served(old, new, gallery) as address, ThreadPoolExecutor(searches) as visitors:
+        every = httpx.Limits(max_connections=None)
+        with (
+            served(old, new, gallery) as address,
+            httpx.Client(base_url=address, timeout=None, limits=every) as client,
+            ThreadPoolExecutor(searches) as visitors,
+        ):
 
             def page() -> list[str]:
-                answers = list(visitors.map(partial(visit, address), texts))
+                answers = list(visitors.map(partial(visit, client), texts))
                 waited.extend(answer.seconds for answer in answers)
                 return [answer.page for answer in answers]
 
