@@ -488,25 +488,38 @@ def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new:
         assert f'data-item="{found(gallery, new, f"query {number}", 1)[0]}"' in unescape(answer).partition(f'"{NEW}"')[2]
 
 
+ASKED = {"data": ["text", "a red shoe", "", "", "shop", [], 1]}
+
+
 def test_a_page_with_a_password_shows_nothing_without_it(site: Site) -> None:
     client = TestClient(make_app(site, Options(host="0.0.0.0", auth="me:secret").credentials()))
     assert client.get("/healthz").text == "ok"
-    asked = {"data": ["text", "a red shoe", "", "", "shop", [], 1]}
-    assert client.post("/gradio_api/call/search", json=asked).status_code == 401
+    assert client.post("/gradio_api/call/search", json=ASKED).status_code == 401
     assert "shop" not in client.get("/config").text
     assert client.post("/login", data={"username": "me", "password": "wrong"}).status_code == 400
     assert client.post("/login", data={"username": "me", "password": "secret"}).status_code == 200
-    assert client.post("/gradio_api/call/search", json=asked).status_code == 200
+    assert client.post("/gradio_api/call/search", json=ASKED).status_code == 200
 
 
 def test_the_server_takes_no_files_and_nothing_large(site: Site) -> None:
-    client = TestClient(make_app(site))
+    client = TestClient(make_app(site), base_url="http://127.0.0.1:7860")
     assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 404
     assert client.post("/gradio_api/call/search", content=bytes(REQUEST_BYTES + 1)).status_code == 413
     assert client.post("/gradio_api/call/search", content=iter([b"{}"])).status_code == 413, "of unknown length"
     assert "default-src 'self'" in client.get("/").headers["content-security-policy"]
-    asked = ["text", "x", "", "", "no such gallery", [], 1]
-    assert client.post("/gradio_api/call/search", json={"data": asked}).status_code == 200
+
+
+def test_other_sites_cannot_ask(site: Site) -> None:
+    client = TestClient(make_app(site), base_url="http://127.0.0.1:7860")
+
+    def status(headers: dict[str, str]) -> int:
+        return client.post("/gradio_api/call/search", json=ASKED, headers=headers).status_code
+
+    own = {"host": "localhost:7860", "origin": "http://localhost:7860"}
+    assert [status(headers) for headers in ({}, own)] == [200, 200]
+    strangers = [{"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:9999"}]
+    assert [status(headers) for headers in strangers] == [403] * 3
+    assert status({"host": "evil.example:7860", "origin": "http://evil.example:7860"}) == 400, "a name made to point here"
 
 
 @pytest.mark.parametrize(

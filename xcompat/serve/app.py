@@ -7,6 +7,7 @@ import socket
 import webbrowser
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from xcompat.errors import XcompatError
 from xcompat.progress import console, literal
@@ -23,6 +24,11 @@ CONTENT_POLICY = (
     "frame-ancestors 'self'"
 )
 """What a browser may load: this server's own files. Gradio evaluates its own scripts and templates."""
+HEADERS = (
+    (b"content-security-policy", CONTENT_POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
 
 
 class Options(NamedTuple):
@@ -106,6 +112,7 @@ def make_app(site: Site, credentials: tuple[str, str] | None = None) -> FastAPI:
     """
     import gradio as gr
     from fastapi import FastAPI
+    from fastapi.middleware.trustedhost import TrustedHostMiddleware
     from fastapi.responses import PlainTextResponse
 
     from xcompat.serve.page import make_page, theme
@@ -122,6 +129,8 @@ def make_app(site: Site, credentials: tuple[str, str] | None = None) -> FastAPI:
         return "this page reads pictures in memory, and keeps no files"
 
     app.add_middleware(_Guarded)
+    if credentials is None:  # a name that a stranger lets point at this machine is no name of it
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"], www_redirect=False)
     return gr.mount_gradio_app(
         app,
         make_page(site),
@@ -150,7 +159,7 @@ def _checking(user: str, password: str) -> Callable[[str, str], bool]:
 
 
 class _Guarded:
-    """Refuses requests larger than a picture may make them, and tells browsers to load nothing from elsewhere."""
+    """Refuses what is larger than a picture may make it or asked by another site's page; tells browsers to load nothing else."""
 
     def __init__(self, app: Any) -> None:  # noqa: ANN401 - an ASGI application
         self.app = app
@@ -161,20 +170,21 @@ class _Guarded:
             return
         from fastapi.responses import PlainTextResponse
 
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
-        if chunked or not length.isdigit() or int(length) > REQUEST_BYTES:
-            await PlainTextResponse("this is more than the page reads", status_code=413)(scope, receive, send)
-            return
-
         async def guarded(message: Any) -> None:  # noqa: ANN401
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    (b"content-security-policy", CONTENT_POLICY.encode()),
-                    (b"x-content-type-options", b"nosniff"),
-                    (b"referrer-policy", b"no-referrer"),
-                ]
+                message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
 
-        await self.app(scope, receive, guarded)
+        refused = _refusal(dict(scope["headers"]))
+        answer = PlainTextResponse(refused[1], status_code=refused[0]) if refused is not None else self.app
+        await answer(scope, receive, guarded)
+
+
+def _refusal(headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+    """Return status and words for a request that is not taken; None for one that is."""
+    length = headers.get(b"content-length", b"0")
+    if b"transfer-encoding" in headers or not length.isdigit() or int(length) > REQUEST_BYTES:
+        return 413, "this is more than the page reads"
+    if b"origin" in headers and urlsplit(headers[b"origin"]).netloc != headers.get(b"host"):
+        return 403, "another site's page asks; only this one may"
+    return None
