@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from test_labelled_run import write_classes
 
 from xcompat import XbtModel, cli
 from xcompat.embedding_provider import asking
@@ -38,6 +39,7 @@ from fastapi.testclient import TestClient
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
+from xcompat.serve import differing_tab, search_tab
 from xcompat.serve.app import Options, make_app
 from xcompat.serve.differing_tab import PER_PAGE
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site
@@ -486,6 +488,70 @@ def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new:
         answers = list(visitors.map(search, range(200)))
     for number, answer in enumerate(answers):
         assert f'data-item="{found(gallery, new, f"query {number}", 1)[0]}"' in unescape(answer).partition(f'"{NEW}"')[2]
+
+
+@pytest.fixture(scope="module")
+def labelled_site(image_folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Return the page of a run that was judged on labelled images, by models without texts."""
+    folder = tmp_path_factory.mktemp("labelled")
+    raw: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "method": "ridge",
+        "old": image_folder_of["vit"],
+        "new": image_folder_of["resnet"],
+        "data": {
+            "images": {"path": write_classes(folder / "train", 6, 0)},
+            "queries": {"path": write_classes(folder / "test", 3, 1)},
+        },
+        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 0},
+    }
+    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    return load_site(str(folder / "run"), None, None, None, allow_changes=False)
+
+
+@pytest.fixture(scope="module")
+def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Return the page of a run that was judged on texts that search texts."""
+    folder = tmp_path_factory.mktemp("judged")
+    judged: dict[str, Any] = {"qrels": str(folder / "qrels.tsv")}
+    for name in ("queries", "passages"):
+        judged[name] = {"path": str(folder / f"{name}.jsonl")}
+        rows = [{"id": f"{name[0]}{row}", "text": f"{row} of the {name}"} for row in range(12)]
+        Path(judged[name]["path"]).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "qrels.tsv").write_text("query\tpassage\tgain\n" + "\n".join(f"q{row}\tp{row}\t1" for row in range(12)))
+    raw: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "method": "ridge",
+        "old": old_folder,
+        "new": folder_of["clip"],
+        "data": {"texts": [{"path": texts_file}], "judged_texts": judged},
+        "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
+    }
+    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    return load_site(str(folder / "run"), None, None, None, allow_changes=False)
+
+
+@pytest.mark.parametrize("kind", ["run_site", "labelled_site", "judged_site"])
+def test_first_matches_stand_where_the_report_has_them(kind: str, request: pytest.FixtureRequest) -> None:
+    site: Site = request.getfixturevalue(kind)
+    assert site.judged
+    for direction, judged in site.judged.items():
+        shown = differing_tab.page(site, direction, "lost", 1)
+        rows = differing(judged.old_Q, judged.new_Q, "lost").rows_q[:PER_PAGE]
+        sides = re.findall(r'<section class="side small".*?</section>', shown, re.DOTALL)
+        assert len(sides) == 2 * len(rows)
+        for row, old_side, new_side in zip(rows, sides[::2], sides[1::2], strict=True):
+            for rank, side in ((judged.old_Q[row], old_side), (judged.new_Q[row], new_side)):
+                marked = ["right" in card for card in re.findall("<li[^>]*>", side)]
+                assert (marked.index(True) if any(marked) else 5) == min(rank, 5)
+
+
+def test_models_that_read_pictures_alone_are_not_asked_texts(labelled_site: Site) -> None:
+    name = next(iter(labelled_site.shelves))
+    item = labelled_site.shelves[name].gallery().search(np.ones((1, 16)), labelled_site.sides[0].embedder.fingerprint)[0][0].id
+    assert search_tab.restored(labelled_site, [("kind", "text"), ("text", "x")]).kind == "picture"
+    asked = search_tab.restored(labelled_site, [("kind", "item"), ("item", item), ("k", "3")])
+    assert search_tab.answer(labelled_site, asked).count('data-item="') == 6
 
 
 ASKED = {"data": ["text", "a red shoe", "", "", "shop", [], 1]}
