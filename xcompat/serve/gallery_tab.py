@@ -154,7 +154,7 @@ def _rollback(generation: gr.Dropdown, does: Does) -> None:
 def _row(verb: str, line: str) -> gr.Row:
     """Begin a row with what its buttons do."""
     with gr.Row(elem_classes="verb") as row:
-        gr.HTML(render("verb.html.j2", verb=verb, line=line), js_on_load=None, min_width=300)
+        gr.HTML(render("verb.html.j2", verb=verb, line=line), js_on_load=None)
     return row
 
 
