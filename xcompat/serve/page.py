@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import gradio as gr
@@ -54,6 +56,9 @@ def theme() -> gr.themes.Base:
 
 def make_page(site: Site) -> gr.Blocks:
     """Return the page with a tab for each thing that the site has."""
+    os.environ.setdefault(
+        "GRADIO_ANALYTICS_CACHE_FREQUENCY", str(sys.maxsize)
+    )  # else it tabulates its last 10,000 events after each
     with gr.Blocks(title=f"{site.title} · xcompat", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(render("title.html.j2", site=site), elem_classes="page-title")
         with gr.Tabs():
@@ -67,4 +72,4 @@ def make_page(site: Site) -> gr.Blocks:
                     numbers_tab.build(site, tab)
             with gr.Tab("The gallery" if len(site.shelves) == 1 else "The galleries", id="gallery") as tab:
                 gallery_tab.build(site, tab)
-    return page
+    return page.queue(status_update_rate=1)  # seconds; else all who wait are told their place after each search
