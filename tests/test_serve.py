@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_labelled_run import write_classes
 
@@ -59,6 +60,7 @@ def old(old_folder: str) -> Embedder:
 @pytest.fixture(scope="module")
 def new(folder_of: dict[str, str], old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Embedder:
     folder = tmp_path_factory.mktemp("serve") / "xbt"
+    torch.manual_seed(0)
     XbtModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(folder)
     return load_embedder(str(folder))
 
@@ -178,6 +180,7 @@ def upgradable(
     """Return the page of a gallery that may be changed, with a model that maps it."""
     base = tmp_path_factory.mktemp("upgradable")
     shutil.copytree(gallery, base / "gallery")
+    torch.manual_seed(0)
     FctModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(base / "fct")
     return load_site(str(base / "gallery"), str(base / "fct"), old_folder, photos, allow_changes=True)
 
@@ -287,7 +290,7 @@ def test_a_picture_is_searched_and_kept_nowhere(page: Page, gallery: Path, photo
 def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, gallery: Path, photos: Path, new: Embedder) -> None:
     ask(page, "a red shoe")
     name = next(name for name in ids(page, NEW) if name != HOSTILE)
-    page.get_by_role("region", name=NEW).get_by_role("link", name=name).click()
+    page.get_by_role("region", name=NEW).locator(f'a[data-item="{name}"]').click()
     page.get_by_alt_text("the picture that was asked").wait_for()
     assert ids(page, NEW) == found(gallery, new, Image.open(photos / name))
     assert page.get_by_label("Id of an item").input_value() == name
