@@ -210,6 +210,7 @@ def test_the_command_line_says_how_sure_it_is(
     folder_of: dict[str, str],
     asked: Any,
     gallery: Gallery,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,6 +234,10 @@ def test_the_command_line_says_how_sure_it_is(
     assert code == 0 and text in first and f"{sure}" in out and "was asked instead" in out
     code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
     assert code == 0 and "asked instead" not in out
+    (tmp_path / "asked.txt").write_text("\n".join(TEXTS) + "\n")
+    code, out, _ = run("--queries", str(tmp_path / "asked.txt"), "--json", "--model", model_folder, "--fallback", old_folder)
+    fell_back = [json.loads(line)["fallback"] is not None for line in out.splitlines()]
+    assert code == 0 and fell_back == (asked[1] < 0.5).tolist()
     code, _, err = run(text, "--model", model_folder, "--fallback", folder_of["clip"])
     assert code == 2 and "did not make the" in err
     code, _, err = run(text, "--model", model_folder, "--fallback-below", "0.5")

@@ -142,12 +142,13 @@ def search(
     with results_on_stdout() if json or csv else nullcontext():
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
         _require_model(model)
+        from xcompat.retrieval import Gallery
         from xcompat.retrieval.queries import Typed, load_queries
         from xcompat.retrieval.showing import shower
 
         asked = Typed(query) if query is not None else load_queries(str(queries))
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
-        if is_store:
+        if not isinstance(opened, Gallery):
             from xcompat.stores.commands import search as search_store
 
             search_store(opened, asked, _load_asking(model, embed_with), top_k, where[0] if where else None, show)

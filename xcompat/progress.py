@@ -46,6 +46,10 @@ class _Terminal(Console):
             return super().size
         return ConsoleDimensions(WIDE, super().size.height)
 
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self.width, self.height = new_size
+
 
 console: Console = _Terminal(quiet=not is_main_process(), highlight=False)
 

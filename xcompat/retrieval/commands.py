@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 from rich.table import Table
@@ -30,7 +29,7 @@ from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.originals import Originals
 from xcompat.retrieval.queries import Queries, followed
-from xcompat.retrieval.showing import Found, short
+from xcompat.retrieval.showing import Found, short, wanted_values
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 from xcompat.spreading import Spread, led
@@ -143,25 +142,6 @@ def search(
             if fallback is not None and found.confidence is not None and found.confidence < fallback.below:
                 found = found._replace(fallback=fallback.model.name)
             show(found)
-
-
-def wanted_values(pair: str) -> tuple[str, list[Any]]:
-    """Return the key of a filter ``KEY=VALUE`` and the accepted values: the text, and what it means as JSON.
-
-    Raises:
-        XcompatError: the filter has no ``=`` or no key.
-
-    Example:
-        >>> wanted_values("colour=red"), wanted_values("year=2020"), wanted_values("in stock=true")
-        (('colour', ['red']), ('year', ['2020', 2020]), ('in stock', ['true', True]))
-    """
-    key, equals, text = pair.partition("=")
-    if not (key and equals):
-        raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; write such as colour=red")
-    try:
-        return key, [text, json.loads(text)]
-    except json.JSONDecodeError:
-        return key, [text]
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
@@ -16,8 +17,6 @@ from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.versions import fits, identity, of_length, query_confidence, query_view, remembers
 
 if TYPE_CHECKING:
-    import torch
-
     from xcompat.retrieval.versions import Model
 
 
@@ -123,7 +122,11 @@ class Fallback:
                 raise FingerprintMismatchError(_not_the_old(self.model, version))
 
     def old_queries(
-        self, model: Model, manifest: Manifest, embeds_QD: ArrayLike, embed: Callable[[list[int]], torch.Tensor]
+        self,
+        model: Model,
+        manifest: Manifest,
+        embeds_QD: ArrayLike,
+        embed: Callable[[list[int]], torch.Tensor | NDArray[np.float32]],
     ) -> NDArray[np.float32]:
         """Embed with the old model the queries that the new model is not sure of.
 
@@ -140,7 +143,7 @@ class Fallback:
         old_Qd = np.full((len(np.asarray(embeds_QD)), self.model.dim), np.nan, np.float32)
         unsure = [] if confidence_Q is None else np.flatnonzero(confidence_Q < self.below).tolist()
         if unsure:
-            old_Qd[unsure] = embed(unsure).float().cpu().numpy()
+            old_Qd[unsure] = torch.as_tensor(embed(unsure)).float().cpu().numpy()
         return old_Qd
 
 

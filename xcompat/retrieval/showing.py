@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from rich.table import Table
 
 from xcompat.data.schema import TEXT
+from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
 from xcompat.progress import console, literal, snippet
@@ -130,3 +131,22 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
 def short(version: Fingerprint) -> str:
     """Return a fingerprint with only the last part of its name, which may be a long path."""
     return str(Fingerprint(version.digest, public_name(version.name)))
+
+
+def wanted_values(pair: str) -> tuple[str, list[Any]]:
+    """Return the key of a filter ``KEY=VALUE`` and the accepted values: the text, and what it means as JSON.
+
+    Raises:
+        XcompatError: the filter has no ``=`` or no key.
+
+    Example:
+        >>> wanted_values("colour=red"), wanted_values("year=2020"), wanted_values("in stock=true")
+        (('colour', ['red']), ('year', ['2020', 2020]), ('in stock', ['true', True]))
+    """
+    key, equals, text = pair.partition("=")
+    if not (key and equals):
+        raise XcompatError(f"--where {pair!r} is not KEY=VALUE; write such as colour=red")
+    try:
+        return key, [text, json.loads(text)]
+    except json.JSONDecodeError:
+        return key, [text]

@@ -10,7 +10,7 @@ from PIL.Image import Image
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.commands import wanted_values
+from xcompat.retrieval.showing import wanted_values
 from xcompat.retrieval.showing import short
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.failing import told

@@ -118,7 +118,7 @@ class GalleryStore(Store):
 def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(condition, str):
         return condition
-    from xcompat.retrieval.commands import wanted_values
+    from xcompat.retrieval.showing import wanted_values
 
     key, values = wanted_values(condition)
     return {key: values}

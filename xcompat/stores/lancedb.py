@@ -289,7 +289,7 @@ class LanceStore(Store):
         records = self._open(self.name + RECORDS)
         with explained(self.uri):
             if records is None or not records.count_rows():
-                self.database.drop_table(self.name + RECORDS, ignore_missing=True)  # type: ignore[call-arg]  # the cloud alone lacks it
+                self.database.drop_table(self.name + RECORDS, ignore_missing=True)  # type: ignore[call-arg]  # the cloud lacks it
 
     @override
     def renew_claim(self) -> None:
