@@ -15,9 +15,9 @@ import pytest
 
 from xcompat import XcompatError
 from xcompat.mapping import load_paired
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
-from xcompat.vectors import is_table, read_vectors, stored_at
+from xcompat.vectors import is_stored, is_table, read_vectors, stored_at
 
 ITEMS, DIM = 40, 6
 IDS = [f"item {row}" for row in range(ITEMS)]

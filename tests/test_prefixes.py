@@ -15,7 +15,7 @@ from transformers import CLIPConfig
 
 from xcompat import IndependentModel
 from xcompat.embedding import embed_texts
-from xcompat.encoders.adapters import AdapterConfig, LoraSettings
+from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.prefixes import TREE, prefix_batches, prefix_trees, shared_prefixes
 from xcompat.encoders.standins import stand_in

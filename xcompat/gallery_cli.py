@@ -124,17 +124,10 @@ def search(
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
 ) -> None:
     """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
-    if fallback_below is not None and not fallback:
-        raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
-    if (query is None) == (queries is None):
-        raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
-    if json and csv:
-        raise XcompatError("--json and --csv are two forms of one result; choose one")
     is_store = "://" in gallery
-    if is_store and (fallback or group_by is not None):
-        raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
-    if is_store and len(where or []) > 1:
-        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
+    _require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
+    if is_store:
+        _require_of_stores(bool(fallback) or group_by is not None, where or [])
     _require_asked(query, queries)
 
     from xcompat.progress import results_on_stdout
@@ -317,6 +310,22 @@ def _originals(source: Path, texts: dict[str, Any], max_bad_share: float | None 
     from xcompat.retrieval.originals import load_originals
 
     return load_originals(source, max_bad_share, **texts)
+
+
+def _require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:
+    if below_nothing:
+        raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
+    if (query is None) == (queries is None):
+        raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
+    if two_forms:
+        raise XcompatError("--json and --csv are two forms of one result; choose one")
+
+
+def _require_of_stores(of_galleries: bool, where: list[str]) -> None:
+    if of_galleries:
+        raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
+    if len(where) > 1:
+        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
 
 
 def _require_asked(query: str | None, queries: str | None) -> None:

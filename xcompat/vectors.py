@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from xcompat.arrays import forget_pages, map_array
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from torch import Tensor
 
 ID, SCALE = "id", "scale"
 EMBEDDING_COLUMNS = ("embedding", "values", "vector")
@@ -28,11 +28,20 @@ JSON = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 TABLES = (PARQUET, *JSON)
 SUFFIXES = (ARRAY, *TABLES)
 """What :func:`read_vectors` reads, and folders of :data:`TABLES`."""
+EMBEDS, IDS = "image_embeds", "image_ids.txt"
+PROTOTYPES, CLASSES = "prototypes", "classes.txt"
+"""Of a lost old model: its stored embeddings with their ids, or its prototypes with the names of their classes."""
 UNIT = 1e-2
 """Largest deviation of an embedding's length from 1; float16 rounds by less."""
 BLOCK = 8192
 LONGEST_LINE = 2**24
 """Most bytes of a line of JSON, and bytes that are read at a time."""
+
+
+CODECS = "SQ8, SQ4, SQfp16, or PQ and a number of bytes, such as PQ64"
+_KNOWN = re.compile(r"SQ(4|8|fp16)|PQ[1-9][0-9]{0,3}")
+AS_THEY_ARE = "float32"
+"""In place of a codec's name: entries stay uncompressed, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
     Raises:
         XcompatError: naming the first one.
     """
+    import torch
+
     lengths_B = torch.linalg.vector_norm(embeds_BD, dim=1)
     wrong = torch.nonzero(~((lengths_B - 1).abs() < UNIT))  # NaN too
     if len(wrong):
@@ -318,3 +329,41 @@ def _ids(file: Path, before: int, column: pa.Array) -> list[str]:
 
 def _no_list(file: object, column: str, kind: str) -> str:
     return f"{file}: column {column!r} is {kind}, not a list of numbers; write lists of floats, no text that holds them"
+
+
+def is_stored(name: str) -> bool:
+    """Return whether a folder holds stored embeddings or prototypes in place of a model."""
+    return any(stored_at(Path(name) / stem) is not None for stem in (EMBEDS, PROTOTYPES))
+
+
+def check_stored(folder: Path) -> bool:
+    """Return whether an old model's folder holds embeddings or prototypes, before anything is read.
+
+    Args:
+        folder: of an old model.
+
+    Raises:
+        XcompatError: it does, without a file that names the rows.
+    """
+    for stem, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
+        if (file := stored_at(folder / stem)) is not None:
+            require_names(file, folder / names)
+            return True
+    return False
+
+
+def require_names(file: Path, lines: Path) -> None:
+    """Refuse stored vectors that neither name their rows nor lie beside a file that does."""
+    if not is_table(file) and not lines.is_file():
+        raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
+
+
+def is_codec(name: object) -> bool:
+    """Return whether this is a codec's name: 8 or 4 bits or half precision per dimension, or product quantisation."""
+    return isinstance(name, str) and _KNOWN.fullmatch(name) is not None
+
+
+def require_codec(name: str | None) -> None:
+    """Refuse a name that is neither a codec nor :data:`AS_THEY_ARE`; None, which chooses by the number of entries, passes."""
+    if name not in (None, AS_THEY_ARE) and not is_codec(name):
+        raise XcompatError(f"there is no memory codec {name!r}; it is {AS_THEY_ARE}, {CODECS}")

@@ -1,20 +1,46 @@
 """Data: from the user's files to batches, with one set of column names."""
 
-from xcompat.data.classes import load_classes
-from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
-from xcompat.data.contents import holds_pictures
-from xcompat.data.corpora import CorpusSource, load_texts
-from xcompat.data.images import UnusableSampleError, open_image, to_rgb
-from xcompat.data.judgements import read_qrels
-from xcompat.data.labelled import ClassBalancedSampler, LabelledImages, LabelledSource, load_labelled
-from xcompat.data.loading import load_pairs
-from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, stream_pairs
-from xcompat.data.problems import BadSamples
-from xcompat.data.scenarios import Subset, old_and_new_rows, select
-from xcompat.data.sources import PairSource
-from xcompat.data.text_pairs import TextPairCollator, TextPairDataset, TextPairSource, load_text_pairs
-from xcompat.data.texts import TextSource, load_items_of_text, passages
-from xcompat.data.transforms import Augmentation, build_transform
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcompat.data.balanced import ClassBalancedSampler
+    from xcompat.data.classes import load_classes
+    from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
+    from xcompat.data.contents import holds_pictures
+    from xcompat.data.corpora import CorpusSource, load_texts
+    from xcompat.data.images import UnusableSampleError, open_image, to_rgb
+    from xcompat.data.judgements import read_qrels
+    from xcompat.data.labelled import LabelledImages, LabelledSource, load_labelled
+    from xcompat.data.loading import load_pairs
+    from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, stream_pairs
+    from xcompat.data.problems import BadSamples
+    from xcompat.data.scenarios import Subset, old_and_new_rows, select
+    from xcompat.data.sources import PairSource, TextPairSource
+    from xcompat.data.text_pairs import TextPairCollator, TextPairDataset, load_text_pairs
+    from xcompat.data.texts import TextSource, load_items_of_text, passages
+    from xcompat.data.transforms import Augmentation, build_transform
+
+_PLACES = {
+    "classes": ["load_classes"],
+    "collate": ["EmbeddingPairDataset", "PairCollator", "collate_embeddings"],
+    "contents": ["holds_pictures"],
+    "corpora": ["CorpusSource", "load_texts"],
+    "images": ["UnusableSampleError", "open_image", "to_rgb"],
+    "judgements": ["read_qrels"],
+    "balanced": ["ClassBalancedSampler"],
+    "labelled": ["LabelledImages", "LabelledSource", "load_labelled"],
+    "loading": ["load_pairs"],
+    "pairs": ["PairDataset", "flatten_captions", "iterate_images", "stream_pairs"],
+    "problems": ["BadSamples"],
+    "scenarios": ["Subset", "old_and_new_rows", "select"],
+    "sources": ["PairSource", "TextPairSource"],
+    "text_pairs": ["TextPairCollator", "TextPairDataset", "load_text_pairs"],
+    "texts": ["TextSource", "load_items_of_text", "passages"],
+    "transforms": ["Augmentation", "build_transform"],
+}
 
 __all__ = [
     "Augmentation",
@@ -52,3 +78,10 @@ __all__ = [
     "stream_pairs",
     "to_rgb",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
-from torch.utils.data import Sampler
 
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
@@ -235,87 +234,3 @@ def _with_labels(dataset: datasets.Dataset, labels_N: NDArray[np.int64]) -> data
     column[slice(None) if rows is None else rows] = labels_N
     whole = whole.remove_columns(LABEL).add_column(LABEL, column)
     return whole if rows is None else whole.select(rows)
-
-
-def _require_pairs(labels_N: NDArray[np.int64], classes: Sequence[str] | None) -> None:
-    present, counts = np.unique(labels_N, return_counts=True)
-    lonely = [classes[index] if classes else str(index) for index in present[counts < 2].tolist()]
-    if lonely:
-        more = f" and of {len(lonely) - 1} more" if len(lonely) > 1 else ""
-        raise XcompatError(f"fewer than two samples of class {lonely[0]!r}{more}; add samples or leave the class out")
-
-
-class ClassBalancedSampler(Sampler[int]):
-    """Batches of P classes with K samples each, for batch-hard triplet loss (Hermans et al. 2017).
-
-    An epoch goes over the classes as often as it takes to draw as many samples as there are. In each pass every class comes at
-    most once, in random order (what does not fill a batch is left to other passes), and its samples come without repetition
-    until all were drawn. The draws depend on seed and epoch alone. Give a data loader the batch size P·K. ``accelerate`` deals
-    whole batches to the processes itself, so keep one replica there; the parts are those of ``num_replicas`` and ``rank``.
-
-    Args:
-        labels_N: class of each sample, any integers.
-        classes_per_batch: P.
-        samples_per_class: K; a class with fewer samples repeats them.
-        classes: names for messages.
-        seed: of the draws.
-        num_replicas: how many processes share the batches.
-        rank: which of them this is; it gets every ``num_replicas``-th batch.
-
-    Raises:
-        XcompatError: a class has a single sample, or there are fewer classes than a batch needs.
-
-    Example:
-        >>> sampler = ClassBalancedSampler(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), 2, 2)
-        >>> len(sampler), len(list(sampler))
-        (8, 8)
-    """
-
-    def __init__(
-        self,
-        labels_N: NDArray[np.int64],
-        classes_per_batch: int,
-        samples_per_class: int,
-        *,
-        classes: Sequence[str] | None = None,
-        seed: int = 0,
-        num_replicas: int = 1,
-        rank: int = 0,
-    ) -> None:
-        _require_pairs(labels_N, classes)
-        self.labels_N = np.asarray(labels_N)
-        _, self._counts_C = np.unique(self.labels_N, return_counts=True)
-        per_pass = len(self._counts_C) // classes_per_batch
-        if not per_pass:
-            raise XcompatError(f"{classes_per_batch} classes do not fit: there are {len(self._counts_C)}; take fewer per batch")
-        if samples_per_class < 2:
-            raise XcompatError(f"{samples_per_class} sample of each class has no positive in its batch; take at least 2")
-        self.classes_per_batch, self.samples_per_class = classes_per_batch, samples_per_class
-        self._passes = max(1, round(len(self.labels_N) / (len(self._counts_C) * samples_per_class)))
-        self._batches = self._passes * per_pass // num_replicas
-        if not self._batches:
-            raise XcompatError(f"{self._passes * per_pass} batches are too few for {num_replicas} processes; make them smaller")
-        self.seed, self.num_replicas, self.rank, self.epoch = seed, num_replicas, rank, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches are drawn next."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Return the number of samples that this process draws in an epoch."""
-        return self._batches * self.classes_per_batch * self.samples_per_class
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield row numbers, each P·K of them a batch."""
-        draw = np.random.default_rng((self.seed, self.epoch))
-        shuffled_N = draw.permutation(len(self.labels_N))
-        rows_N = shuffled_N[np.argsort(self.labels_N[shuffled_N], kind="stable")]  # by class, shuffled within
-        starts_C = np.cumsum(self._counts_C) - self._counts_C
-        whole = len(starts_C) // self.classes_per_batch * self.classes_per_batch
-        passes = []
-        for number in range(self._passes):
-            chosen = draw.permutation(len(starts_C))[:whole, None]
-            places = (number * self.samples_per_class + np.arange(self.samples_per_class)) % self._counts_C[chosen]
-            passes.append(rows_N[starts_C[chosen] + places].reshape(-1, self.classes_per_batch * self.samples_per_class))
-        batches = np.concatenate(passes)[: self._batches * self.num_replicas]
-        yield from batches[self.rank :: self.num_replicas].ravel().tolist()

@@ -98,6 +98,26 @@ class PairSource(ImageSource):
         return self.labels or self.label_column is not None
 
 
+class TextPairSource(DataSource):
+    """A source of queries with their passages, with the fields of :class:`DataSource` and these.
+
+    Files are JSON lines, CSV, TSV or Parquet. Columns that are not named are found by their usual names.
+
+    Args:
+        query_column: the column with the query.
+        passage_column: the column with the passage that answers it.
+        negative_column: the column with mined negatives, one text or a list; each query gets one of its own in every epoch.
+        id_column: the column with the id of what a pair is about, for ``one_per_id``.
+        limit: number of pairs to use, the first ones.
+    """
+
+    query_column: str | None = None
+    passage_column: str | None = None
+    negative_column: str | None = None
+    id_column: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+
+
 def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
     """Refuse fields that only a data set on the Hub has, for local data.
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.pairs import DrawnDataset, RowArray
 from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, pick_column
-from xcompat.data.sources import DataSource
+from xcompat.data.sources import TextPairSource
 from xcompat.data.texts import open_rows, rows_of
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
@@ -26,26 +25,6 @@ if TYPE_CHECKING:
 
 QUERY_COLUMNS = (QUERY, "question", "anchor", "claim", "sentence1")
 PASSAGE_COLUMNS = (PASSAGE, "positive", "answer", "document", "context", "text", "sentence2")
-
-
-class TextPairSource(DataSource):
-    """A source of queries with their passages, with the fields of :class:`DataSource` and these.
-
-    Files are JSON lines, CSV, TSV or Parquet. Columns that are not named are found by their usual names.
-
-    Args:
-        query_column: the column with the query.
-        passage_column: the column with the passage that answers it.
-        negative_column: the column with mined negatives, one text or a list; each query gets one of its own in every epoch.
-        id_column: the column with the id of what a pair is about, for ``one_per_id``.
-        limit: number of pairs to use, the first ones.
-    """
-
-    query_column: str | None = None
-    passage_column: str | None = None
-    negative_column: str | None = None
-    id_column: str | None = None
-    limit: int | None = Field(default=None, ge=1)
 
 
 def load_text_pairs(source: TextPairSource) -> datasets.Dataset:

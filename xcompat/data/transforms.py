@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
-from torchvision.transforms import InterpolationMode, v2
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor
 
 
 class Augmentation(BaseModel):
@@ -70,10 +72,13 @@ def build_transform(
         A function from a PIL image in mode RGB to a uint8 tensor (3, H, W); rescaling and normalising are the processor's part.
 
     Example:
+        >>> from PIL import Image
         >>> transform = build_transform(Augmentation(), (32, 32))
         >>> tuple(transform(Image.new("RGB", (60, 80))).shape)
         (3, 32, 32)
     """
+    from torchvision.transforms import InterpolationMode, v2
+
     size, a, filtering = list(image_size), augmentation, InterpolationMode(interpolation)
     steps: list[torch.nn.Module] = []
     if a.min_scale < 1 or a.min_ratio < 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 
-from xcompat.encoders.adapters import AdapterConfig, LoraSettings
+from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.model_files import require_whole
 from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
 from xcompat.errors import XcompatError, nearest, what_failed

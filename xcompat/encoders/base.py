@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xcompat.encoders.adapters import AdapterConfig, VisualPrompts, adapters_disabled, inject_lora, merge_lora
+from xcompat.encoders.adapter_settings import AdapterConfig
+from xcompat.encoders.adapters import VisualPrompts, adapters_disabled, inject_lora, merge_lora
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint

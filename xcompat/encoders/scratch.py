@@ -6,17 +6,23 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from xcompat.encoders.base import Encoder
-from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+    from xcompat.encoders.base import Encoder
+    from xcompat.encoders.processor import Processor
+
+QUICK = {"quick": True}
+"""Context of a validation that imports neither torch nor transformers: what asks these is left to the validation that follows."""
+
+
+def is_quick(info: ValidationInfo) -> bool:
+    """Return whether a validation is given :data:`QUICK`."""
+    return isinstance(info.context, dict) and info.context.get("quick") is True
 
 
 class ScratchSource(BaseModel):
@@ -49,7 +55,11 @@ class ScratchSource(BaseModel):
     std: float = 0.5
 
     @model_validator(mode="after")
-    def _known_architecture(self) -> Self:
+    def _known_architecture(self, info: ValidationInfo) -> Self:
+        if is_quick(info):
+            return self
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
+
         model_type = str(self.model.get("model_type"))
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"unknown model_type {model_type!r} of a model from scratch; use transformers' name of it")
@@ -60,19 +70,20 @@ class ScratchSource(BaseModel):
             return self
         known = {field.name for field in fields(CONFIG_MAPPING[model_type])} | {"model_type"}
         if unknown := sorted(self.model.keys() - known):
-            own = known - _EVERY_CONFIGURATION
+            own = known - {field.name for field in fields(PreTrainedConfig)}
             raise ValueError(f"{model_type} has no option {unknown[0]!r}; {nearest(unknown[0], own)}")
         return self
 
     @property
     def image_only(self) -> bool:
         """Return whether the architecture has no text tower."""
+        from transformers import CONFIG_MAPPING
+
         return "text_config" not in CONFIG_MAPPING[self.model["model_type"]].sub_configs
 
 
 FROM_SCRATCH = "from scratch"
 """The name of an encoder that was not loaded."""
-_EVERY_CONFIGURATION = {field.name for field in fields(PreTrainedConfig)}
 
 
 def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed: int = 0) -> tuple[Encoder, Processor]:
@@ -89,12 +100,16 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed:
     Raises:
         XcompatError: the architecture cannot be built, or does not take such images.
     """
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _image_encoder(source) if source.image_only else _image_text_encoder(source, texts)
 
 
 def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
+    import torch
+
     from xcompat.encoders.image_encoder import ImageEncoder, image_only_processor, load_image_processor, measured
 
     config, model = _image_model(source)
@@ -115,6 +130,9 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
 
 
 def _image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     from xcompat.encoders.image_encoder import build_image_model, use_torch_momentum
 
     try:
@@ -148,6 +166,8 @@ def _square_images(edge: int, source: ScratchSource) -> BaseImageProcessor:
 
 
 def _image_text_encoder(source: ScratchSource, texts: Iterable[str]) -> tuple[Encoder, Processor]:
+    from transformers import AutoConfig
+
     from xcompat.encoders.transformers_encoder import build_transformers_encoder, image_edge, make_processor
 
     text_config = source.model.get("text_config", {})

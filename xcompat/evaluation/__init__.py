@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
-from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
-from xcompat.evaluation.embedded_images import EmbeddedImages
-from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
-from xcompat.evaluation.embedded_texts import EmbeddedTexts
-from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
-from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
-from xcompat.evaluation.metrics import (
-    class_embeddings,
-    first_hit_ranks,
-    negative_flip_rate,
-    recall_at_k,
-    zero_shot_accuracy,
-    zero_shot_ranks,
-)
-from xcompat.evaluation.protocol import evaluate
-from xcompat.evaluation.ranking import RankedQueries, cmc, mean_average_precision, ranking_per_query
-from xcompat.evaluation.similarity import linear_cka
-from xcompat.evaluation.verification import tar_at_far, tpir_at_far
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
+    from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
+    from xcompat.evaluation.embedded_images import EmbeddedImages
+    from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
+    from xcompat.evaluation.embedded_texts import EmbeddedTexts
+    from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
+    from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
+    from xcompat.evaluation.metrics import (
+        class_embeddings,
+        first_hit_ranks,
+        negative_flip_rate,
+        recall_at_k,
+        zero_shot_accuracy,
+        zero_shot_ranks,
+    )
+    from xcompat.evaluation.protocol import evaluate
+    from xcompat.evaluation.ranking import RankedQueries, cmc, mean_average_precision, ranking_per_query
+    from xcompat.evaluation.similarity import linear_cka
+    from xcompat.evaluation.verification import tar_at_far, tpir_at_far
+
+_PLACES = {
+    "cases": ["Case", "Criterion", "Difference", "Evaluation"],
+    "contestants": ["Contestant", "Contestants", "EvaluationOptions"],
+    "embedded_images": ["EmbeddedImages"],
+    "embedded_pairs": ["EmbeddedPairs", "ZeroShot"],
+    "embedded_texts": ["EmbeddedTexts"],
+    "graded": ["GradedQueries", "graded_metrics", "graded_per_query"],
+    "intervals": ["PairedDifference", "bootstrap_interval", "paired_bootstrap", "queries_needed"],
+    "metrics": [
+        "class_embeddings",
+        "first_hit_ranks",
+        "negative_flip_rate",
+        "recall_at_k",
+        "zero_shot_accuracy",
+        "zero_shot_ranks",
+    ],
+    "protocol": ["evaluate"],
+    "ranking": ["RankedQueries", "cmc", "mean_average_precision", "ranking_per_query"],
+    "similarity": ["linear_cka"],
+    "verification": ["tar_at_far", "tpir_at_far"],
+}
 
 __all__ = [
     "Case",
@@ -56,3 +82,10 @@ __all__ = [
     "zero_shot_accuracy",
     "zero_shot_ranks",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

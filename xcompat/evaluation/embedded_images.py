@@ -10,8 +10,9 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.ranking import ranking_per_query
-from xcompat.evaluation.scores import Embeddings, Ids, as_ids
+from xcompat.evaluation.scores import Embeddings
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5)

@@ -10,8 +10,9 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
-from xcompat.evaluation.scores import Embeddings, Ids, as_ids, id_codes
+from xcompat.evaluation.scores import Embeddings
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10, 50)

@@ -11,7 +11,8 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.graded import Qrels, graded_per_query, unusable
-from xcompat.evaluation.scores import Embeddings, Ids, as_ids
+from xcompat.evaluation.identities import Ids, as_ids
+from xcompat.evaluation.scores import Embeddings
 from xcompat.fingerprint import Fingerprint
 
 _KS = (10,)

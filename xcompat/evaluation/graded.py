@@ -13,9 +13,10 @@ import torch
 from xcompat.distributed import gather_objects, my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.counting import count_at_least
+from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import Hits, placed
-from xcompat.evaluation.scores import Embeddings, Ids, as_ids, pair_scores
+from xcompat.evaluation.scores import Embeddings, pair_scores
 
 Qrels = Mapping[Any, Mapping[Any, float]]
 """Query id -> item id -> gain. An item without a gain above 0 is not relevant, judged or not."""

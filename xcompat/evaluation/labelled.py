@@ -10,7 +10,8 @@ import torch
 
 from xcompat.distributed import my_share
 from xcompat.errors import XcompatError
-from xcompat.evaluation.scores import Embeddings, ExactRows, Ids, as_ids, blocks, id_codes
+from xcompat.evaluation.identities import Ids, as_ids, id_codes
+from xcompat.evaluation.scores import Embeddings, ExactRows, blocks
 
 LEFT_OUT = -(2.0**53)
 """Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""

@@ -9,11 +9,11 @@ import torch
 
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
+from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.scores import (
     UNIT,
     Embeddings,
-    Ids,
     as_rows,
     blocks,
     ieee_products,

@@ -13,8 +13,9 @@ import torch
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.evaluation.counting import count_at_least
+from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
-from xcompat.evaluation.scores import SCORE_BITS, Embeddings, Ids, blocks, scores_of, sort_keys, sorted_keys
+from xcompat.evaluation.scores import SCORE_BITS, Embeddings, blocks, scores_of, sort_keys, sorted_keys
 from xcompat.threads import map_over_cores
 
 _NONE_FOUND = "no query has another item of its class in the gallery; check that both sides use the same labels"

@@ -11,7 +11,7 @@ To compare scores with a threshold, a float32 product decides most of them at ha
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,6 @@ from xcompat.errors import XcompatError
 
 Embeddings = np.ndarray | torch.Tensor
 """Rows of embeddings, of any floating dtype, on any device."""
-Ids = Sequence[Hashable] | np.ndarray | torch.Tensor
-"""One identity per row."""
 
 _GRID = 2.0**26
 UNIT = _GRID**2
@@ -58,55 +56,6 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
     if rows_ND.size == 0:
         raise XcompatError(f"{what} are empty (shape {rows_ND.shape}); embed at least one item")
     return rows_ND
-
-
-def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
-    """Return ids as a list of hashables, one per row.
-
-    Args:
-        ids_N: N hashables: strings, integers, tuples, or a one-dimensional array.
-        n_rows: the number of rows.
-        what: their name in messages.
-
-    Returns:
-        A list of length ``n_rows``.
-
-    Raises:
-        XcompatError: if the number is wrong, or one of them is not hashable.
-    """
-    ids = ids_N.tolist() if isinstance(ids_N, np.ndarray | torch.Tensor) else [_plain(item) for item in ids_N]
-    if len(ids) != n_rows:
-        raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give one id per row")
-    for position, item in enumerate(ids):
-        if not isinstance(item, Hashable):
-            raise XcompatError(f"{what}: id {position} is a {type(item).__name__}; ids must be strings, integers or tuples")
-    return ids
-
-
-def _plain(item: Any) -> Any:  # noqa: ANN401 - an id may be anything
-    """Turn a NumPy scalar into a Python one, which is easier to read in messages."""
-    return item.item() if isinstance(item, np.generic) else item
-
-
-def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
-    """Give every id a number, equal ids the same; ``1`` and ``"1"`` are different ids.
-
-    Args:
-        query_ids: Q hashables.
-        gallery_ids: G hashables.
-
-    Returns:
-        int64 ``(Q,)`` and ``(G,)``.
-
-    Example:
-        >>> [codes.tolist() for codes in id_codes(["a", "b"], ["b", "c"])]
-        [[0, 1], [1, 2]]
-    """
-    known: dict[Hashable, int] = {}
-    codes = [
-        np.fromiter((known.setdefault(item, len(known)) for item in ids), np.int64, len(ids)) for ids in (query_ids, gallery_ids)
-    ]
-    return codes[0], codes[1]
 
 
 def blocks(total: int, chunk_size: int) -> Iterator[slice]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, RankKey, ValueKey
+from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.intervals import cluster_codes
-from xcompat.evaluation.scores import Ids
 
 _BINS = 10
 _NORMAL = 1.96

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from xcompat.errors import XcompatError
+from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.ranking import ranked_hits
-from xcompat.evaluation.scores import Embeddings, Ids, blocks, copy_score
+from xcompat.evaluation.scores import Embeddings, blocks, copy_score
 
 _SLACK = 2**20  # scores gathered before the lowest are dropped
 

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from xcompat.mapping.candidates import Candidate, fit
-from xcompat.mapping.choosing import Choice, choose
-from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, load_paired
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcompat.mapping.candidates import Candidate, fit
+    from xcompat.mapping.choosing import Choice, choose
+    from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, load_paired
+
+_PLACES = {
+    "candidates": ["Candidate", "fit"],
+    "choosing": ["Choice", "choose"],
+    "paired": ["CaptionedEmbeddings", "PairedEmbeddings", "load_paired"],
+}
 
 __all__ = ["Candidate", "CaptionedEmbeddings", "Choice", "PairedEmbeddings", "choose", "fit", "load_paired"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

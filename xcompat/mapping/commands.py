@@ -20,12 +20,12 @@ from xcompat.mapping.imported import THEIRS, Imported, Start, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
-from xcompat.models.codes import require_codec
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import owned_path, require_replaceable
 from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.provenance import provenance
+from xcompat.vectors import require_codec
 
 MADE_BY = "map"
 

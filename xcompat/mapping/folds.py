@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import NothingHeldOutError
-from xcompat.models.old_knowledge import samples_of_classes
 
 Searched = Literal["known", "open", "unknown"]
 """What a user knows of the classes that will be searched: all are in the training set, some are, or nothing."""
@@ -59,6 +58,8 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     Raises:
         NothingHeldOutError: there are too few items to hold any out.
     """
+    from xcompat.models.old_knowledge import samples_of_classes
+
     draw = np.random.default_rng(seed)
     rows_C = [draw.permutation(rows) for rows in samples_of_classes(labels_N, int(labels_N.max()) + 1) if len(rows) > 1]
     draw.shuffle(rows_C)

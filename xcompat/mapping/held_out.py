@@ -20,7 +20,7 @@ from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
-from xcompat.models.codes import AS_THEY_ARE
+from xcompat.vectors import AS_THEY_ARE
 
 RESAMPLES = 1000
 POWERS = (0.15, 0.25, 0.35, 0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -11,25 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.errors import XcompatError
+from xcompat.vectors import CODECS
 
-CODECS = "SQ8, SQ4, SQfp16, or PQ and a number of bytes, such as PQ64"
-_KNOWN = re.compile(r"SQ(4|8|fp16)|PQ[1-9][0-9]{0,3}")
 _LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # learned numbers per dimension: the start and the width of its range
 _CENTROIDS = 256  # per byte of a product quantiser
-
-AS_THEY_ARE = "float32"
-"""In place of a codec's name: entries stay uncompressed, however many there are."""
-
-
-def is_codec(name: object) -> bool:
-    """Return whether this is a codec's name: 8 or 4 bits or half precision per dimension, or product quantisation."""
-    return isinstance(name, str) and _KNOWN.fullmatch(name) is not None
-
-
-def require_codec(name: str | None) -> None:
-    """Refuse a name that is neither a codec nor :data:`AS_THEY_ARE`; None, which chooses by the number of entries, passes."""
-    if name not in (None, AS_THEY_ARE) and not is_codec(name):
-        raise XcompatError(f"there is no memory codec {name!r}; it is {AS_THEY_ARE}, {CODECS}")
 
 
 class Codec:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from xcompat.encoders import EncoderSource
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.stored import StoredModel
+from xcompat.vectors import is_stored
 
 
 class FrozenModel(Protocol):

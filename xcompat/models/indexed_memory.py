@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
-from xcompat.models.codes import CODECS, Codec, is_codec, open_lists
+from xcompat.models.codes import Codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
+from xcompat.vectors import CODECS, is_codec
 
 FIRST, NEAREST, PROBES = 128, 256, 128
 """Dimensions of a key that the index compares, entries that the softmax runs over, and lists that a search visits."""

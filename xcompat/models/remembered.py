@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.errors import XcompatError
-from xcompat.models.codes import AS_THEY_ARE
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.vectors import AS_THEY_ARE
 
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
 """Power and damping of the key metric, in which queries are compared with keys."""

@@ -17,10 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, rows_by_class
-from xcompat.vectors import is_table, read_vectors, stored_at
-
-EMBEDS, IDS = "image_embeds", "image_ids.txt"
-PROTOTYPES, CLASSES = "prototypes", "classes.txt"
+from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, read_vectors, require_names, stored_at
 
 
 class StoredModel:
@@ -111,34 +108,8 @@ class StoredModel:
         """Return None; the classifier is lost with the model."""
 
 
-def is_stored(name: str) -> bool:
-    """Return whether a folder holds stored embeddings or prototypes in place of a model."""
-    return any(stored_at(Path(name) / stem) is not None for stem in (EMBEDS, PROTOTYPES))
-
-
-def check_stored(folder: Path) -> bool:
-    """Return whether an old model's folder holds embeddings or prototypes, before anything is read.
-
-    Args:
-        folder: of an old model.
-
-    Raises:
-        XcompatError: it does, without a file that names the rows.
-    """
-    for stem, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
-        if (file := stored_at(folder / stem)) is not None:
-            _require_names(file, folder / names)
-            return True
-    return False
-
-
-def _require_names(file: Path, lines: Path) -> None:
-    if not is_table(file) and not lines.is_file():
-        raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
-
-
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
-    _require_names(file, lines)
+    require_names(file, lines)
     vectors = read_vectors(file)
     array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(lines)
     if array.ndim != 2 or len(array) != len(names):

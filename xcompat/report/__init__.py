@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
-from xcompat.report.pages import render_html, render_markdown
-from xcompat.report.report import render_report, require_report_place, write_report
-from xcompat.report.storage import load_report, report_file
-from xcompat.report.terminal import print_report, print_ways
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
+    from xcompat.report.pages import render_html, render_markdown
+    from xcompat.report.report import render_report, require_report_place, write_report
+    from xcompat.report.storage import load_report, report_file
+    from xcompat.report.terminal import print_report, print_ways
+
+_PLACES = {
+    "content": ["Example", "ExampleRow", "Hit", "ModelInfo", "Report", "ReportContent"],
+    "pages": ["render_html", "render_markdown"],
+    "report": ["render_report", "require_report_place", "write_report"],
+    "storage": ["load_report", "report_file"],
+    "terminal": ["print_report", "print_ways"],
+}
 
 __all__ = [
     "Example",
@@ -25,3 +37,10 @@ __all__ = [
     "require_report_place",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from xcompat.evaluation import Contestant, EmbeddedPairs
-from xcompat.evaluation.scores import as_ids, as_rows
+from xcompat.evaluation.identities import as_ids
+from xcompat.evaluation.scores import as_rows
 from xcompat.report.content import Panel, ReportContent, Series
 
 _FEWEST_PAIRS = 5

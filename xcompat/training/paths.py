@@ -12,10 +12,10 @@ from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import ImageSource, files_digest, local_files
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
-from xcompat.models.stored import check_stored
 from xcompat.paths import nearest_path
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
+from xcompat.vectors import check_stored
 
 Source = CorpusSource | ImageSource | TextSource
 

@@ -27,13 +27,14 @@ from xcompat.methods import ProjectionModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.frozen import FrozenModel, load_frozen
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.stored import StoredModel
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
+from xcompat.vectors import is_stored
 
 if TYPE_CHECKING:
     import datasets

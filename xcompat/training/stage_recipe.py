@@ -101,7 +101,7 @@ class StageRecipe(Section):
     @field_validator("memory_codec")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        from xcompat.models.codes import require_codec
+        from xcompat.vectors import require_codec
 
         require_codec(value)
         return value
@@ -164,7 +164,7 @@ class StageRecipe(Section):
             XcompatError: one of them is set, and the method maps the old gallery, the old model is stored embeddings, or it reads
                 captions; or ``fallback`` is set, and the queries have no memory and so no confidence.
         """
-        from xcompat.models.stored import is_stored
+        from xcompat.vectors import is_stored
 
         if self.evaluation is None or not self.is_judged:
             return

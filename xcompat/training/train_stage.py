@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xcompat.data.schema import ID, LABELS
 from xcompat.models import CompatModel
-from xcompat.models.stored import StoredModel, is_stored
+from xcompat.models.stored import StoredModel
 from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solved_map
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
@@ -14,6 +14,7 @@ from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import check_services, train, training_arguments, triplet_sampler
+from xcompat.vectors import is_stored
 
 
 def train_stage(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> CompatModel:
