@@ -46,7 +46,7 @@ from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
-from xcompat.training.judging import _side_info, judge
+from xcompat.training.judging import judge, side_info_of
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
@@ -661,7 +661,7 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
     torch.testing.assert_close(embedder.embed(pixels), new.embed(pixels), atol=1e-6, rtol=0)
     model.config.side_info["name"] = folders["drawing" if side == "views" else "views"]
     with pytest.raises(FingerprintMismatchError, match="embeddings of different models cannot be compared"):
-        _side_info(model, None, tmp_path)  # before the test set is embedded
+        side_info_of(model, None, tmp_path)  # before the test set is embedded
 
 
 def test_a_map_of_galleries_leaves_queries_alone(raw: dict[str, Any], tmp_path: Path) -> None:
