@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = sorted(file.relative_to(ROOT / "recipes").with_suffix("").as_posix() for file in (ROOT / "recipes").rglob("*.yaml"))
 
 
-def test_a_wheel_holds_every_recipe(tmp_path: Path) -> None:
+def test_a_wheel_holds_every_recipe_and_every_file_of_the_package(tmp_path: Path) -> None:
     for name in ("recipes", "xcompat"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -31,7 +31,8 @@ def test_a_wheel_holds_every_recipe(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as held:
         packed = {name.removeprefix("xcompat/recipes/") for name in held.namelist() if name.startswith("xcompat/recipes/")}
-        assert "xcompat/quickstart.yaml" in held.namelist() and "xcompat/report/template.html.j2" in held.namelist()
+        files = {file.relative_to(ROOT).as_posix() for file in (ROOT / "xcompat").rglob("*") if file.is_file()}
+        assert {file for file in files if "__pycache__" not in file} <= set(held.namelist())  # templates, styles, py.typed
     assert packed == {f"{name}.yaml" for name in NAMES}
 
 
