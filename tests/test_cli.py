@@ -33,7 +33,7 @@ from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("train", "map", "compare", "embed", "evaluate", "recipes", "report", "push", "find", "lineage", "quickstart")
+VERBS = ("train", "map", "compare", "embed", "evaluate", "recipes", "report", "push", "find", "lineage", "serve", "quickstart")
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 Run = Callable[..., tuple[int, str, str]]
@@ -152,6 +152,16 @@ def test_services_of_the_trainer_are_asked_before_anything_is_embedded(
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     assert message in refused(run("train", recipe(), override))
     assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_tracker_writes_what_is_trained(
+    run: Run, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    code, _, error = run("train", recipe(evaluation=None), "training.report_to=[tensorboard]")
+    assert code == 0, error
+    events = list((tmp_path / "run" / "checkpoints" / "runs").rglob("events.out.tfevents.*"))
+    assert len(events) == 1 and b"train/loss" in events[0].read_bytes()
 
 
 @pytest.mark.parametrize("name", ["folder", "./folder", "picture.png", "./nowhere"])
@@ -785,19 +795,19 @@ WORKER = "Caught OSError in a worker.\nOriginal Traceback:\n  File x\nOSError: [
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_what_stops_a_command_is_one_line(error: BaseException, line: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("xcompat.training.recipe.load_recipe", stop)
+    monkeypatch.setattr("xcompat.training.beforehand.load_checked", stop)
     assert line in refused(run("train", "any.yaml"))
 
 
 def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         fingerprint = Fingerprint.from_string("clip-b32")
         raise KeyError(fingerprint.name)
 
-    monkeypatch.setattr("xcompat.training.recipe.load_recipe", stop)
+    monkeypatch.setattr("xcompat.training.beforehand.load_checked", stop)
     monkeypatch.setattr(sys, "argv", ["xcompat", "train", "any.yaml"])
     with pytest.raises(KeyError) as bug:
         cli.main()

@@ -514,7 +514,7 @@ def test_floor_and_ceiling_are_lines(comparison: Comparison) -> None:
 def test_a_study_without_evaluated_stages_is_refused_before_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "study.yaml").write_text("method: independent\nnew: ./nowhere\nseeds: [0, 1]\n")
+    (tmp_path / "study.yaml").write_text("method: independent\nnew: me/new\nseeds: [0, 1]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["xcompat", "compare", "study.yaml"])
     with pytest.raises(SystemExit) as stopped:

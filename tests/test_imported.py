@@ -26,8 +26,9 @@ from xcompat.export.query_transform import linear_steps
 from xcompat.heads import Projection
 from xcompat.mapping import Candidate, PairedEmbeddings, choose, fit, load_paired
 from xcompat.mapping.adapter_files import read_adapters
+from xcompat.mapping.asked import Start
 from xcompat.mapping.candidates import LINES, Known
-from xcompat.mapping.imported import THEIRS, Start, read_imported
+from xcompat.mapping.imported import THEIRS, read_imported
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.training.push import push

@@ -54,9 +54,9 @@ def train(
     dry_run: Annotated[bool, typer.Option(help="Check the recipe on tiny stand-ins of its models; download nothing.")] = False,
 ) -> None:
     """Train every stage of a recipe that is not done, evaluate it and write its report."""
-    from xcompat.training.recipe import load_recipe
+    from xcompat.training.beforehand import load_checked
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_checked(recipe, overrides or [], every_stage=dry_run)
     if dry_run:
         from xcompat.training.dry_run import dry_run_recipe
 
@@ -111,9 +111,8 @@ def map_(
     text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
     was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
     """
-    from xcompat.mapping.commands import Remembering, map_embeddings
-    from xcompat.mapping.from_texts import Texts
-    from xcompat.mapping.imported import Start
+    from xcompat.mapping.asked import Start, Texts, require_out, require_sides
+    from xcompat.vectors import require_codec
 
     about_service = (embed_with, requests_per_minute, price_per_million_tokens)
     if texts is None and any(each is not None for each in about_service):
@@ -122,6 +121,11 @@ def map_(
         raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
+    require_codec(memory_codec)
+    require_out(out, overwrite, old, new, start)
+    require_sides(old, new, given, start, old_model, new_model)
+    from xcompat.mapping.commands import Remembering, map_embeddings
+
     remembering = Remembering(memory_codec, remember_items)
     map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, remembering, given, start)
 
@@ -145,7 +149,6 @@ def embed(
 
     Started again, it continues. A column of vectors needs a model that maps galleries.
     """
-    from xcompat.engines.commands import embed as embed_parquet
     from xcompat.engines.workers import Workers
 
     about_files = {"--model": model, "--out": out, "--column": column, "--id-column": id_column, "--engine": engine}
@@ -153,16 +156,26 @@ def embed(
     if source.endswith((".yaml", ".yml")):
         if given:
             raise XcompatError(f"{given[0]} is of Parquet files; a recipe says what it embeds: leave it out")
-        from xcompat.training.recipe import load_recipe
+        from xcompat.training.beforehand import load_checked
+
+        recipe = load_checked(source, overrides or [], every_stage=True)
         from xcompat.training.run import embed_recipe
 
-        embed_recipe(load_recipe(Path(source), overrides or []))
+        embed_recipe(recipe)
         return
     if overrides:
         raise XcompatError(f"{overrides[0]!r} overrides a value of a recipe, and {source} is none; leave it out")
     if not (model and out):
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
-    embed_parquet(source, model, out, Workers(engine, workers, gpus_per_worker), column, id_column, dtype)
+    where = Workers(engine, workers, gpus_per_worker)
+    from xcompat.encoders import require_model
+    from xcompat.engines.places import files_at
+
+    files_at(source)
+    require_model(model)
+    from xcompat.engines.commands import embed as embed_parquet
+
+    embed_parquet(source, model, out, where, column, id_column, dtype)
 
 
 @app.command()
@@ -187,19 +200,31 @@ def evaluate(
     if the model embeds no texts, or if label_column=NAME, classes=FILE, class_column=NAME or gallery=PATH is given.
     gallery=PATH names the images that are searched, else the queries search each other.
     """
-    from xcompat.training.evaluate_command import evaluate_checkpoint, evaluate_embeddings, evaluate_recipe
+    from xcompat.training.beforehand import load_checked
+    from xcompat.training.embedding_folders import require_folders, require_testable
 
     if new is not None:
         if old is None:
             raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
-        report = evaluate_embeddings(Path(old), new, new_own, independent, output or Path("runs/evaluation"), qrels)
+        place = output or Path("runs/evaluation")
+        require_folders({"old": Path(old), "new_view": new, "new": new_own, "independent": independent}, qrels, place)
+        from xcompat.training.evaluate_command import evaluate_embeddings
+
+        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels)
     elif qrels is not None:
         raise XcompatError("--qrels judges embeddings: name their folders with --old and --new")
     elif target is None:
         raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
-    elif target.suffix in {".yaml", ".yml"} or any((target / name).exists() for name in RUN_FILES):
+    elif (is_recipe := target.suffix in {".yaml", ".yml"}) or any((target / name).exists() for name in RUN_FILES):
+        if is_recipe:
+            load_checked(target, overrides or [])
+        from xcompat.training.evaluate_command import evaluate_recipe
+
         report = evaluate_recipe(target, overrides or [])
     else:
+        require_testable(target, data, output or target / "evaluation")
+        from xcompat.training.evaluate_command import evaluate_checkpoint
+
         report = evaluate_checkpoint(target, data, overrides or [], old, output or target / "evaluation")
     if require_compatible and not report.criterion.backward_compatible:
         raise typer.Exit(1)
@@ -208,10 +233,12 @@ def evaluate(
 @app.command()
 def compare(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Run a recipe with each of its seeds and put all its methods into one table, with plots."""
-    from xcompat.training.compare import compare_recipe
-    from xcompat.training.recipe import load_recipe
+    from xcompat.training.beforehand import load_checked
 
-    compare_recipe(load_recipe(recipe, overrides or []))
+    loaded = load_checked(recipe, overrides or [], every_seed=True)
+    from xcompat.training.compare import compare_recipe
+
+    compare_recipe(loaded)
 
 
 @app.command()
@@ -230,11 +257,12 @@ def recipes(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run's folder, or one with a report.")]) -> None:
     """Render report.html and the plots of a finished run again, and print its table."""
+    import xcompat.report as reports
     from xcompat.progress import console
-    from xcompat.report import load_report, print_report, render_report
 
-    render_report(run)
-    print_report(load_report(run), console)
+    reports.load_report(run)  # what is missing is said before what draws is imported
+    reports.render_report(run)
+    reports.print_report(reports.load_report(run), console)
 
 
 @app.command()
@@ -258,6 +286,9 @@ def push(
     if merged and adapters_only:
         raise XcompatError("--merged and --adapters-only exclude each other: merged weights are no longer the base's")
     from xcompat.progress import console, silence_libraries
+    from xcompat.training.record import find_model
+
+    find_model(target)
     from xcompat.training.push import Form
     from xcompat.training.push import push as push_model
 
@@ -310,6 +341,9 @@ def serve(
     auth: Annotated[str | None, typer.Option(metavar="USER:PASSWORD", help="What the page asks for before it shows.")] = None,
 ) -> None:
     """Open a page to search with old and new queries side by side, on the same gallery; /healthz says when it is ready."""
+    from xcompat.training.beforehand import require_served
+
+    require_served(Path(target), model, images)
     from xcompat.serve import serve_target
     from xcompat.serve.app import Options
 
@@ -322,8 +356,10 @@ def quickstart(
     overrides: Overrides = None,
 ) -> None:
     """Do the main job on the embedded data: two models, one old gallery, a verdict. About 11 minutes on 2 cores."""
-    from xcompat.quickstart import run_quickstart
+    from xcompat.quickstart import RECIPE, run_quickstart
+    from xcompat.training.recipe import load_recipe
 
+    load_recipe(RECIPE, overrides or [], is_quick=True)
     run_quickstart(output, overrides or [])
 
 

@@ -23,6 +23,7 @@ def to_faiss(
     overwrite: Overwrite = False,
 ) -> None:
     """Put a linear map of queries into a faiss index: it then takes the new model's embeddings, whoever searches it."""
+    _require_own(model)
     from xcompat.export import commands
 
     commands.to_faiss(index, model, out, overwrite)
@@ -31,6 +32,7 @@ def to_faiss(
 @app.command(name="sentence-transformers")
 def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
     """Write a folder that SentenceTransformer loads, if possible without xcompat: texts and pictures search the old index."""
+    _require_own(run)
     from xcompat.export import commands
 
     commands.to_sentence_transformers(run, out, space, overwrite)
@@ -39,6 +41,7 @@ def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwr
 @app.command(name="onnx")
 def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
     """Write image and text tower as ONNX, each checked against PyTorch, with preprocessing and a description."""
+    _require_own(run)
     from xcompat.export import commands
 
     commands.to_onnx(run, out, space, overwrite)
@@ -53,6 +56,15 @@ def to_atlas(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a run's test items, as both models place them and with what each query gains, for Embedding Atlas."""
+    from xcompat.training.record import find_model
+
+    find_model(run)
     from xcompat.training import atlas
 
     atlas.to_atlas(run, out, items, seed, overwrite)
+
+
+def _require_own(model: str) -> None:
+    from xcompat.encoders import require_own
+
+    require_own(model)

@@ -73,9 +73,9 @@ def build(
     max_bad_share: MaxBadShare = None,
 ) -> None:
     """Embed pictures or texts into a new gallery, or adopt a faiss index; started again, it continues."""
-    from xcompat.retrieval import commands
+    from xcompat.retrieval import asked, commands
 
-    _require_model(model)
+    asked.require_named(model)
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     if from_faiss is not None:
         if ids is None:
@@ -90,6 +90,7 @@ def build(
     elif ids is not None:
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
+        asked.require_there(source, model)
         embedder = _load(model, dtype)
         commands.build(out, _originals(source, texts, max_bad_share), embedder, index, milvus)
     else:
@@ -124,33 +125,35 @@ def search(
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
 ) -> None:
     """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
+    from xcompat.retrieval import asked
+
     is_store = "://" in gallery
-    _require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
+    asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     if is_store:
-        _require_of_stores(bool(fallback) or group_by is not None, where or [])
-    _require_asked(query, queries)
+        asked.require_of_stores(bool(fallback) or group_by is not None, where or [])
+    asked.require_asked(query, queries)
 
     from xcompat.progress import results_on_stdout
 
     with results_on_stdout() if json or csv else nullcontext():
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
-        _require_model(model)
+        asked.require_models(model, fallback)
         from xcompat.retrieval import Gallery
         from xcompat.retrieval.queries import Typed, load_queries
         from xcompat.retrieval.showing import shower
 
-        asked = Typed(query) if query is not None else load_queries(str(queries))
+        typed = Typed(query) if query is not None else load_queries(str(queries))
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if not isinstance(opened, Gallery):
             from xcompat.stores.commands import search as search_store
 
-            search_store(opened, asked, _load_asking(model, embed_with), top_k, where[0] if where else None, show)
+            search_store(opened, typed, _load_asking(model, embed_with), top_k, where[0] if where else None, show)
             return
         from xcompat.retrieval.commands import search as search_gallery
         from xcompat.retrieval.fallback import Fallback
 
         old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-        search_gallery(opened, asked, _load_asking(model, embed_with), top_k, where or [], show, old, group_by)
+        search_gallery(opened, typed, _load_asking(model, embed_with), top_k, where or [], show, old, group_by)
 
 
 @app.command()
@@ -168,10 +171,12 @@ def add(
     max_bad_share: MaxBadShare = None,
 ) -> None:
     """Embed more pictures or texts, with the gallery's model or a newer one."""
-    from xcompat.retrieval import commands
+    from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
-    opened, embedder = _open(gallery), _load(model, dtype)
+    opened = _open(gallery)
+    asked.require_there(source, model)
+    embedder = _load(model, dtype)
     commands.add(opened, _originals(source, texts, max_bad_share), embedder, replace)
 
 
@@ -195,7 +200,7 @@ def upgrade(
 ) -> None:
     """Map stored embeddings to a newer model, or embed pictures or texts anew within a budget."""
     from xcompat.engines.workers import Workers
-    from xcompat.retrieval import commands
+    from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None):
@@ -209,6 +214,7 @@ def upgrade(
         with where.pool(model, newer) as spread:
             commands.upgrade(opened, newer, dry_run, spread)
     else:
+        asked.require_there(backfill, model)
         embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
@@ -219,7 +225,8 @@ def info(gallery: Folder, model: ModelName = "") -> None:
     """Say what is in a gallery, what fits it, and which states can be returned to."""
     from xcompat.retrieval import commands
 
-    commands.info(_open(gallery), _load(model) if model else None)
+    opened = _open(gallery)
+    commands.info(opened, _load(model) if model else None)
 
 
 @app.command()
@@ -249,22 +256,28 @@ def doctor(
     overlap: Overlap = None,
 ) -> None:
     """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
-    from xcompat.retrieval import commands
+    from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
         raise XcompatError("name what the vectors were made of with --images or --texts: a sample of it is embedded anew")
     if "://" in gallery:
+        if texts:
+            raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
+        from xcompat.stores import require_kind
+
+        require_kind(gallery)
+        asked.require_models(model)
         from xcompat.stores.commands import doctor as examine_store
         from xcompat.stores.doctor import Held
 
-        if texts:
-            raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
         whole = examine_store(gallery, _load(model), Held(images, Path(pictures) if pictures is not None else None), sample)
     elif pictures is not None:
         raise XcompatError("--pictures is of stores, whose rows hold paths; name the pictures of a gallery with --images")
     else:
-        whole = commands.doctor(_open(Path(gallery)), _load(model), _originals(Path(images), texts), sample)
+        opened = _open(Path(gallery))
+        asked.require_there(Path(images), model)
+        whole = commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
     if not whole:
         raise typer.Exit(1)
 
@@ -312,33 +325,6 @@ def _originals(source: Path, texts: dict[str, Any], max_bad_share: float | None 
     return load_originals(source, max_bad_share, **texts)
 
 
-def _require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:
-    if below_nothing:
-        raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
-    if (query is None) == (queries is None):
-        raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
-    if two_forms:
-        raise XcompatError("--json and --csv are two forms of one result; choose one")
-
-
-def _require_of_stores(of_galleries: bool, where: list[str]) -> None:
-    if of_galleries:
-        raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
-    if len(where) > 1:
-        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
-
-
-def _require_asked(query: str | None, queries: str | None) -> None:
-    """Refuse the path of a picture or of a source that is not there."""
-    from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix, local_files
-    from xcompat.paths import is_file, nearest_path
-
-    if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
-        raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
-    if queries is not None:
-        local_files(queries)
-
-
 def _open_store(uri: str) -> Store:
     import xcompat.stores
 
@@ -352,46 +338,46 @@ def _open(folder: Path) -> Gallery:
 
 
 def _load(model: str, dtype: Dtype = "float32") -> Embedder:
+    from xcompat.retrieval import asked
+
+    asked.require_models(model)
     import torch
 
     from xcompat.distributed import device
     from xcompat.models.embedder import load_embedder
     from xcompat.progress import silence_libraries
 
-    _require_model(model)
     silence_libraries()
     return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
 
 
 def _load_map(model: str) -> CompatModel:
     """Load a model that may map what is stored, without the encoder that it belongs to."""
+    from xcompat.retrieval import asked
+
+    folder = asked.require_map(model)
     import torch
 
     from xcompat.distributed import device
     from xcompat.models.embedder import is_checkpoint, load_checkpoint
-    from xcompat.paths import model_folder
     from xcompat.progress import silence_libraries
 
-    _require_model(model)
-    if not is_checkpoint(model_folder(model)):
+    if not is_checkpoint(folder):
         _load(model)  # or there is none
-        raise XcompatError(f"{model} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill")
+        asked.refuse_encoder(model)
     silence_libraries()
     return torch.nn.Module.to(load_checkpoint(model), device())
 
 
 def _load_asking(model: str, embed_with: str | None) -> Embedder | ServedMap:
     """Load what embeds queries."""
+    from xcompat.retrieval import asked
+
     if embed_with is None:
         return _load(model)
+    asked.require_models(model)
     from xcompat.embedding_provider import ServedMap
     from xcompat.progress import silence_libraries
 
-    _require_model(model)
     silence_libraries()
     return ServedMap.load(model, embed_with)
-
-
-def _require_model(model: str) -> None:
-    if not model:
-        raise XcompatError("name the model with --model: a run's folder, a checkpoint, or a model by name")

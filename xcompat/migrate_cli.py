@@ -51,6 +51,7 @@ def plan(
     from xcompat.stores import commands
 
     held = _held(from_, texts, images, embed, pictures)
+    _require(uri, model, embed, pictures if embed else None)
     filling, store = _filling(model, embed, pictures if embed else None), _open(uri)
     commands.name_model(store, from_, held)
     commands.plan(store, filling, dtype)
@@ -90,6 +91,7 @@ def start(
 
     held = _held(from_, texts, images, embed, pictures)
     where = Workers(engine, workers, gpus_per_worker)
+    _require(uri, model, embed, pictures if embed else None)
     filling = _filling(model, embed, pictures if embed else None)
     with where.pool(model, filling.model) as spread:
         if spread is None:
@@ -101,14 +103,16 @@ def start(
 @app.command()
 def status(uri: Uri) -> None:
     """Say how far a migration is."""
+    store = _open(uri)
     from xcompat.stores import commands
 
-    commands.status(_open(uri))
+    commands.status(store)
 
 
 @app.command()
 def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
     """Count rows, make a sample anew and compare, and search both spaces; exit with code 1 if something is wrong."""
+    _require(uri, model, embed, pictures)
     from xcompat.stores import commands
 
     if not commands.verify(_open(uri), _filling(model, embed, pictures)):
@@ -118,6 +122,7 @@ def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures 
 @app.command()
 def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
     """Give the new space the old one's name, at once for all clients; the old one stays until finish."""
+    _require(uri, model, embed, pictures)
     from xcompat.stores import commands
 
     commands.switch(_open(uri), _filling(model, embed, pictures))
@@ -126,17 +131,19 @@ def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures 
 @app.command()
 def rollback(uri: Uri) -> None:
     """Undo the switch; before it, end the migration and delete the new space."""
+    store = _open(uri)
     from xcompat.stores import commands
 
-    commands.rollback(_open(uri))
+    commands.rollback(store)
 
 
 @app.command()
 def finish(uri: Uri) -> None:
     """Delete the old space after the switch; then nothing can be undone."""
+    store = _open(uri)
     from xcompat.stores import commands
 
-    commands.finish(_open(uri))
+    commands.finish(store)
 
 
 def _open(uri: str) -> Store:
@@ -147,8 +154,6 @@ def _open(uri: str) -> Store:
 
 def _held(from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None) -> Held | None:
     """Return where rows hold what their vectors were made of, if that was said."""
-    from xcompat.stores.doctor import Held
-
     if from_ is None and (texts or images):
         raise XcompatError("--texts and --images are to look whether a model made the stored vectors: name it with --from")
     if texts and images:
@@ -158,8 +163,26 @@ def _held(from_: str | None, texts: str | None, images: str | None, embed: str |
     if pictures is not None and not (images or embed):
         raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed or --images")
     if field := texts or images or embed:
+        from xcompat.stores.doctor import Held
+
         return Held(field, None if texts or pictures is None else Path(pictures))
     return None
+
+
+def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> None:
+    """Refuse what is missing or is not there, before anything that embeds or maps is imported."""
+    from xcompat.encoders import require_model, require_own
+    from xcompat.stores import require_kind
+
+    if not model:
+        raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
+    if pictures is not None and embed is None:
+        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
+    require_kind(uri)
+    if embed is None:
+        require_own(model)
+    else:
+        require_model(model)
 
 
 def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:
@@ -171,10 +194,6 @@ def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:
     from xcompat.stores.embedding import Embedding
     from xcompat.stores.mapping import Mapping
 
-    if not model:
-        raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
-    if pictures is not None and embed is None:
-        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
     silence_libraries()
     if embed is not None:
         return Embedding(load_embedder(model, device()), embed, None if pictures is None else Path(pictures))

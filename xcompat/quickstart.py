@@ -11,7 +11,6 @@ from xcompat.files import atomic_path
 from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
-from xcompat.training.run import run_recipe
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 OLD_CHARACTERS = 2000
@@ -40,6 +39,8 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
             temporary.write_text(placed, encoding="utf-8")
     elif recipe.read_text(encoding="utf-8") != placed:
         raise XcompatError(f"{recipe} is another recipe than the quickstart's; name another folder with --output, or delete it")
+    from xcompat.training.run import run_recipe
+
     reports = run_recipe(load_recipe(recipe, overrides))
     folder = list(reports.values())[-1]
     console.print(f"\nreport: {literal(report_file(folder).with_name('report.html'))}")

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
-from xcompat.encoders.model_files import require_whole
+from xcompat.encoders.model_files import is_own, require_whole
 from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
 from xcompat.errors import XcompatError, nearest, what_failed
-from xcompat.paths import is_local, nearest_path
+from xcompat.paths import is_local, model_folder, nearest_path
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
@@ -25,6 +25,7 @@ __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "l
 
 MODEL_FILES = ("config.json", "open_clip_config.json", "modules.json", "model/config.json")
 """Every folder of a model, or of a run that ended with one, has one of these files."""
+NOT_OWN = "holds no model of xcompat; name a run's folder or a checkpoint"
 
 
 class EncoderSource(BaseModel):
@@ -111,6 +112,33 @@ class EncoderSource(BaseModel):
         given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
         if given and self.library != TEXTS:
             raise XcompatError(f"{self.name} is no model of sentence-transformers, and {given[0]} is for these; leave it out")
+
+
+def require_model(source: EncoderSource | str) -> EncoderSource:
+    """Return where a model lies that is named or that a run ended with, before any library that reads it is imported.
+
+    Args:
+        source: name, folder (of a model, or of a run that ended with one), or source with revision.
+
+    Raises:
+        XcompatError: it is a folder without a model; a name on the Hub passes.
+    """
+    source = EncoderSource(name=source) if isinstance(source, str) else source
+    source = source.model_copy(update={"name": model_folder(source.name)})
+    source.check_folder()
+    return source
+
+
+def require_own(source: EncoderSource | str) -> EncoderSource:
+    """Return the same of a model of this library; a name on the Hub passes.
+
+    Raises:
+        XcompatError: it is a folder without one.
+    """
+    source = require_model(source)
+    if Path(source.name).is_dir() and not is_own(Path(source.name)):
+        raise XcompatError(f"{source.name} {NOT_OWN}")
+    return source
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.files import listed
+from xcompat.files import listed, read_json
 from xcompat.folder_checksums import CHECKSUMS, changes, write_checksums
 
 LORA = "lora"
@@ -25,6 +25,19 @@ PATTERNS = (
     "*.model",
 )
 """Name patterns of the files of a model and its preprocessing."""
+
+
+def is_own(folder: Path) -> bool:
+    """Return whether a folder holds a model of this library, by its configuration.
+
+    Raises:
+        XcompatError: the configuration is none.
+    """
+    config = folder / "config.json"
+    about = read_json(config) if config.exists() else {}
+    if not isinstance(about, dict):
+        raise XcompatError(f"{config} holds no configuration of a model; fetch or train the model again")
+    return str(about.get("model_type", "")).startswith("xcompat")
 
 
 def open_weights(folder: str | Path, config: str = "config.json") -> None:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from xcompat.distributed import world_size
-from xcompat.engines.models import NamedModel
-from xcompat.engines.parts import Done, Job, Part
 from xcompat.errors import XcompatError
-from xcompat.models.base import CompatModel
-from xcompat.models.embedder import Embedder
-from xcompat.spreading import Spread
+
+if TYPE_CHECKING:
+    from xcompat.engines.parts import Done, Job, Part
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+    from xcompat.spreading import Spread
 
 ENGINES = {"ray": "xcompat.engines.ray", "daft": "xcompat.engines.daft"}
 """Name -> the module whose ``run`` spreads parts over workers."""
@@ -72,6 +74,7 @@ class Workers:
                 "take --engine ray, or accelerate launch"
             )
         else:
+            from xcompat.engines.models import NamedModel
             from xcompat.engines.ray import Pool
 
             with Pool(NamedModel.of(name, model), self.count, self.gpus) as pool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from huggingface_hub import EvalResult
 from pydantic import BaseModel, Field, TypeAdapter
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 SEARCHES, EMBEDS = "searches", "embeds"
 TAGGED = 32
@@ -89,6 +91,8 @@ def results_of(gains: Iterable[Gain], task: str, data: str, data_name: str) -> l
         data: the data set that they were measured on, by its name on the Hub; ``unknown`` if it is not there.
         data_name: what people call it.
     """
+    from huggingface_hub import EvalResult
+
     return [
         EvalResult(
             task_type=task,

@@ -6,7 +6,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.heads import Projection
+from xcompat.mapping.asked import Activation
 from xcompat.mapping.candidates import Described
 from xcompat.methods import ProjectionModel, QueryMapModel, ResidualMlpModel
 from xcompat.models import CompatModel
 
-Activation = Literal["relu", "gelu"]
-SUFFIXES = (".npz", ".safetensors")
 LARGEST = 2**31
 """Most bytes of an adapter; a small file may hold more zeros than memory does."""
 SHARP = 2.0**10

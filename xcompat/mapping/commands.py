@@ -11,23 +11,22 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
+from xcompat.mapping.asked import MADE_BY, Start, Texts, is_loaded, require_out
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.folds import Searched
-from xcompat.mapping.from_texts import TextPairs, Texts, pairs_of_texts
-from xcompat.mapping.imported import THEIRS, Imported, Start, read_imported
+from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
+from xcompat.mapping.imported import THEIRS, Imported, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.ownership import owned_path, require_replaceable
+from xcompat.ownership import owned_path
 from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.provenance import provenance
 from xcompat.vectors import require_codec
-
-MADE_BY = "map"
 
 
 class _Decision(NamedTuple):
@@ -123,8 +122,7 @@ def map_embeddings(
         XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
     """
     silence_libraries()
-    read = [path for path in (old, new, Path(start.name) if start is not None else old) if path.exists()]  # else names of models
-    require_replaceable(out, MADE_BY, overwrite, read)
+    read = require_out(out, overwrite, old, new, start)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         pairs = (found := _pairs(old, new, out, texts)).pairs
@@ -190,7 +188,7 @@ def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, 
         return found.old.describe_old()
     if name is None:
         return describe_old(Fingerprint.from_string(path.stem), dim)
-    if "/" not in name and not Path(name).exists():  # no model of a Hub: the gallery's name for it
+    if not is_loaded(name):
         return describe_old(Fingerprint.from_string(name), dim)
     old = load_embedder(name)
     _require_dim(old, dim, "--old-model")

@@ -12,13 +12,13 @@ from huggingface_hub import constants
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from xcompat.encoders import require_model
 from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.hub.endpoint import CONFIGS
 from xcompat.hub.metadata import EMBEDS, SEARCHES
 from xcompat.hub.search import MOST, Found, search
 from xcompat.markdown import one_line
-from xcompat.models.embedder import load_embedder
 from xcompat.paths import model_folder
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.report.wording import gain_with_interval, metric_name
@@ -41,21 +41,35 @@ def find_maps(old: str | None, new: str | None) -> list[Found]:
     """
     if old is None and new is None:
         raise XcompatError("name the old model with --old, the new one with --new, or both")
-    silence_libraries()
     given = {SEARCHES: old, EMBEDS: new}
+    for name in filter(None, (old, new)):
+        _require_model(name)
+    silence_libraries()
     wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
     return [each for each in search(wanted) if not each.is_other]
 
 
-def _digest_of(name: str) -> str:
-    """Return a model's fingerprint, or what is given of it."""
+def _require_model(name: str) -> None:
+    """Refuse stored embeddings, and folders that hold no model."""
     path = Path(name)
-    if not path.exists() and _DIGEST.fullmatch(name):
-        return name
     if path.suffix == ".npy" or (path.is_dir() and listed(path, "*.npy") and not _is_model(path)):
         raise XcompatError(
             f"{name} holds stored embeddings, which do not say what made them; give the name or the folder of that model"
         )
+    if not _is_digest(name):
+        require_model(name)
+
+
+def _is_digest(name: str) -> bool:
+    return not Path(name).exists() and _DIGEST.fullmatch(name) is not None
+
+
+def _digest_of(name: str) -> str:
+    """Return a model's fingerprint, or what is given of it."""
+    if _is_digest(name):
+        return name
+    from xcompat.models.embedder import load_embedder
+
     return load_embedder(name).fingerprint.digest
 
 

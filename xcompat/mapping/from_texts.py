@@ -15,6 +15,7 @@ from xcompat.data.schema import ID, TEXT
 from xcompat.embedding import embed_texts
 from xcompat.embedding_provider import Provider, load_function
 from xcompat.errors import XcompatError
+from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.paired import PairedEmbeddings, picked
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
@@ -28,38 +29,6 @@ Source = Side | Embedder | Provider
 """One side: its stored embeddings, or what embeds."""
 TEXTS = "text"
 DIGESTED = 4096  # texts read at a time
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts to embed, and the service that embeds them in the place of a new model, if any.
-
-    Args:
-        path: as :func:`xcompat.data.load_items_of_text` takes it.
-        embed_with: ``module:function`` of the service; None for a model.
-        requests_per_minute: as :class:`~xcompat.embedding_provider.Provider` takes it.
-        price: of a million tokens, likewise.
-
-    Raises:
-        XcompatError: a rate or a price cannot be one.
-    """
-
-    path: Path
-    embed_with: str | None = None
-    requests_per_minute: float | None = None
-    price: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what is not above zero."""
-        for option, value in (("requests-per-minute", self.requests_per_minute), ("price-per-million-tokens", self.price)):
-            if value is not None and not value > 0:
-                raise XcompatError(f"--{option} is {value:g}; it is above 0")
-            if value is not None and self.embed_with is None:
-                raise XcompatError(f"--{option} is about a service: name its function with --embed-with, or leave it out")
-
-    def service_named(self, name: Path) -> dict[str, str] | None:
-        """Describe the service, whose model has a name, for a report; None for a model."""
-        return {"name": str(name), "service": self.embed_with} if self.embed_with is not None else None
 
 
 @dataclass(frozen=True)

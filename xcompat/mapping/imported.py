@@ -13,7 +13,8 @@ import numpy as np
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.adapter_files import SUFFIXES, Activation, Adapter, read_adapters
+from xcompat.mapping.adapter_files import Adapter, read_adapters
+from xcompat.mapping.asked import Activation, Start, require_start
 from xcompat.mapping.candidates import Described, Paired
 from xcompat.mapping.choosing import Choice, better
 from xcompat.models import CompatModel
@@ -58,19 +59,6 @@ class Imported:
         return self.model
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a map that exists already comes from.
-
-    Args:
-        name: of a checkpoint on the Hub, its folder, or an adapter's file.
-        activation: of a network in an adapter's file, where that does not say.
-    """
-
-    name: str
-    activation: Activation | None = None
-
-
 def read_imported(start: Start, pairs: Paired, old: Described, new: Mapping[str, Any] | None) -> Imported:
     """Read a map and refuse one that was made for other models.
 
@@ -88,10 +76,8 @@ def read_imported(start: Start, pairs: Paired, old: Described, new: Mapping[str,
     """
     name, activation = start.name, start.activation
     path = Path(name)
-    if path.suffix in SUFFIXES or path.is_file():
+    if require_start(start):
         return _adapter(path, pairs, old, activation)
-    if activation is not None:
-        raise XcompatError(f"{name} is a checkpoint, which says itself what it computes; leave --activation out")
     model = load_checkpoint(EncoderSource(name=name))
     _require_map_of_queries(name, model)
     _require_dims(name, model, pairs)
@@ -101,8 +87,6 @@ def read_imported(start: Start, pairs: Paired, old: Described, new: Mapping[str,
 
 
 def _adapter(path: Path, pairs: Paired, old: Described, activation: Activation | None) -> Imported:
-    if path.suffix not in SUFFIXES or not path.is_file():
-        raise XcompatError(f"{path} is no file of {' or '.join(SUFFIXES)}; name one, or a checkpoint by folder or name")
     readings = read_adapters(path, old, pairs.dims[0], activation)
     chosen, note = _best_reading(path, readings, pairs)
     source = {"name": str(path), "revision": None, "fingerprint": hashlib.sha256(path.read_bytes()).hexdigest()}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from xcompat.arrays import forget_pages, read_lines
@@ -61,15 +60,8 @@ def read_sides(path: Path) -> dict[str, Side]:
     Raises:
         XcompatError: a file is missing or unusable, or an embedding is not of length 1.
     """
-    kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
-    if kinds or (path.is_dir() and not is_table(path)):
-        return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds or KINDS[:1]}
-    if not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
-        what = "is no file of embeddings" if path.exists() else "does not exist"
-        raise XcompatError(
-            f"{path} {what}; name a folder with image_embeds.npy and image_ids.txt, or a .npy file, or Parquet or JSON lines "
-            f"with the columns {ID} and {EMBEDDING_COLUMNS[0]}"
-        )
+    if kinds := require_side(path):
+        return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds}
     vectors = read_vectors(path)
     side = Side(path, _checked(path, vectors.rows_ND), vectors.ids)
     if side.ids is not None:
@@ -77,11 +69,42 @@ def read_sides(path: Path) -> dict[str, Side]:
     return {BARE if side.ids is None else ITEM: side}
 
 
+def require_side(path: Path) -> list[str]:
+    """Refuse what is no embeddings, by the names of the files alone.
+
+    Args:
+        path: as :func:`read_sides` takes it.
+
+    Returns:
+        The kinds of items in a folder; none of a file or table.
+
+    Raises:
+        XcompatError: a file is missing, or is none of embeddings.
+    """
+    kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
+    if kinds or (path.is_dir() and not is_table(path)):
+        kinds = kinds or [KINDS[0]]
+        for kind in kinds:
+            place, listed = _files_of(path, kind)
+            for name in (place.name, *([] if is_table(place) else [listed])):
+                if not (path / name).exists():
+                    raise XcompatError(f"{path} lacks {name}; it holds {place.name}, {listed} and perhaps {LABELS}")
+    elif not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
+        what = "is no file of embeddings" if path.exists() else "does not exist"
+        raise XcompatError(
+            f"{path} {what}; name a folder with image_embeds.npy and image_ids.txt, or a .npy file, or Parquet or JSON lines "
+            f"with the columns {ID} and {EMBEDDING_COLUMNS[0]}"
+        )
+    return kinds
+
+
+def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
+    """Return where embeddings of a kind lie, or would, and the name of the file with their ids."""
+    return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
+
+
 def _read_side(path: Path, kind: str, captioned: bool) -> Side:
-    place, listed = stored_at(path / f"{kind}_embeds") or path / f"{kind}_embeds.npy", f"{kind}_ids.txt"
-    for name in (place.name, *([] if is_table(place) else [listed])):
-        if not (path / name).exists():
-            raise XcompatError(f"{path} lacks {name}; it holds {place.name}, {listed} and perhaps {LABELS}")
+    place, listed = _files_of(path, kind)
     vectors = read_vectors(place)
     embeds_ND, ids = _checked(place, vectors.rows_ND), vectors.ids or read_lines(path / listed)
     of_items = kind == "image" or not captioned
@@ -102,6 +125,8 @@ def _require_distinct(file: Path, ids: list[str]) -> None:
 
 def _checked(path: Path, embeds_ND: NDArray[Any]) -> NDArray[Any]:
     """Check the length of each embedding."""
+    import torch
+
     if embeds_ND.ndim != 2 or not embeds_ND.size or embeds_ND.dtype.kind != "f":
         raise XcompatError(f"{path} holds {embeds_ND.dtype} of shape {embeds_ND.shape}; embeddings are floats, N x D")
     for start in range(0, len(embeds_ND), _CHECKED):

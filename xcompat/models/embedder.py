@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModel
 
-from xcompat.encoders import EncoderSource, load_encoder, reading_model
+from xcompat.encoders import NOT_OWN, EncoderSource, load_encoder, reading_model, require_model, require_own
 from xcompat.encoders.base import Encoder, Space
+from xcompat.encoders.model_files import is_own
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import PREFIX
 from xcompat.errors import XcompatError
-from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import QUERIES, describe_old
 from xcompat.models.old_knowledge import rows_by_class
-from xcompat.paths import model_folder
 
 
 @dataclass
@@ -185,8 +184,7 @@ def load_embedder(
     Returns:
         The frozen model in evaluation mode.
     """
-    source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
-    source.check_folder()
+    source = require_model(source)
     if is_checkpoint(source.name, source.revision):
         return Embedder.of(torch.nn.Module.to(load_checkpoint(source), device), "stored", autocast)
     encoder, processor = load_encoder(source)
@@ -207,21 +205,15 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     Raises:
         XcompatError: there is none.
     """
-    source = _ended(EncoderSource(name=source) if isinstance(source, str) else source)
-    source.check_folder()
+    source = require_own(source)
     if not is_checkpoint(source.name, source.revision):
-        raise XcompatError(f"{source.name} holds no model of xcompat; name a run's folder or a checkpoint")
+        raise XcompatError(f"{source.name} {NOT_OWN}")
     source.require_reads_texts()
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
     with reading_model(source.name):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
     return model.for_inference()
-
-
-def _ended(source: EncoderSource) -> EncoderSource:
-    """Return where the model lies that a run ended with, or the source as it is."""
-    return source.model_copy(update={"name": model_folder(source.name)})
 
 
 def penultimate(embedder: Embedder) -> Embedder:
@@ -248,11 +240,7 @@ def is_checkpoint(name: str, revision: str | None = None) -> bool:
         return False
     folder = Path(name)
     if folder.is_dir():
-        config = folder / "config.json"
-        about = read_json(config) if config.exists() else {}
-        if not isinstance(about, dict):
-            raise XcompatError(f"{config} holds no configuration of a model; fetch or train the model again")
-        return str(about.get("model_type", "")).startswith("xcompat")
+        return is_own(folder)
     from transformers import PreTrainedConfig
 
     try:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xcompat.report.content import Example, ExampleRow, Hit, ModelInfo, Report, ReportContent
     from xcompat.report.pages import render_html, render_markdown
-    from xcompat.report.report import render_report, require_report_place, write_report
-    from xcompat.report.storage import load_report, report_file
+    from xcompat.report.report import render_report, write_report
+    from xcompat.report.storage import load_report, report_file, require_report_place
     from xcompat.report.terminal import print_report, print_ways
 
 _PLACES = {
     "content": ["Example", "ExampleRow", "Hit", "ModelInfo", "Report", "ReportContent"],
     "pages": ["render_html", "render_markdown"],
-    "report": ["render_report", "require_report_place", "write_report"],
-    "storage": ["load_report", "report_file"],
+    "report": ["render_report", "write_report"],
+    "storage": ["load_report", "report_file", "require_report_place"],
     "terminal": ["print_report", "print_ways"],
 }
 

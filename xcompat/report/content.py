@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from xcompat.evaluation import Case, Contestants, Criterion, Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, TEXT_TO_TEXT, ZERO_SHOT_METRIC, RankKey, ValueKey
+from xcompat.evaluation.cases import (
+    FLIP_METRIC,
+    IMAGE_TO_IMAGE,
+    TEXT_TO_TEXT,
+    ZERO_SHOT_METRIC,
+    Case,
+    Criterion,
+    Evaluation,
+    RankKey,
+    ValueKey,
+)
+
+if TYPE_CHECKING:
+    from xcompat.evaluation import Contestants
 
 
 class Hit(NamedTuple):

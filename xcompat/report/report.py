@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path, listed, read_json
+from xcompat.files import atomic_path, listed
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png
-from xcompat.report.storage import DATA_NAME, FOLDER_NAME, JSON_NAME, load_report, report_file, save_report
+from xcompat.report.storage import (
+    DATA_NAME,
+    FOLDER_NAME,
+    JSON_NAME,
+    is_report,
+    load_report,
+    report_file,
+    require_report_place,
+    save_report,
+)
 from xcompat.report.tsne import project
 
 HTML_NAME = "report.html"
@@ -37,25 +44,6 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
     directory = Path(directory)
     require_report_place(directory)
     return _publish(directory, gather(content))
-
-
-def require_report_place(directory: str | Path) -> None:
-    """Raise :class:`XcompatError` if a directory has an entry ``report`` that is no report."""
-    place = Path(directory) / FOLDER_NAME
-    is_other = any(place.iterdir()) and not _is_report(place) if place.is_dir() else os.path.lexists(place)
-    if is_other or place.is_symlink():
-        raise XcompatError(f"{place} is where the report goes, and is none that could be replaced; move it, or write elsewhere")
-
-
-def _is_report(folder: Path) -> bool:
-    """Return whether a folder holds a report, perhaps a damaged one."""
-    if not (folder / JSON_NAME).is_file():
-        return False
-    with suppress(XcompatError):
-        document = read_json(folder / JSON_NAME)
-        if isinstance(document, dict) and {"schema", "criterion"} <= document.keys():
-            return True
-    return (folder / DATA_NAME).is_file()
 
 
 def gather(content: ReportContent) -> Report:
@@ -133,7 +121,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _retire(directory: Path) -> None:
     """Remove the report that an earlier version of xcompat wrote into the parent folder: users would take it for this one."""
-    if not _is_report(directory):
+    if not is_report(directory):
         return
     for plot in listed(directory / PLOTS_NAME, "*.png"):
         if plot.name.startswith(("cases-", "recall-", "cmc-", "tsne-")):

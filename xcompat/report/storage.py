@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -272,3 +274,22 @@ def encode_png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     small.save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def require_report_place(directory: str | Path) -> None:
+    """Raise :class:`XcompatError` if a directory has an entry ``report`` that is no report."""
+    place = Path(directory) / FOLDER_NAME
+    is_other = any(place.iterdir()) and not is_report(place) if place.is_dir() else os.path.lexists(place)
+    if is_other or place.is_symlink():
+        raise XcompatError(f"{place} is where the report goes, and is none that could be replaced; move it, or write elsewhere")
+
+
+def is_report(folder: Path) -> bool:
+    """Return whether a folder holds a report, perhaps a damaged one."""
+    if not (folder / JSON_NAME).is_file():
+        return False
+    with suppress(XcompatError):
+        document = read_json(folder / JSON_NAME)
+        if isinstance(document, dict) and {"schema", "criterion"} <= document.keys():
+            return True
+    return (folder / DATA_NAME).is_file()

@@ -75,6 +75,12 @@ class Look:
         return 1.0 if self.unit else self.lengths[1]
 
 
+def require_index(file: Path) -> None:
+    """Refuse an index that is no file."""
+    if not file.is_file():
+        raise XcompatError(f"the faiss index {file} does not exist; name its file")
+
+
 def adopt_faiss(
     folder: Path,
     index_file: Path,
@@ -85,8 +91,7 @@ def adopt_faiss(
     """Make a gallery of a faiss index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
     if not was_not_reported(folder):
         require_empty(folder)
-    if not index_file.is_file():
-        raise XcompatError(f"the faiss index {index_file} does not exist; name its file")
+    require_index(index_file)
     path = index_file.resolve()
     require_readable(path)
     known = look_at(path)

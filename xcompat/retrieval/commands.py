@@ -11,30 +11,26 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from xcompat.distributed import barrier, is_main_process
-from xcompat.embedding import notice_cut_short
-from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.base import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
-from xcompat.retrieval.adoption import adopt_faiss
+from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
-from xcompat.retrieval.backfilling import Backfill
-from xcompat.retrieval.doctor import Finding, examine
 from xcompat.retrieval.faiss_building import EXACT
-from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.manifest import CURRENT, Manifest
-from xcompat.retrieval.originals import Originals
-from xcompat.retrieval.queries import Queries, followed
 from xcompat.retrieval.showing import Found, short, wanted_values
-from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_views
 from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
+    from xcompat.embedding_provider import ServedMap
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.doctor import Finding
+    from xcompat.retrieval.fallback import Fallback
+    from xcompat.retrieval.originals import Originals
+    from xcompat.retrieval.queries import Queries
     from xcompat.retrieval.versions import Model
 
 
@@ -44,6 +40,9 @@ SHOWN = 10
 def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
     """Adopt a faiss index; a model that cannot be loaded is identified by its name alone."""
     names = read_ids(ids)
+    require_index(index)
+    from xcompat.models.embedder import load_embedder
+
     version: Model
     try:
         version = load_embedder(model)
@@ -106,6 +105,10 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool) -> None:
     """Embed pictures or texts into a gallery; refuse a model that cannot search what is stored: the gallery would be split."""
+    from xcompat.embedding import notice_cut_short
+    from xcompat.embedding_provider import asking
+    from xcompat.retrieval.ingestion import ingest
+
     require_views(asking(embedder), gallery.manifest)
     added = ingest(gallery, originals, embedder, replace)
     more = [f"{added.present:,} were there already"] if added.present else []
@@ -126,6 +129,10 @@ def search(
     group_by: str | None = None,
 ) -> None:
     """Show the items nearest to each query, block by block, and the query's confidence if its model has one."""
+    from xcompat.embedding_provider import asking
+    from xcompat.retrieval.fallback import OldQueries
+    from xcompat.retrieval.queries import followed
+
     wanted, model = dict(map(wanted_values, where)) or None, asking(embedder)
     require_views(model, gallery.manifest)  # refuse before anything is embedded
     if fallback is not None:
@@ -160,6 +167,8 @@ def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread 
 
 
 def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread) -> None:
+    from xcompat.retrieval.upgrading import plan_upgrade
+
     plan = plan_upgrade(gallery, model)
     cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
@@ -179,6 +188,10 @@ def backfill(
     spread: Spread | None = None,
 ) -> None:
     """Re-embed what a gallery holds within a budget, in a random order that is the same in all calls."""
+    from xcompat.embedding import notice_cut_short
+    from xcompat.embedding_provider import asking
+    from xcompat.retrieval.backfilling import Backfill
+
     require_views(asking(embedder), gallery.manifest)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
@@ -197,6 +210,8 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
         shared = f"also {', '.join(digest[:12] for digest in record.shares)}" if record.shares else ""
         fitting = f"its own, and those of models made compatible with it {shared}"
         if embedder is not None:
+            from xcompat.embedding_provider import asking
+
             fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
         table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))
     console.print(table)
@@ -225,6 +240,8 @@ def verify(gallery: Gallery) -> bool:
 
 def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
     """Print which stored embeddings a model made; return whether all were made by the model that their version names."""
+    from xcompat.retrieval.doctor import examine
+
     return told(examine(gallery, originals, embedder, sample))
 
 

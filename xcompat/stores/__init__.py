@@ -21,6 +21,18 @@ KINDS = {
 """Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
 
 
+def require_kind(uri: str) -> str:
+    """Return the scheme of an address, up to ``+``, before the client of its store is imported.
+
+    Raises:
+        XcompatError: there is no such kind of store.
+    """
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    if scheme not in KINDS:
+        raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
+    return scheme
+
+
 def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     """Open a store by its address.
 
@@ -38,9 +50,7 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     Example:
         ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
     """
-    scheme = urlsplit(uri).scheme.partition("+")[0]
-    if scheme not in KINDS:
-        raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
+    scheme = require_kind(uri)
     try:
         module = import_module(f"xcompat.stores.{KINDS[scheme]}")
     except ModuleNotFoundError as missing:

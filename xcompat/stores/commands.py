@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 from rich.table import Table
 
 import xcompat.stores
 from xcompat.distributed import device
-from xcompat.embedding_provider import ServedMap, asking
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import console, literal
-from xcompat.retrieval.commands import told
-from xcompat.retrieval.doctor import SAME
-from xcompat.retrieval.queries import Queries, followed
 from xcompat.retrieval.showing import Found
 from xcompat.stores import migration
 from xcompat.stores.base import Store
-from xcompat.stores.doctor import Held, examine_store
-from xcompat.stores.migration import Filling
+
+if TYPE_CHECKING:
+    from xcompat.embedding_provider import ServedMap
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.queries import Queries
+    from xcompat.stores.doctor import Held
+    from xcompat.stores.migration import Filling
 
 
 def search(
@@ -34,6 +34,9 @@ def search(
     show: Callable[[Found], None],
 ) -> None:
     """Show the items of a store that are nearest to each query, block by block; nothing is written."""
+    from xcompat.embedding_provider import asking
+    from xcompat.retrieval.queries import followed
+
     for asked in followed(queries, embedder):
         hits = store.find(asked.embeds_QD, asking(embedder), top_k, where)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
@@ -42,6 +45,9 @@ def search(
 
 def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
     """Print whether a model made the vectors of a store; return whether nothing is of another origin."""
+    from xcompat.retrieval.commands import told
+    from xcompat.stores.doctor import examine_store
+
     return told([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
 
 
@@ -58,6 +64,8 @@ def name_model(store: Store, name: str | None, held: Held | None = None) -> None
     """
     if name is None:
         return
+    from xcompat.models.embedder import load_embedder
+
     known, embedder = store.spaces()[store.space].fingerprint, None
     try:
         embedder = load_embedder(name, device())
@@ -76,6 +84,9 @@ def name_model(store: Store, name: str | None, held: Held | None = None) -> None
 
 def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
     """Compare a sample with what a model makes of it; refuse a model that clearly did not make the vectors."""
+    from xcompat.retrieval.doctor import SAME
+    from xcompat.stores.doctor import examine_store
+
     own, found = store.spaces()[store.space], examine_store(store, embedder, held)
     if own.dim not in (None, embedder.dim):
         raise XcompatError(

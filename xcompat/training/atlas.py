@@ -28,8 +28,7 @@ from xcompat.training.evaluate_command import plain_model
 from xcompat.training.evaluation_sets import LabelledTestSet, PairTestSet, load_test_set
 from xcompat.training.judged_texts import JudgedTestSet
 from xcompat.training.judging import embed_new, judge
-from xcompat.training.push import find_model
-from xcompat.training.record import RECIPE, begun_with
+from xcompat.training.record import RECIPE, begun_with, find_model
 from xcompat.training.sections import DataSettings, EvaluationSettings
 
 MADE_BY = "export atlas"

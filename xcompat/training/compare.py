@@ -47,7 +47,7 @@ def compare_recipe(recipe: Recipe) -> Path:
     if not evaluated:
         raise XcompatError(f"{recipe.name} has no stage to compare: give one an old model, a test set in data, and evaluation")
     require_comparison_place(recipe.output_dir)
-    runs = {seed: _run_of(recipe, seed) for seed in recipe.seeds or [recipe.seed]}
+    runs = {seed: recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]}
     for run in runs.values():
         require_places(run)
     folders = {seed: run_recipe(run) for seed, run in runs.items()}
@@ -61,10 +61,6 @@ def compare_recipe(recipe: Recipe) -> Path:
         console.print(f"comparison: {literal(page)}")
     barrier()
     return comparison_file(recipe.output_dir).with_suffix(".html")
-
-
-def _run_of(recipe: Recipe, seed: int) -> Recipe:
-    return recipe.model_copy(update={"seed": seed, "output_dir": recipe.output_dir / f"seed-{seed}"})
 
 
 def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:

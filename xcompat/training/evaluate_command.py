@@ -18,7 +18,6 @@ from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.sides import LABELS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
@@ -26,13 +25,21 @@ from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.contestants import EvaluationSet
+from xcompat.training.embedding_folders import (
+    NO_CHECKPOINT,
+    has_texts,
+    kinds_judged,
+    require_files,
+    require_labels,
+    require_testable,
+)
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.judging import embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
-from xcompat.vectors import is_table, read_vectors, stored_at
+from xcompat.vectors import read_vectors, stored_at
 
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
 """Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
@@ -87,10 +94,9 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
         XcompatError: there is no checkpoint or no data, or the checkpoint is not compatible with the old model.
     """
     if not is_checkpoint(str(folder)):
-        raise XcompatError(f"{folder} holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model")
-    require_report_place(output)
-    if data is None:
-        raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
+        raise XcompatError(f"{folder} {NO_CHECKPOINT}")
+    require_testable(folder, data, output)
+    assert data is not None
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     versions = model.compatible_with
     if not versions:
@@ -168,7 +174,7 @@ def evaluate_embeddings(
     folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
     if qrels is not None:
         loaded: dict[str, Any] = _judged_texts(folders, qrels)
-    elif not any(_has_texts(folder) for folder in folders.values() if folder is not None):
+    elif not any(has_texts(folder) for folder in folders.values() if folder is not None):
         loaded = _labelled_images(folders)
     else:
         loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
@@ -187,13 +193,9 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
     Raises:
         XcompatError: a file is missing, is no array of numbers, or the counts differ.
     """
-    _require_files(folder, ("image", "text"))
+    require_files(folder, ("image", "text"))
     (images_ND, image_ids), (texts_MD, text_ids) = (_embeddings(folder, kind) for kind in ("image", "text"))
     return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
-
-
-def _has_texts(folder: Path) -> bool:
-    return stored_at(folder / "text_embeds") is not None or (folder / "text_ids.txt").exists() or not folder.is_dir()
 
 
 def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImages]:
@@ -203,7 +205,7 @@ def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImage
     for role, folder in folders.items():
         if folder is None:
             continue
-        _require_files(folder, ("image",))
+        require_files(folder, ("image",))
         images_ND, ids = _embeddings(folder, "image")
         labels = _labels(old, len(ids)) if role == "old" else loaded["old"].query_labels
         fingerprint = Fingerprint.from_string(str(folder.resolve()))
@@ -212,12 +214,7 @@ def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImage
 
 
 def _labels(folder: Path, count: int) -> list[str]:
-    file = folder / LABELS
-    if not file.is_file():
-        raise XcompatError(
-            f"{folder} holds images alone, and nothing says which of them belong together: add {LABELS} (one class a line, in "
-            "the order of the rows), or texts in every folder (text_embeds.npy, text_ids.txt: the id of the image each describes)"
-        )
+    file = require_labels(folder)
     if len(labels := read_lines(file)) != count:
         raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; they must be as many")
     return labels
@@ -229,21 +226,13 @@ def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, Emb
     for role, folder in folders.items():
         if folder is None:
             continue
-        has_texts = role != "new_view" or stored_at(folder / "text_embeds") is not None
-        _require_files(folder, ("query", "text") if has_texts else ("query",))
+        kinds = kinds_judged(role, folder)
+        require_files(folder, kinds)
         queries_QD, query_ids = _embeddings(folder, "query")
-        texts_GD, text_ids = _embeddings(folder, "text") if has_texts else (None, loaded["old"].text_ids)
+        texts_GD, text_ids = _embeddings(folder, "text") if "text" in kinds else (None, loaded["old"].text_ids)
         fingerprint = Fingerprint.from_string(str(folder.resolve()))
         loaded[role] = EmbeddedTexts(folder.name, fingerprint, queries_QD, texts_GD, query_ids, text_ids, judgements)
     return loaded
-
-
-def _require_files(folder: Path, kinds: Sequence[str]) -> None:
-    names = [f"{kind}_embeds.npy" for kind in kinds] + [f"{kind}_ids.txt" for kind in kinds]
-    for name in names:
-        place = stored_at(folder / f"{name.split('_')[0]}_embeds")
-        if not (folder / name).is_file() and (place is None or not is_table(place)):
-            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(names)}")
 
 
 def _embeddings(folder: Path, kind: str) -> tuple[np.ndarray, list[str]]:

@@ -24,7 +24,7 @@ from xcompat.retrieval.versions import stored_version, upgraded_version
 from xcompat.training.contestants import EvaluationSet
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judging import side_info_of
-from xcompat.training.record import EVALUATED, RECIPE, Evaluated, begun_with, read_record
+from xcompat.training.record import EVALUATED, RECIPE, Evaluated, begun_with, read_record, require_ended
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.test_items import GalleryItems
 
@@ -58,9 +58,7 @@ class FinishedRun:
             XcompatError: it is no run, it has not ended with a report, or an older version wrote its recipe otherwise.
         """
         stage = folder
-        if not (folder / RECIPE).is_file() or (folder / EVALUATED).is_file():
-            if not (folder / EVALUATED).is_file():
-                raise XcompatError(f"{folder} is neither a gallery nor a run that ended with a report")
+        if require_ended(folder):
             judged = next(iter(read_record(folder / EVALUATED, Evaluated).models))
             stage = folder / judged if (folder / judged / RECIPE).is_file() else folder
         written = begun_with(stage)

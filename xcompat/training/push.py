@@ -25,6 +25,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
 from xcompat.report import Report, load_report, render_markdown, report_file
+from xcompat.training.record import find_model
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
@@ -78,37 +79,6 @@ def push(
     if form != "merged" and memory == "all":  # else the pushed model is not the one whose galleries exist
         record_push(folder, commit)
     return str(commit)
-
-
-def find_model(target: Path) -> Path:
-    """Find the model of a run, or the checkpoint itself.
-
-    Args:
-        target: a run's folder, a stage's, or a checkpoint's.
-
-    Returns:
-        The folder with the model's files.
-
-    Raises:
-        XcompatError: there is none, or there are several and none is known to be the last stage's.
-    """
-
-    def is_model(folder: Path) -> bool:
-        return any((folder / name).exists() for name in CONFIGS)
-
-    for folder in (target, target / "model"):
-        if is_model(folder):
-            return folder
-    stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
-    if not stages:
-        raise XcompatError(f"{target} holds no model; name the folder of a finished run, or of a checkpoint")
-    if len(stages) > 1 and (report := report_file(target)).exists():
-        last = list(load_report(report).seconds)[-1:]
-        stages = [stage for stage in stages if stage.name in last] or stages
-    if len(stages) > 1:
-        names = ", ".join(stage.name for stage in stages)
-        raise XcompatError(f"{target} holds several models ({names}); name one of them, such as {stages[0]}")
-    return stages[0] / "model"
 
 
 def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:

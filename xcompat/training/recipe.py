@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from xcompat.encoders.scratch import QUICK
 from xcompat.errors import XcompatError, nearest
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.overrides import apply_override, refuse_shadowed
@@ -56,6 +57,10 @@ class Recipe(Section):
             seen.append(stage.name)
         return self
 
+    def of_seed(self, seed: int) -> Recipe:
+        """Return the recipe of one run of ``compare``, in a folder of its own."""
+        return self.model_copy(update={"seed": seed, "output_dir": self.output_dir / f"seed-{seed}"})
+
     def stage_dir(self, name: str) -> Path:
         """Return the folder of a stage: its own, or the run's if it is the only stage."""
         return self.output_dir if len(self.stages) == 1 else self.output_dir / name
@@ -65,7 +70,7 @@ class Recipe(Section):
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False) -> Recipe:
     """Read and validate a recipe.
 
     A recipe is one stage, or has ``stages:``, each of which inherits every other top-level key and overrides it key by key.
@@ -74,6 +79,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: YAML file.
         overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or
             ``stages.1.training.max_steps=10``, or ``stages.xbt.…`` by the stage's name. The value is read as YAML.
+        is_quick: whether to leave out what only torch and transformers can tell; they are then not imported.
 
     Returns:
         The recipe with every stage complete.
@@ -90,16 +96,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         apply_override(raw, override)
         refuse_shadowed(raw, override.partition("=")[0])
-    return parse_recipe(raw, path.stem, str(path))
+    return parse_recipe(raw, path.stem, str(path), is_quick)
 
 
-def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
+def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: bool = False) -> Recipe:
     """Validate a recipe already read.
 
     Args:
         raw: nested dictionaries as in the YAML.
         default_name: the run's name unless the recipe has one.
         where: name of the recipe in messages.
+        is_quick: as in :func:`load_recipe`.
 
     Raises:
         XcompatError: a key is unknown, a value does not fit, or nothing would read it.
@@ -114,8 +121,9 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str) -> Recipe:
     stages = [_merge(shared, stage) for stage in listed]
     given: dict[str, Any] = {**defaults, **top, "stages": stages}
     try:
-        recipe = Recipe(**given)
-        refuse_unread(recipe.stages)
+        recipe = Recipe.model_validate(given, context=QUICK if is_quick else None)
+        if not is_quick:
+            refuse_unread(recipe.stages)
     except ValidationError as error:
         raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
     except ValueError as error:

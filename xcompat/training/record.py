@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, read_json
 from xcompat.report.content import LossPoint
+from xcompat.report.storage import load_report, report_file
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.yaml_files import parse_yaml
@@ -191,3 +192,48 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     parts = {name: settings.get(name) or {} for name in ("data", "options")}
     inner = {f"{name}.{key}": value for name, part in parts.items() if isinstance(part, dict) for key, value in part.items()}
     return {key: value for key, value in settings.items() if key not in parts} | inner
+
+
+def find_model(target: Path) -> Path:
+    """Find the model of a run, or the checkpoint itself.
+
+    Args:
+        target: a run's folder, a stage's, or a checkpoint's.
+
+    Returns:
+        The folder with the model's files.
+
+    Raises:
+        XcompatError: there is none, or there are several and none is known to be the last stage's.
+    """
+    from xcompat.hub.endpoint import CONFIGS
+
+    def is_model(folder: Path) -> bool:
+        return any((folder / name).exists() for name in CONFIGS)
+
+    for folder in (target, target / "model"):
+        if is_model(folder):
+            return folder
+    stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
+    if not stages:
+        raise XcompatError(f"{target} holds no model; name the folder of a finished run, or of a checkpoint")
+    if len(stages) > 1 and (report := report_file(target)).exists():
+        last = list(load_report(report).seconds)[-1:]
+        stages = [stage for stage in stages if stage.name in last] or stages
+    if len(stages) > 1:
+        names = ", ".join(stage.name for stage in stages)
+        raise XcompatError(f"{target} holds several models ({names}); name one of them, such as {stages[0]}")
+    return stages[0] / "model"
+
+
+def require_ended(run: Path) -> bool:
+    """Return whether a folder is that of a run that ended with a report, and not of one of its stages.
+
+    Raises:
+        XcompatError: it is neither.
+    """
+    if (run / EVALUATED).is_file():
+        return True
+    if not (run / RECIPE).is_file():
+        raise XcompatError(f"{run} is neither a gallery nor a run that ended with a report")
+    return False

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from xcompat.data import PairSource
 from xcompat.encoders import EncoderSource
-from xcompat.encoders.scratch import ScratchSource
+from xcompat.encoders.scratch import ScratchSource, is_quick
 from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
-from xcompat.models.learning import PASSAGES
+from xcompat.training.declared import method_names, method_options
 from xcompat.training.optimiser import Decayed
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
+from xcompat.vectors import is_stored, require_codec
 
 if TYPE_CHECKING:
     from xcompat.models import CompatModel
@@ -91,35 +92,32 @@ class StageRecipe(Section):
 
     @field_validator("method")
     @classmethod
-    def _known_method(cls, value: str) -> str:
-        from xcompat.methods import METHODS
-
-        if value not in (known := [CHOSEN, *METHODS]):
+    def _known_method(cls, value: str, info: ValidationInfo) -> str:
+        if value not in (known := [CHOSEN, *(method_names() if is_quick(info) else _methods())]):
             raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
         return value
 
     @field_validator("memory_codec")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        from xcompat.vectors import require_codec
-
         require_codec(value)
         return value
 
     @field_validator("training")
     @classmethod
-    def _known_training(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_training(value)
+    def _known_training(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        check_training(value, is_quick(info))
         return value
 
     @field_validator("options")
     @classmethod
-    def _known_options(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:  # noqa: ANN401 - pydantic's ValidationInfo
+    def _known_options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         method = info.data.get("method")
         if method == CHOSEN and value:
             raise ValueError(f"options {', '.join(value)} are a method's, and none is named; set method: query_map, or another")
         if method is not None and method != CHOSEN:
-            check_options(method, value, usual_options(method))
+            known = declared_options(method) if is_quick(info) else usual_options(method)
+            check_options(method, value, known, is_quick(info))
         return value
 
     @property
@@ -164,8 +162,6 @@ class StageRecipe(Section):
             XcompatError: one of them is set, and the method maps the old gallery, the old model is stored embeddings, or it reads
                 captions; or ``fallback`` is set, and the queries have no memory and so no confidence.
         """
-        from xcompat.vectors import is_stored
-
         if self.evaluation is None or not self.is_judged:
             return
         if self.evaluation.slerp is not None:
@@ -202,7 +198,15 @@ class StageRecipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _there_is_something_to_remember(self) -> StageRecipe:
+    def _method_fits(self, info: ValidationInfo) -> StageRecipe:
+        if not is_quick(info):
+            self._there_is_something_to_remember()
+            self._text_pairs_are_read()
+            self._whole_classes_fill_a_batch()
+            self._mini_batches_make_a_batch()
+        return self
+
+    def _there_is_something_to_remember(self) -> None:
         method = method_class(self.method)
         if self.method == CHOSEN and self.memory is not None:
             raise ValueError("memory: without a method what queries remember is chosen with the map; leave memory out")
@@ -227,13 +231,13 @@ class StageRecipe(Section):
             )
         if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
             raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
-        return self
 
-    @model_validator(mode="after")
-    def _text_pairs_are_read(self) -> StageRecipe:
+    def _text_pairs_are_read(self) -> None:
+        from xcompat.models.learning import PASSAGES
+
         pairs, method = self.data.text_pairs, method_class(self.method)
         if pairs is None or method.embeds_in_memory:
-            return self
+            return
         if not set(PASSAGES) <= set(method.columns_if_known):
             raise ValueError(f"data.text_pairs: method {self.method} does not learn from texts that search texts; leave them out")
         if pairs.negative_column is not None and "old_embeds" in method.columns:
@@ -243,23 +247,19 @@ class StageRecipe(Section):
             )
         if (self.options.get("adapters") or {}).get("prompts"):
             raise ValueError("options.adapters.prompts are of images, and data.text_pairs has none; leave prompts out")
-        return self
 
-    @model_validator(mode="after")
-    def _whole_classes_fill_a_batch(self) -> StageRecipe:
+    def _whole_classes_fill_a_batch(self) -> None:
         each, batch = self.data.samples_per_class, self.batch_size
         if self.is_balanced and (batch % each or batch < 2 * each):
             raise ValueError(
                 f"a batch of triplets holds {each} images (data.samples_per_class) of each of its classes, two or more, and "
                 f"training.per_device_train_batch_size is {batch}; make it a multiple of {each}, at least {2 * each}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _mini_batches_make_a_batch(self) -> StageRecipe:
+    def _mini_batches_make_a_batch(self) -> None:
         size, method = self.mini_batch_size, method_class(self.method)
         if size is None:
-            return self
+            return
         classified = self.data.images is not None and not method.embeds_in_memory  # the loss then reads the classifier too
         if classified or not method.loss_of_embeddings:
             raise ValueError(
@@ -271,14 +271,17 @@ class StageRecipe(Section):
                 f"mini_batch_size is {size}, which does not divide training.per_device_train_batch_size, {self.batch_size}; "
                 "choose a divisor"
             )
-        return self
 
 
 def method_class(method: str) -> type[CompatModel]:
     """Return the class of a method by its name in a recipe; of ``map``, that of query maps."""
+    return _methods()["query_map" if method == CHOSEN else method]
+
+
+def _methods() -> dict[str, type[CompatModel]]:
     from xcompat.methods import METHODS
 
-    return METHODS["query_map" if method == CHOSEN else method]
+    return METHODS
 
 
 def usual_options(method: str) -> dict[str, Any]:
@@ -295,3 +298,8 @@ def usual_options(method: str) -> dict[str, Any]:
     usual = method_class(method).config_class()
     not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
     return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}
+
+
+def declared_options(method: str) -> set[str]:
+    """Return the names that :func:`usual_options` has, without importing the method."""
+    return {"adapters", "logit_scale", *method_options(method)} - {*ROLES, *OF_THE_COURSE}

@@ -36,6 +36,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.progress import console, literal, notice
 from xcompat.threads import keep_freed_memory
+from xcompat.training.beforehand import not_installed
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
@@ -340,10 +341,7 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
         if name not in known:
             raise XcompatError(f"{settings.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
         if name not in integration_utils.get_available_reporting_integrations():
-            package = name.replace("_", "-")
-            raise XcompatError(
-                f"{settings.name}: training.report_to names {name}, which is not installed; `pip install {package}`"
-            )
+            raise XcompatError(not_installed(settings.name, name))
     if arguments.push_to_hub:
         with hub_errors(arguments.hub_model_id or "the account of training.push_to_hub"):
             HfApi(token=arguments.hub_token).whoami()

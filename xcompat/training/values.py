@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from xcompat.encoders import AdapterConfig
+from xcompat.encoders.adapter_settings import AdapterConfig
 from xcompat.errors import nearest
+from xcompat.training.declared import method_options, trainer_fields
 from xcompat.training.optimiser import check_optimiser
 
 BOUNDS: dict[str, Any] = {
@@ -58,28 +59,28 @@ REFUSED: dict[str, str] = {
 _NEED_A_TEST_SET = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
 
 
-def check_training(given: Mapping[str, Any]) -> None:
+def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
     """Refuse keys that ``TrainingArguments`` does not have, and values that cannot be trained with.
 
     Args:
         given: the training section of a stage.
+        is_quick: whether to look at transformers' source alone, without importing it; some types then pass unchecked.
 
     Raises:
         ValueError: naming the key and what is wrong, in one line.
     """
-    from transformers import TrainingArguments
-
-    known = {field.name: field for field in fields(TrainingArguments) if field.name not in ("output_dir", "seed", "data_seed")}
-    hints = get_type_hints(TrainingArguments)
+    hints = trainer_fields() if is_quick else _imported_hints()
+    known = hints.keys() - {"output_dir", "seed", "data_seed"}
     for key, value in given.items():
-        if key not in known:
+        if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
-        _check(f"training.{key}", hints[key], value, BOUNDS.get(key))
-        if key in REFUSED and value != known[key].default:
+        _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
+        if key in REFUSED and not is_quick and not _is_default(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
             raise ValueError(f"training.{key}: {value} follows a metric of the Trainer's, and {_JUDGED}")
     check_optimiser(given)
+        _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
     epochs = given.get("num_train_epochs", 1)
     if not epochs > 0 and not given.get("max_steps", -1) > 0:
         raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; give more than 0, or training.max_steps")
@@ -89,27 +90,45 @@ def check_training(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_options(method: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _imported_hints() -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    hints = get_type_hints(TrainingArguments)
+    return {field.name: hints[field.name] for field in fields(TrainingArguments)}
+
+
+def _is_default(key: str, value: Any) -> bool:  # noqa: ANN401
+    from transformers import TrainingArguments
+
+    return bool(value == getattr(TrainingArguments, key, []))  # lists alone are no attributes of the class
+
+
+def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> None:
     """Refuse options that a method does not have, and values of the wrong type.
 
     Args:
         method: its name in `xcompat.methods`.
         given: the options section of a stage.
         known: the method's options.
+        is_quick: whether to look at the method's source alone, without importing it; some types then pass unchecked.
 
     Raises:
         ValueError: naming the option and what is wrong, in one line.
     """
-    import torch
-
-    from xcompat.methods import METHODS
-
-    hints = get_type_hints(METHODS[method].config_class, localns={"torch": torch})
+    hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
         is_adapters = key == "adapters" and value is not None
         _check(f"options.{key}", AdapterConfig if is_adapters else hints[key], value)
+
+
+def _option_hints(method: str) -> dict[str, Any]:
+    import torch
+
+    from xcompat.methods import METHODS
+
+    return get_type_hints(METHODS[method].config_class, localns={"torch": torch})
 
 
 def _check(key: str, hint: Any, value: Any, bound: Any = None) -> None:  # noqa: ANN401 - a type annotation, a Field

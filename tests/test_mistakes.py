@@ -1,0 +1,237 @@
+"""Mistakes are told at once: each is one line, and before torch, transformers, faiss or a store's client are imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import yaml
+
+from xcompat.errors import XcompatError
+from xcompat.methods import METHODS
+from xcompat.training.beforehand import check_trackers
+from xcompat.training.declared import is_solved, method_names, trackers, trainer_fields
+from xcompat.training.stage_recipe import StageRecipe, declared_options, usual_options
+
+HEAVY = (
+    *("torch", "transformers", "faiss", "datasets", "gradio", "ray", "daft"),
+    *("chromadb", "lancedb", "pymilvus", "qdrant_client", "psycopg"),
+)
+NO_GALLERY = "nowhere is no gallery: it has no gallery.json; make one with `xcompat gallery build`"
+NO_MODEL = "the model folder ./nowhere does not exist; there is no nowhere in"
+NO_STORE = "foo is no kind of store; known: chroma, file"
+NAME_IT = "name the model with --model: a run's folder"
+NOT_OURS = "enc holds no model of xcompat; name a run's folder or a checkpoint"
+WORKERS = "--workers and --gpus-per-worker are of an engine: name one with --engine"
+
+MISTAKES = {
+    # recipes
+    "train nowhere.yaml": "the recipe nowhere.yaml does not exist; `xcompat recipes` lists",
+    "train empty": "the recipe empty does not exist",
+    "train damaged.yaml": "damaged.yaml is not valid YAML",
+    "train lost.yaml": f"procrustes: old: {NO_MODEL}",
+    "train lost.yaml --dry-run": f"procrustes: old: {NO_MODEL}",
+    "train good.yaml metod=x": "good.yaml: unknown key 'stages.0.metod'; did you mean 'method'?",
+    "train good.yaml data.tset=x": "good.yaml: unknown key 'stages.0.data.tset'; did you mean 'test'?",
+    "train good.yaml x": "'x' is no override; write key=value",
+    "train good.yaml method=xbtt": "stages.0.method: unknown method 'xbtt'; did you mean 'xbt'?",
+    "train good.yaml method=xbt options.train_encodr=none": "unknown key 'options.train_encodr' for method xbt; did you mean",
+    "train good.yaml method=ridge options.regularisation=a": "options.regularisation: Input should be a valid number",
+    "train good.yaml training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
+    "train good.yaml training.learning_rate=-1": "training.learning_rate: Input should be greater than 0 (found -1)",
+    "train good.yaml training.max_steps=a": "training.max_steps: Input should be a valid integer",
+    "train good.yaml training.max_steps=0": "training.max_steps: 0 trains nothing",
+    "train good.yaml evaluation.resamples=1": "stages.0.evaluation.resamples: Input should be greater than or equal to 100",
+    "train good.yaml memory_codec=SQ9": "there is no memory codec 'SQ9'; it is float32, SQ8",
+    "train good.yaml data.test.path=nowhere.csv": "data.test.path: nowhere.csv does not exist",
+    "train good.yaml method=xbt training.report_to=[tensorbord]": "names 'tensorbord', which is no tracker; did you mean",
+    "train good.yaml method=xbt training.report_to=absent": "names 'absent', which is no tracker; known:",
+    "compare nowhere.yaml": "the recipe nowhere.yaml does not exist",
+    "compare lost.yaml": f"procrustes: old: {NO_MODEL}",
+    "embed lost.yaml": f"procrustes: old: {NO_MODEL}",
+    "embed good.yaml --model x": "--model is of Parquet files; a recipe says what it embeds: leave it out",
+    "evaluate nowhere.yaml": "the recipe nowhere.yaml does not exist",
+    "quickstart --output q training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
+    "quickstart --output q stages.9.method=x": "stages.9.method: there is no stage 9",
+    "recipes nowhere": "no recipe that comes with xcompat is called 'nowhere'",
+    # embeddings
+    "embed nowhere.parquet": "name the model with --model, and the folder of what is made with --out",
+    "embed nowhere.parquet --model enc --out x": "nowhere.parquet does not exist; did you mean 'vectors.parquet'?",
+    "embed vectors.parquet --model ./nowhere --out x": NO_MODEL,
+    "embed vectors.parquet --model enc --out x --workers 2": WORKERS,
+    "embed vectors.parquet x=1 --model enc --out x": "'x=1' overrides a value of a recipe, and vectors.parquet is none",
+    "evaluate": "name a recipe, a run or a checkpoint, or give embeddings with --old and --new",
+    "evaluate empty": "empty holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model",
+    "evaluate enc": "enc holds no xcompat checkpoint",
+    "evaluate own": "name the images, with captions or classes, that own is to be tested on with --data",
+    "evaluate own --data nowhere/x.csv": "nowhere/x.csv does not exist",
+    "evaluate --new empty": "--new names embeddings, so --old must name the folder with the old model's",
+    "evaluate --old empty --new empty": "empty lacks image_embeds.npy; it must hold image_embeds.npy, image_ids.txt",
+    "evaluate --old images --new images": "images holds images alone, and nothing says which of them belong together",
+    "evaluate --old empty --new empty --qrels nowhere": "the judgements nowhere do not exist",
+    "evaluate --qrels texts.txt": "--qrels judges embeddings: name their folders with --old and --new",
+    "map --old nowhere.npy --new images": "nowhere.npy does not exist; name a folder with image_embeds.npy",
+    "map --old images --new empty": "empty lacks image_embeds.npy; it holds image_embeds.npy, image_ids.txt",
+    "map --old texts.txt --new images": "texts.txt is no file of embeddings",
+    "map --old images --new images --memory-codec SQ9": "there is no memory codec 'SQ9'",
+    "map --old images --new images --activation relu": "--activation says what a file under --start-from computes",
+    "map --old images --new images --embed-with a:b": "--embed-with and its options embed texts: name them with --texts",
+    "map --old images --new images --start-from nowhere.npz": "nowhere.npz is no file of .npz or .safetensors",
+    "map --old images --new images --start-from enc": NOT_OURS,
+    "map --old images --new images --new-model ./nowhere": NO_MODEL,
+    "map --old images --new empty/model --texts texts.txt": "the model folder empty/model does not exist",
+    "map --old images --new images --out enc": "enc/config.json was not made by `xcompat map`",
+    "map --old images --new images --texts texts.txt --price-per-million-tokens 0": "--price-per-million-tokens is 0",
+    # runs, models and the Hub
+    "report nowhere": "nowhere does not exist",
+    "report empty": "report.json does not exist",
+    "push empty me/x": "empty holds no model; name the folder of a finished run, or of a checkpoint",
+    "push own me/x --merged --adapters-only": "--merged and --adapters-only exclude each other",
+    "find": "name the old model with --old, the new one with --new, or both",
+    "find --old ./nowhere": NO_MODEL,
+    "find --old images": "images holds stored embeddings, which do not say what made them",
+    "lineage ./nowhere": "'./nowhere' is no name on the Hub; write it as user/name",
+    "serve nowhere": "nowhere is neither a gallery nor a run that ended with a report",
+    "serve nowhere --images empty": "--images and --texts are of a gallery; a run knows its test set: leave them out",
+    "export faiss x.faiss --model ./nowhere --out o": NO_MODEL,
+    "export onnx enc --out o": NOT_OURS,
+    "export sentence-transformers empty --out o": "empty holds no model: there is no config.json in it",
+    "export atlas empty --out o": "empty holds no model; name the folder of a finished run, or of a checkpoint",
+    # galleries
+    "gallery build texts.txt": NAME_IT,
+    "gallery build --model enc": "name the pictures or texts to embed, or an index to adopt with --from-faiss",
+    "gallery build empty/x --model enc": "empty/x does not exist",
+    "gallery build texts.txt --model ./nowhere": NO_MODEL,
+    "gallery build texts.txt --model empty": "empty holds no model: there is no config.json in it",
+    "gallery build --from-faiss x.faiss --model enc": "an adopted index holds no ids: name a file with one id a line with --ids",
+    "gallery build --from-faiss x.faiss --ids texts.txt --model enc": "the faiss index x.faiss does not exist; name its file",
+    "gallery build --from-faiss x.faiss --ids nowhere --model enc": "--ids nowhere cannot be read",
+    "gallery search nowhere hello --model enc": NO_GALLERY,
+    "gallery search nowhere": "give one query, or many with --queries",
+    "gallery search nowhere nowhere.png --model enc": "there is no picture nowhere.png",
+    "gallery search foo://x hello --model enc": NO_STORE,
+    "gallery search nowhere hello --json --csv": "--json and --csv are two forms of one result; choose one",
+    "gallery add nowhere texts.txt --model enc": NO_GALLERY,
+    "gallery upgrade nowhere --model enc": NO_GALLERY,
+    "gallery upgrade nowhere --budget 3": "--budget is of pictures to embed anew: name them with --backfill",
+    "gallery upgrade nowhere --workers 3": WORKERS,
+    "gallery info nowhere": NO_GALLERY,
+    "gallery verify nowhere": NO_GALLERY,
+    "gallery doctor nowhere": "name what the vectors were made of with --images or --texts",
+    "gallery doctor nowhere --images empty": NO_GALLERY,
+    "gallery doctor foo://x --texts body --model enc": NO_STORE,
+    "gallery rollback nowhere": NO_GALLERY,
+    "gallery resync nowhere": NO_GALLERY,
+    "gallery compact nowhere": NO_GALLERY,
+    # stores
+    "migrate plan foo://x": NAME_IT,
+    "migrate plan foo://x --model a/b": NO_STORE,
+    "migrate plan foo://x --model a/b --texts body": "--texts and --images are to look whether a model made",
+    "migrate plan postgresql://h/d?table=x --model ./nowhere": NO_MODEL,
+    "migrate plan postgresql://h/d?table=x --model enc": NOT_OURS,
+    "migrate start foo://x --model a/b": NO_STORE,
+    "migrate start foo://x --model a/b --workers 2": WORKERS,
+    "migrate verify foo://x": NAME_IT,
+    "migrate switch foo://x --model a/b": NO_STORE,
+    "migrate status foo://x": NO_STORE,
+    "migrate rollback nowhere": "nowhere is no kind of store",
+    "migrate finish foo://x": NO_STORE,
+}
+"""What is typed -> what is said."""
+REFUSED_BY_TYPER = (
+    "train",
+    "map --old images",
+    "map --old images --new images --seed -1",
+    "embed vectors.parquet --dtype float64",
+    "serve nowhere --port 99999",
+    "export onnx enc --out o --space x",
+    "export atlas enc --out o --items 1",
+    "gallery search nowhere hello --top-k 0",
+    "gallery upgrade nowhere --budgett 1",
+    "migrate start foo://x --model a/b --batch 0",
+)
+
+TYPED = """
+import contextlib, io, json, sys
+from xcompat import cli
+
+told = []
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["xcompat", *line.split()]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    told.append([code, said.getvalue(), [name for name in HEAVY if name in sys.modules]])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what the mistakes name."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    for name, kind in (("enc", "clip"), ("own", "xcompat-ridge")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (folder / "images").mkdir()
+    np.save(folder / "images" / "image_embeds.npy", np.eye(2, dtype=np.float32))
+    (folder / "images" / "image_ids.txt").write_text("a\nb\n")
+    (folder / "texts.txt").write_text("a\nb\n")
+    (folder / "vectors.parquet").touch()
+    (folder / "damaged.yaml").write_text("a: [")
+    for name, old in (("good", "me/old"), ("lost", "./nowhere")):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"method": "procrustes", "old": old, "new": "me/new"}))
+    return folder
+
+
+def typed(lines: list[str], place: Path) -> list[tuple[int, str, list[str]]]:
+    """Type lines one after the other in one fresh process: exit codes, standard errors, and what is imported after each."""
+    program = f"HEAVY = {HEAVY}\n{TYPED}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(lines)], cwd=place, capture_output=True, text=True, check=True, timeout=300
+    )
+    return [tuple(each) for each in json.loads(done.stdout)]
+
+
+def test_what_is_declared_is_what_is_imported() -> None:
+    """The source of transformers and of the methods says what a recipe may hold: no key is refused that the libraries take."""
+    from transformers import TrainingArguments
+    from transformers.integrations import integration_utils
+
+    assert set(trainer_fields()) == {field.name for field in fields(TrainingArguments)}
+    hints = get_type_hints(TrainingArguments)
+    assert all(hint in (Any, hints[name]) for name, hint in trainer_fields().items())
+    assert set(trackers()) == set(integration_utils.INTEGRATION_TO_CALLBACK)
+    assert method_names() == sorted(METHODS)
+    for name, model in METHODS.items():
+        assert declared_options(name) == set(usual_options(name)) and is_solved(name) == model.is_solved
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = StageRecipe(name="pair", method="xbt", training={"report_to": ["trackio", "wandb"]})
+    monkeypatch.setattr("xcompat.training.beforehand.find_spec", lambda name: None if name == "wandb" else name)
+    with pytest.raises(XcompatError, match="pair: training.report_to names wandb, which is not installed; `pip install wandb`"):
+        check_trackers(settings)
+    check_trackers(settings.model_copy(update={"method": "ridge"}))  # is solved, and tracks nothing
+
+
+def test_a_mistake_is_one_line_before_anything_large_is_imported(place: Path) -> None:
+    there = sorted(path.name for path in place.rglob("*"))
+    for (line, wanted), (code, said, imported) in zip(MISTAKES.items(), typed(list(MISTAKES), place), strict=True):
+        assert not imported, f"{line} imports {imported}"
+        assert code == 2 and said.startswith("xcompat: ") and said.count("\n") == 1, (line, said)
+        assert wanted in said, (line, said)
+    for line, (code, said, imported) in zip(REFUSED_BY_TYPER, typed(list(REFUSED_BY_TYPER), place), strict=True):
+        assert code == 2 and "Error" in said and not imported, (line, said, imported)
+    assert sorted(path.name for path in place.rglob("*")) == there, "nothing is written"

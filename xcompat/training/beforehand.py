@@ -1,0 +1,99 @@
+"""What is wrong with a recipe or a run, said before torch and transformers are imported: that takes longer than to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from xcompat.encoders import require_model
+from xcompat.errors import XcompatError, nearest
+from xcompat.retrieval.manifest import CURRENT
+from xcompat.training.declared import is_solved, trackers
+from xcompat.training.paths import check_paths
+from xcompat.training.recipe import Recipe, load_recipe
+from xcompat.training.record import DONE, require_ended
+from xcompat.training.stage_recipe import CHOSEN, StageRecipe
+
+SEVERAL = ("all", "none")
+ALSO = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": (), "flyte": (), "kubeflow": ()}
+"""Tracker -> libraries of which it needs one, where that is not one of its own name; of none, transformers itself looks."""
+
+
+def load_checked(path: str | Path, overrides: Sequence[str], every_stage: bool = False, every_seed: bool = False) -> Recipe:
+    """Read and validate a recipe; first, and quickly, what its text and the names of files tell.
+
+    Args:
+        path: its YAML.
+        overrides: as :func:`~xcompat.training.recipe.load_recipe` takes them.
+        every_stage: whether the data of trained stages are looked for too.
+        every_seed: whether it runs once for each of its seeds.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        XcompatError: as :func:`~xcompat.training.recipe.load_recipe` and :func:`~xcompat.training.paths.check_paths` raise it, or
+            a tracker is unknown or not installed.
+    """
+    recipe = load_recipe(path, overrides, is_quick=True)
+    runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
+    for settings in recipe.stages:
+        if every_stage or not all(_is_trained(run, settings) for run in runs):
+            check_paths(settings)
+            check_trackers(settings)
+    return load_recipe(path, overrides)
+
+
+def _is_trained(run: Recipe, settings: StageRecipe) -> bool:
+    return (run.stage_dir(settings.name) / DONE).exists()
+
+
+def check_trackers(settings: StageRecipe) -> None:
+    """Refuse trackers under ``training.report_to`` that do not exist or are not installed.
+
+    Args:
+        settings: a stage; one that is solved trains nothing, and nothing is tracked.
+
+    Raises:
+        XcompatError: naming the tracker, with the line that installs it.
+    """
+    given = settings.training.get("report_to")
+    if given is None or settings.method == CHOSEN or is_solved(settings.method):
+        return
+    known = trackers()
+    for name in [given] if isinstance(given, str) else given:
+        if name in SEVERAL or not known:
+            continue
+        if name not in known:
+            raise XcompatError(f"{settings.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
+        libraries = ALSO.get(name, (name,))
+        if libraries and not any(map(find_spec, libraries)):
+            raise XcompatError(not_installed(settings.name, name))
+
+
+def not_installed(stage: str, tracker: str) -> str:
+    """Return what is said of a tracker that is not installed."""
+    return f"{stage}: training.report_to names {tracker}, which is not installed; `pip install {tracker.replace('_', '-')}`"
+
+
+def require_served(folder: Path, model: str | None, images: Path | None) -> None:
+    """Refuse to serve what is neither a gallery with a model nor a run.
+
+    Args:
+        folder: of the gallery or the run.
+        model: the new model.
+        images: what a gallery was built from.
+
+    Raises:
+        XcompatError: naming what is missing.
+    """
+    if (folder / CURRENT).is_file():
+        if not model:
+            raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
+    elif images is not None:
+        raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
+    else:
+        require_ended(folder)
+    if model:
+        require_model(model)

@@ -1,0 +1,142 @@
+"""What the Trainer and the methods take, read from their source: importing them takes seconds, and a misspelt key should not."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+PACKAGE = Path(__file__).resolve().parents[1]
+KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Literal": Literal, "__builtins__": {}}
+KNOWN_TYPES |= {each.__name__: each for each in (bool, int, float, str, list, dict)}
+"""What a type may be made of to be checked here; one with another name passes, and is checked when its library is imported."""
+PREFIX = "xcompat-"
+BASE = "CompatConfig"
+
+
+def trainer_fields() -> dict[str, Any]:
+    """Return the fields of ``TrainingArguments`` with their types, as far as these are Python's own; else ``Any``.
+
+    Returns:
+        Nothing if another version of transformers declares them in several classes.
+
+    Example:
+        >>> trainer_fields()["max_steps"], trainer_fields()["optim"]
+        (<class 'int'>, typing.Any)
+    """
+    declared = _classes(_transformers("training_args.py")).get("TrainingArguments")
+    return _fields(declared) if declared is not None and not declared.bases else {}
+
+
+def trackers() -> list[str]:
+    """Return the names that ``report_to`` may hold.
+
+    Example:
+        >>> {"tensorboard", "trackio", "wandb"} <= set(trackers())
+        True
+    """
+    for node in _parsed(_transformers("integrations/integration_utils.py")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK":
+            return list(map(ast.literal_eval, node.value.keys))  # type: ignore[attr-defined]  # a dictionary
+    return []
+
+
+def method_names() -> list[str]:
+    """Return the names of all methods.
+
+    Example:
+        >>> "xbt" in method_names()
+        True
+    """
+    return sorted(_configurations())
+
+
+def method_options(method: str) -> dict[str, Any]:
+    """Return what a method's configuration adds to that of all models, with the types, as :func:`trainer_fields` does.
+
+    Args:
+        method: one of :func:`method_names`.
+
+    Example:
+        >>> sorted(method_options("xbt"))
+        ['train_encoder', 'train_projection']
+    """
+    known = _all_classes()
+    found: dict[str, Any] = {}
+    name = _configurations()[method]
+    while name != BASE:
+        found = _fields(known[name]) | found
+        name = ast.unparse(known[name].bases[0])
+    return found
+
+
+def is_solved(method: str) -> bool:
+    """Return whether a method is solved in closed form, so that the training section is not for it.
+
+    Args:
+        method: one of :func:`method_names`.
+
+    Example:
+        >>> is_solved("procrustes"), is_solved("xbt")
+        (True, False)
+    """
+    known, wanted = _all_classes(), f"config_class = {_configurations()[method]}"
+    name = next(name for name, declared in known.items() if wanted in map(ast.unparse, declared.body))
+    while name in known:
+        if "is_solved = True" in map(ast.unparse, known[name].body):
+            return True
+        name = ast.unparse(known[name].bases[0])
+    return False
+
+
+@cache
+def _configurations() -> dict[str, str]:
+    """Return the name of the configuration of each method."""
+    found = {}
+    for name, declared in _all_classes().items():
+        for node in declared.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "model_type":
+                found[str(ast.literal_eval(node.value)).removeprefix(PREFIX)] = name
+    return found
+
+
+@cache
+def _all_classes() -> dict[str, ast.ClassDef]:
+    files = [*(PACKAGE / "methods").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
+    return {name: declared for file in files for name, declared in _classes(file).items()}
+
+
+def _classes(file: Path) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _parsed(file).body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _transformers(inside: str) -> Path:
+    spec = find_spec("transformers")  # looks for it, and imports nothing
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / inside
+
+
+def _fields(declared: ast.ClassDef) -> dict[str, Any]:
+    """Return the annotated names of a class with their types; ``Any`` for a type that is none of :data:`KNOWN_TYPES`."""
+    return {
+        node.target.id: _type(node.annotation)
+        for node in declared.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and "ClassVar" not in ast.unparse(node.annotation)
+    }
+
+
+def _type(annotation: ast.expr) -> Any:  # noqa: ANN401 - a type annotation
+    holder = type("Holder", (), {"__annotations__": {"it": ast.unparse(annotation)}})
+    try:
+        return get_type_hints(holder, KNOWN_TYPES)["it"]
+    except NameError:
+        return Any

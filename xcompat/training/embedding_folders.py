@@ -1,0 +1,90 @@
+"""What ``xcompat evaluate`` is given, checked by the names of files, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from xcompat.data.judgements import require_qrels
+from xcompat.data.sources import local_files
+from xcompat.encoders.model_files import is_own
+from xcompat.errors import XcompatError
+from xcompat.mapping.sides import LABELS
+from xcompat.paths import is_local
+from xcompat.report import require_report_place
+from xcompat.vectors import is_table, stored_at
+
+NO_CHECKPOINT = "holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model"
+
+
+def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> None:
+    """Refuse folders that lack a file of embeddings or ids.
+
+    Args:
+        folders: by role, as :func:`~xcompat.training.evaluate_command.evaluate_embeddings` knows them.
+        qrels: the judgements, if there are any.
+        output: where the report goes.
+
+    Raises:
+        XcompatError: naming the file.
+    """
+    require_report_place(output)
+    if qrels is not None:
+        require_qrels(str(qrels))
+    given = {role: folder for role, folder in folders.items() if folder is not None}
+    for role, folder in given.items():
+        if qrels is not None:
+            require_files(folder, kinds_judged(role, folder))
+        else:
+            require_files(folder, ("image", "text") if any(map(has_texts, given.values())) else ("image",))
+    if qrels is None and not any(map(has_texts, given.values())):
+        require_labels(given["old"])
+
+
+def kinds_judged(role: str, folder: Path) -> tuple[str, ...]:
+    """Return what a folder holds beside judgements: of mapped queries there may be no passages."""
+    has_passages = role != "new_view" or stored_at(folder / "text_embeds") is not None
+    return ("query", "text") if has_passages else ("query",)
+
+
+def has_texts(folder: Path) -> bool:
+    """Return whether a folder has texts, or is none."""
+    return stored_at(folder / "text_embeds") is not None or (folder / "text_ids.txt").exists() or not folder.is_dir()
+
+
+def require_files(folder: Path, kinds: Sequence[str]) -> None:
+    """Refuse a folder without the embeddings and ids of these kinds."""
+    names = [f"{kind}_embeds.npy" for kind in kinds] + [f"{kind}_ids.txt" for kind in kinds]
+    for name in names:
+        place = stored_at(folder / f"{name.split('_')[0]}_embeds")
+        if not (folder / name).is_file() and (place is None or not is_table(place)):
+            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(names)}")
+
+
+def require_labels(folder: Path) -> Path:
+    """Return the file that says which images belong together.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    file = folder / LABELS
+    if not file.is_file():
+        raise XcompatError(
+            f"{folder} holds images alone, and nothing says which of them belong together: add {LABELS} (one class a line, in "
+            "the order of the rows), or texts in every folder (text_embeds.npy, text_ids.txt: the id of the image each describes)"
+        )
+    return file
+
+
+def require_testable(folder: Path, data: Path | None, output: Path) -> None:
+    """Refuse a folder without a checkpoint, data that are not there, and a place where something else is.
+
+    Raises:
+        XcompatError: naming what is missing.
+    """
+    if is_local(str(folder)) and not (folder.is_dir() and is_own(folder)):
+        raise XcompatError(f"{folder} {NO_CHECKPOINT}")
+    require_report_place(output)
+    if data is None:
+        raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
+    local_files(str(data))
