@@ -727,6 +727,37 @@ def test_help_of_every_verb_comes_without_torch() -> None:
     assert done.stdout.count("Usage: ") == len(VERBS)
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("xcompat ", {*VERBS, "gallery", "export", "migrate"}),
+        ("xcompat gallery ro", {"rollback"}),
+        ("xcompat gallery search --fall", {"--fallback", "--fallback-below"}),
+    ],
+)
+def test_a_shell_completes_what_is_typed(typed: str, completed: set[str]) -> None:
+    """As the script of ``--show-completion`` asks, and without torch: it is asked at every key."""
+    asked = {"_XCOMPAT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    code = "import sys; sys.argv = ['xcompat']; from xcompat.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+    assert set(done.stdout.split()) == completed and "torch" not in done.stderr
+
+
+def test_the_script_of_a_shell_asks_the_command_line() -> None:
+    code = "import sys; sys.argv = ['xcompat', '--show-completion', 'bash']; from xcompat.cli import main; main()"
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # or the shell that runs the tests is looked for
+    done = subprocess.run([sys.executable, "-c", code], env=named, capture_output=True, text=True, check=False)
+    assert "_XCOMPAT_COMPLETE=complete_bash" in done.stdout and "-F _xcompat_completion xcompat" in done.stdout, done.stderr
+
+
+def test_windows_is_told_at_once() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; sys.argv = ['xcompat', 'report', '.']; from xcompat.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert refused((done.returncode, done.stdout, done.stderr)).endswith("on Windows run it in WSL 2")
+
+
 def test_every_verb_is_listed_and_every_listed_verb_is_tested() -> None:
     commands = cli.app.registered_commands
     assert {info.name or info.callback.__name__ for info in commands if info.callback} == set(VERBS)

@@ -22,7 +22,7 @@ from xcompat.options import Engine, GpusPerWorker, WorkerCount
 RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last one is where an earlier version wrote the report
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")

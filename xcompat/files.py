@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import fnmatch
 import json
 import os
@@ -18,6 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xcompat.errors import XcompatError
+
+try:
+    import fcntl
+except ModuleNotFoundError:
+    raise XcompatError("xcompat runs on Linux and macOS, whose locks it needs; on Windows run it in WSL 2") from None
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
