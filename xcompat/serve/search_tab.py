@@ -10,8 +10,7 @@ from PIL.Image import Image
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.showing import wanted_values
-from xcompat.retrieval.showing import short
+from xcompat.retrieval.showing import short, wanted_values
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.failing import told
 from xcompat.serve.rendering import link, picture_uri, read, render, rest_of, words_of

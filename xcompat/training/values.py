@@ -80,7 +80,6 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
         if value in _NEED_A_TEST_SET.get(key, ()):
             raise ValueError(f"training.{key}: {value} follows a metric of the Trainer's, and {_JUDGED}")
     check_optimiser(given)
-        _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
     epochs = given.get("num_train_epochs", 1)
     if not epochs > 0 and not given.get("max_steps", -1) > 0:
         raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; give more than 0, or training.max_steps")
