@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from xcompat import Fingerprint
+from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.old_knowledge import OldKnowledge
@@ -19,6 +20,7 @@ from xcompat.outputs import CompatOutput
 CLASSES = ["cat", "dog", "shoe", "tree"]
 LABELS_N = np.array([0, 2, 2, 0, 1, 2, 0, 1])  # no image of the last class
 OLD_DIM = 6
+OLD = Fingerprint.from_string("old")
 Vector = torch.Tensor
 
 
@@ -32,7 +34,7 @@ PROTOTYPES = {label: OLD_Nd[torch.from_numpy(label == LABELS_N)].mean(0) for lab
 
 def build(method: str, folder_of: dict[str, str], **options: Any) -> Any:
     """Make a method that has left its start: orthogonal transforms are the identity there."""
-    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
+    old = describe_old(OLD, dim=OLD_DIM)
     model = METHODS[method].from_encoder(folder_of["clip"], old=old, classes=CLASSES, **options)
     model.prepare(OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()))
     generator = torch.Generator().manual_seed(7)
@@ -106,14 +108,32 @@ def test_contrast(hardest: int | None, folder_of: dict[str, str]) -> None:
     assert loss_of(model, given) == mean(terms)
 
 
-def test_oca(folder_of: dict[str, str]) -> None:
-    model = build("oca", folder_of, extra_dim=3)
-    turn, given, terms = model.transform.weight.detach(), features(OLD_DIM + 3), []
-    assert not torch.allclose(turn, torch.eye(len(turn)), atol=0.1)
+@pytest.mark.parametrize("transform", ["orthogonal", "linear", "none"])
+def test_oca(transform: str, folder_of: dict[str, str]) -> None:
+    model = build("oca", folder_of, extra_dim=3, transform=transform)
+    given, terms = features(OLD_DIM + 3), []
+    turn = torch.eye(OLD_DIM + 3) if transform == "none" else model.transform.weight.detach()
+    assert torch.allclose(turn @ turn.T, torch.eye(len(turn)), atol=1e-5) is (transform != "linear")
+    assert torch.allclose(turn, torch.eye(len(turn)), atol=0.1) is (transform == "none")
     for x, label in zip(given, LABELS_N.tolist(), strict=True):
         compatible = by_prototypes(x[:OLD_DIM], label, 16.0), 1 - cosine(x[:OLD_DIM], PROTOTYPES[label])
         terms.append(by_classifier(model, turn @ x, label) + 10 * compatible[0] + 5 * compatible[1])
     assert loss_of(model, given) == mean(terms)
+
+
+@pytest.mark.parametrize("transform", ["orthogonal", "linear"])
+def test_the_matrix_of_oca_starts_at_the_identity_or_at_random(transform: str, folder_of: dict[str, str]) -> None:
+    def start(random_start: bool) -> torch.Tensor:
+        given = {"transform": transform, "random_start": random_start}
+        model = METHODS["oca"].from_encoder(folder_of["clip"], classes=CLASSES, old=describe_old(OLD, dim=OLD_DIM), **given)
+        return model.transform.weight.detach()
+
+    assert torch.equal(start(False), torch.eye(OLD_DIM + 32))
+    assert not torch.allclose(start(True), torch.eye(OLD_DIM + 32), atol=0.1)
+    with pytest.raises(XcompatError, match="there is no matrix that could start"):
+        METHODS["oca"].from_encoder(
+            *(folder_of["clip"], describe_old(OLD, dim=OLD_DIM)), classes=CLASSES, transform="none", random_start=True
+        )
 
 
 @pytest.mark.parametrize("classified", ["new_part", "whole"])

@@ -150,12 +150,13 @@ class OrthogonalTransform(nn.Module):
     """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (bt2.txt Lemmas 2 and 3; T_⊥ of oca.txt §3.2).
 
     Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays orthogonal
-    through any optimiser step, with determinant 1. There is no bias, which would change angles. Q starts at the identity, so a
-    new space starts unrotated; the papers initialise A at random. ``weight`` is Q, computed at every call; checkpoints hold
-    ``parametrizations.weight.original``.
+    through any optimiser step, with determinant 1. There is no bias, which would change angles. Q starts at the identity,
+    so a new space starts unrotated, unless A starts at random, as in the papers. ``weight`` is Q, computed at every call;
+    checkpoints hold ``parametrizations.weight.original``.
 
     Args:
         dim: D.
+        random_start: whether A starts as the weights of a linear layer do, and not at 0.
 
     Example:
         >>> OrthogonalTransform(3)(torch.eye(3)).tolist()
@@ -164,10 +165,13 @@ class OrthogonalTransform(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, random_start: bool = False) -> None:
         super().__init__()
         self.register_parameter("weight", nn.Parameter(torch.zeros(dim, dim, dtype=torch.float32)))
         parametrizations.orthogonal(self, "weight", orthogonal_map="matrix_exp", use_trivialization=False)
+        if random_start:
+            with torch.no_grad():
+                self.get_parameter("parametrizations.weight.original").copy_(nn.Linear(dim, dim).weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Stay in float32 when a model is converted to half precision, which has no matrix exponential."""

@@ -25,6 +25,7 @@ class Bt2Config(PrototypedConfig):
 
     Args:
         extra_dim: e, at most the old dimension d.
+        dim: m, the dimension of the independent new model's embedding; None for the old model's dimension.
         independent_weight: λ1, on the cosine to the independent new model's embedding.
         compat_weight: λ2, on the loss against the old weights.
         old_weight: λ3, on the cosine to the image's old embedding.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Literal
+
+from torch import Tensor, nn
 from typing_extensions import override
 
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import ace_loss
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
@@ -18,6 +22,9 @@ class OcaConfig(PrototypedConfig):
         compat_weight: λ1 of the paper.
         angle_weight: λ2 of the paper.
         extra_dim: e, the dimensions of h_e.
+        transform: what mixes h_e in during training: ``orthogonal`` (Q), ``linear`` (any matrix, without bias) or ``none``; the
+            ablation of Table 4.
+        random_start: whether that matrix starts at random, as in the paper, and not at the identity.
     """
 
     model_type = "xcompat-oca"
@@ -25,6 +32,8 @@ class OcaConfig(PrototypedConfig):
     compat_weight: float = 10.0
     angle_weight: float = 5.0
     extra_dim: int = 32
+    transform: Literal["orthogonal", "linear", "none"] = "orthogonal"
+    random_start: bool = False
 
 
 class OcaModel(PrototypedModel):
@@ -38,11 +47,26 @@ class OcaModel(PrototypedModel):
     only_for_training = ("transform", "classifier")
     citation = "Ricci et al., Backward-compatible aligned representations via an orthogonal transformation layer (OCA), 2024"
 
+    def __init__(self, config: OcaConfig, encoder: Encoder | None = None) -> None:
+        if config.transform == "none" and config.random_start:
+            raise XcompatError("options.random_start: there is no matrix that could start, as options.transform is none")
+        super().__init__(config, encoder)
+
     def build_for_training(self) -> None:
         """Build Q and the classifier of its output."""
         if self.config.classes:
-            self.transform = OrthogonalTransform(self.config.embedding_dim)
+            self.transform = self._transform(self.config.embedding_dim)
             self.classifier = self._head(self.config.embedding_dim)
+
+    def _transform(self, dim: int) -> nn.Module:
+        if self.config.transform == "none":
+            return nn.Identity()
+        if self.config.transform == "orthogonal":
+            return OrthogonalTransform(dim, self.config.random_start)
+        linear = nn.Linear(dim, dim, bias=False)
+        if not self.config.random_start:
+            nn.init.eye_(linear.weight)
+        return linear
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
