@@ -38,7 +38,7 @@ pytest.importorskip("gradio")
 from fastapi.testclient import TestClient
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import BrowserContext, Locator, Page
 
 from xcompat.serve import differing_tab, search_tab
 from xcompat.serve.app import Options, make_app
@@ -192,25 +192,27 @@ def upgradable_address(upgradable: Site) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
     sync_api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("there is no chromium here; `apt-get install chromium` brings it")
     with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_context()
 
 
 Open = Callable[..., "Page"]
 
 
 @pytest.fixture
-def visit(browser: Browser, address: str) -> Iterator[Open]:
+def visit(browser: BrowserContext, address: str) -> Iterator[Open]:
     """Return what opens pages, which must ask their server alone for what they show, and complain of nothing."""
     complaints: list[str] = []
     pages = []
 
     def opened(query: str = "", at: str = address, width: int = 1300, scheme: Any = "light") -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = browser.new_page()  # all in one context, whose cache has the page's scripts
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
