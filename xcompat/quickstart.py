@@ -43,8 +43,8 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
 
     reports = run_recipe(load_recipe(recipe, overrides))
     folder = list(reports.values())[-1]
-    console.print(f"\nreport: {literal(report_file(folder).with_name('report.html'))}")
-    console.print(f"search with both models: xcompat serve {literal(output)}")
+    console.print(f"\nreport: {literal(report_file(folder).with_name('report.html'))}", soft_wrap=True)
+    console.print(f"search with both models: xcompat serve {literal(output)}", soft_wrap=True)
     return folder
 
 
