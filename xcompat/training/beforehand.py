@@ -8,7 +8,6 @@ from pathlib import Path
 
 from xcompat.encoders import require_model
 from xcompat.errors import XcompatError, nearest
-from xcompat.retrieval.manifest import CURRENT
 from xcompat.training.declared import is_solved, trackers
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe
@@ -88,6 +87,8 @@ def require_served(folder: Path, model: str | None, images: Path | None) -> None
     Raises:
         XcompatError: naming what is missing.
     """
+    from xcompat.retrieval.manifest import CURRENT  # with faiss's part of a gallery, which takes as long as all else here
+
     if (folder / CURRENT).is_file():
         if not model:
             raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
