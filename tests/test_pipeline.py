@@ -59,6 +59,7 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
         "metadata",
         "confidence",
         "group",
+        "standing",
     }
     assert hits[0].id == hits[0]["id"] and hits[0]["confidence"] is hits[0].confidence is None, "nothing is remembered"
     assert hits[0]["metadata"] == expected[0].metadata and hits[0]["version"] == str(gallery.versions[0])

@@ -147,11 +147,11 @@ def test_a_folder_of_a_version_with_fewer_settings_is_continued(raw: dict[str, A
     run_recipe(recipe_of(raw))
     record = tmp_path / "run" / "recipe.yaml"
     written = yaml.safe_load(record.read_text())
-    del written["encoder_lr_factor"], written["data"]["old_embeddings"]
+    del written["encoder_lr_factor"], written["data"]["texts_limit"]
     record.write_text(yaml.safe_dump(written))
     run_recipe(recipe_of(raw))
-    with pytest.raises(XcompatError, match="differs in encoder_lr_factor"):
-        run_recipe(recipe_of(raw, encoder_lr_factor=0.1))
+    with pytest.raises(XcompatError, match="differs in data.texts_limit"):
+        run_recipe(recipe_of(raw, data={**raw["data"], "texts_limit": 20}))
     record.write_text(yaml.safe_dump({**written, "a_setting_that_is_gone": 1}))
     with pytest.raises(XcompatError, match="differs in a_setting_that_is_gone"):
         run_recipe(recipe_of(raw))
@@ -463,6 +463,8 @@ def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_pat
         stage["projection"] = "stage:phi"
     if method == "direct":
         stage["options"] = {"adapters": ADAPTERS}
+    if method == "simclr":
+        stage["data"] = {"augmentation": {"min_scale": 0.7}}
     run_recipe(recipe_of(raw, stages=stages))
     assert (tmp_path / "run" / "report" / "report.json").exists() == METHODS[method].compares_with_old
     log = tmp_path / "run" / "it" / "checkpoints"

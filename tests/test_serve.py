@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Locator, Page
 
 from xcompat.serve import differing_tab, search_tab
-from xcompat.serve.app import Options, make_app
+from xcompat.serve.app import make_app
 from xcompat.serve.differing_tab import PER_PAGE
+from xcompat.serve.options import Options
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site
 from xcompat.serve.target import load_site
 from xcompat.serve.uploads import REQUEST_BYTES, UPLOAD_BYTES

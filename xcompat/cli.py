@@ -341,13 +341,13 @@ def serve(
     auth: Annotated[str | None, typer.Option(metavar="USER:PASSWORD", help="What the page asks for before it shows.")] = None,
 ) -> None:
     """Open a page to search with old and new queries side by side, on the same gallery; /healthz says when it is ready."""
+    from xcompat.serve import serve_target
+    from xcompat.serve.options import Options
     from xcompat.training.beforehand import require_served
 
-    require_served(Path(target), model, images)
-    from xcompat.serve import serve_target
-    from xcompat.serve.app import Options
-
-    serve_target(target, Options(host, port, auth, not no_browser), model, old, images, allow_changes)
+    (options := Options(host, port, auth, not no_browser)).credentials()  # refused before models are loaded
+    require_served(target, model, images)
+    serve_target(target, options, model, old, images, allow_changes)
 
 
 @app.command()

@@ -45,7 +45,7 @@ from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import Embedder
 from xcompat.provenance import provenance
 from xcompat.training.cached_gradients import backward_in_parts
-from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.optimiser import OptimiserFactory
 
 TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -204,7 +204,15 @@ def photos(embedder: Embedder, size: Size, device: torch.device) -> Figure:
 
 def stepping(model: CompatModel, backward: Callable[[], object]) -> Callable[[], None]:
     """Return a step of training."""
-    optimiser = AdamWFactory()(model, lr=1e-4, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.01)
+    optimiser = OptimiserFactory()(
+        model,
+        optimiser=torch.optim.AdamW,
+        decayed="matrices",
+        lr=1e-4,
+        prompt_lr_factor=100.0,
+        encoder_lr_factor=1.0,
+        weight_decay=0.01,
+    )
 
     def step() -> None:
         backward()

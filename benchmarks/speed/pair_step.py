@@ -27,7 +27,7 @@ from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import CompatModel, describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
-from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import Data, train
 
@@ -76,7 +76,15 @@ def build() -> tuple[XbtModel, Pairs]:
 def by_hand(model: CompatModel, dataset: Any) -> None:  # noqa: ANN401 - any with rows
     """Train with a plain hand-written loop."""
     model.train()
-    optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.0)
+    optimiser = OptimiserFactory()(
+        model,
+        optimiser=torch.optim.AdamW,
+        decayed="matrices",
+        lr=RATE,
+        prompt_lr_factor=100.0,
+        encoder_lr_factor=1.0,
+        weight_decay=0.0,
+    )
     loader = cycle(DataLoader(dataset, BATCH, shuffle=True, drop_last=True, collate_fn=default_collate))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for _ in range(STEPS):

@@ -29,7 +29,7 @@ from xcompat.files import write_json
 from xcompat.models import describe_old
 from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
-from xcompat.training.optimiser import AdamWFactory
+from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import embedding_data, train
 
@@ -54,7 +54,15 @@ def by_hand(model: ProjectionModel, new: EmbeddingCache, old: EmbeddingCache) ->
     """Train with a plain hand-written loop, on tensors in memory."""
     new_ND, old_Nd = (torch.from_numpy(cache[:]) for cache in (new, old))
     model.train()
-    optimiser = AdamWFactory()(model, lr=RATE, prompt_lr_factor=100.0, encoder_lr_factor=1.0, weight_decay=0.0)
+    optimiser = OptimiserFactory()(
+        model,
+        optimiser=torch.optim.AdamW,
+        decayed="matrices",
+        lr=RATE,
+        prompt_lr_factor=100.0,
+        encoder_lr_factor=1.0,
+        weight_decay=0.0,
+    )
     order_N = torch.randperm(ROWS)
     for step in range(STEPS):
         rows_B = order_N[step * BATCH : (step + 1) * BATCH]

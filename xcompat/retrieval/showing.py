@@ -145,7 +145,7 @@ def wanted_values(pair: str) -> tuple[str, list[Any]]:
     """
     key, equals, text = pair.partition("=")
     if not (key and equals):
-        raise XcompatError(f"--where {pair!r} is not KEY=VALUE; write such as colour=red")
+        raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; write such as colour=red")
     try:
         return key, [text, json.loads(text)]
     except json.JSONDecodeError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
-    from xcompat.serve.app import Options
+    from xcompat.serve.options import Options
 
 
 def serve_target(
@@ -27,7 +27,6 @@ def serve_target(
     Raises:
         XcompatError: something is missing, does not fit, or cannot be served.
     """
-    options.credentials()  # a page that may not be served is refused before models are loaded
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError:

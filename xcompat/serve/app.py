@@ -6,18 +6,18 @@ import secrets
 import socket
 import webbrowser
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from xcompat.errors import XcompatError
 from xcompat.progress import console, literal
+from xcompat.serve.options import LOOPBACK, Options
 from xcompat.serve.site import Site
 from xcompat.serve.uploads import REQUEST_BYTES
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CONTENT_POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "script-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; object-src 'none'; base-uri 'self'; "
@@ -29,39 +29,6 @@ HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
-
-
-class Options(NamedTuple):
-    """Where a page is served.
-
-    Args:
-        host: address to listen at; other machines reach it unless it is a loopback address.
-        port: port to listen at; 0 for any that is free.
-        auth: ``USER:PASSWORD``; needed for a host that other machines reach.
-        browser: whether to open the page in a browser.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 7860
-    auth: str | None = None
-    browser: bool = True
-
-    def credentials(self) -> tuple[str, str] | None:
-        """Return user and password; None without any.
-
-        Raises:
-            XcompatError: they are not ``USER:PASSWORD``, or other machines reach the page and there are none.
-        """
-        if self.auth is None:
-            if self.host not in LOOPBACK:
-                raise XcompatError(
-                    f"--host {self.host} can be reached from other machines: give the page a password with --auth USER:PASSWORD"
-                )
-            return None
-        user, colon, password = self.auth.partition(":")
-        if not (user and colon and password):
-            raise XcompatError("--auth is USER:PASSWORD, both not empty")
-        return user, password
 
 
 def serve(site: Site, options: Options) -> None:

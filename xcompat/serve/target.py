@@ -43,8 +43,6 @@ def load_site(target: str, model: str | None, old: str | None, source: Path | No
     Raises:
         XcompatError: there is no such target, a model is not named, or it searches nothing that is there.
     """
-    if "://" in target:
-        raise XcompatError(f"{target} is no folder; search a store with `xcompat gallery search`, and serve a gallery or a run")
     silence_libraries()
     folder = Path(target)
     with stage_line(f"open {target}"):

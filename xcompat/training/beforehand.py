@@ -76,11 +76,11 @@ def not_installed(stage: str, tracker: str) -> str:
     return f"{stage}: training.report_to names {tracker}, which is not installed; `pip install {tracker.replace('_', '-')}`"
 
 
-def require_served(folder: Path, model: str | None, images: Path | None) -> None:
+def require_served(target: str, model: str | None, images: Path | None) -> None:
     """Refuse to serve what is neither a gallery with a model nor a run.
 
     Args:
-        folder: of the gallery or the run.
+        target: folder of the gallery or the run.
         model: the new model.
         images: what a gallery was built from.
 
@@ -89,6 +89,9 @@ def require_served(folder: Path, model: str | None, images: Path | None) -> None
     """
     from xcompat.retrieval.manifest import CURRENT  # with faiss's part of a gallery, which takes as long as all else here
 
+    folder = Path(target)
+    if "://" in target:
+        raise XcompatError(f"{target} is no folder; search a store with `xcompat gallery search`, and serve a gallery or a run")
     if (folder / CURRENT).is_file():
         if not model:
             raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
