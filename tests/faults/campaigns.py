@@ -97,7 +97,7 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
                 yield Campaign("full disks", name, lambda folder, s=commands[name]: full(Stage(s, folder), 1 if long else 4))
     else:
         yield Campaign("full disks", f"left out: {reason}", lambda folder: iter(()))
-    yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 12))
+    yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 6))
     if long:  # their short forms are tests of their own
         yield Campaign("kills", "xcompat push model user/name", lambda folder: killed_pushes(folder, 60))
         for store in SCENES:
@@ -126,9 +126,9 @@ def _kills(operations: dict[str, Scene], long: bool) -> dict[str, tuple[int | No
     if long:
         long_form: dict[str, tuple[int | None, int]] = {"Flat": (None, 20), "Milvus": (9, 1)}
         return {name: long_form.get(name.partition(":")[0], (60, 10)) for name in operations}
-    short = {"Flat": (6, 2), "IVF2,Flat": (2, 1), "HNSW8": (2, 1), "Milvus": (1, 0)}
+    short = {"Flat": (3, 1), "IVF2,Flat": (1, 1), "HNSW8": (1, 1), "Milvus": (1, 0)}
     return {
-        name: short.get(name.partition(":")[0], (3, 1))
+        name: short.get(name.partition(":")[0], (1, 1))
         for name in operations
         if not name.startswith("Milvus") or name.endswith("replace")
     }
@@ -139,15 +139,15 @@ def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | Non
     alone = [name for name, scene in operations.items() if not scene.apart]
     if long:
         return dict.fromkeys([*alone, "xcompat export faiss old.faiss"], 60)
-    return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 3)
+    return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 2)
 
 
 def _injections(scene: Scene, long: bool) -> Iterator[Campaign]:
-    """Return the errors that a command meets: all, in parts, or two."""
+    """Return the errors that a command meets: all, in parts, or one."""
     parts = PARTS.get(scene.name, 1) if long else 1
     for part in range(parts):
 
         def trials(folder: Path, part: int = part) -> Trials:
-            return injected(Stage(scene, folder), every=long, most=None if long else 2, part=(part, parts))
+            return injected(Stage(scene, folder), every=long, most=None if long else 1, part=(part, parts))
 
         yield Campaign("injected errors", scene.name, trials, f", part {part + 1} of {parts}" if parts > 1 else "")

@@ -31,7 +31,7 @@ def test_a_killed_migration_ends_as_if_nothing_had_happened(store: str, tmp_path
     """In a process that has no threads of the clients yet, which a fork would lose."""
     for package in PACKAGES[store]:
         pytest.importorskip(package)
-    done = warm.run(migrations.__file__, store, "--kills", 2, "--each", 1, "--items", 30, folder=tmp_path)
+    done = warm.run(migrations.__file__, store, "--kills", 1, "--each", 1, "--items", 20, folder=tmp_path)
     assert done.returncode == 0 and ", 0 failures" in done.stdout, done.stdout + done.stderr
 
 
