@@ -167,3 +167,12 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
         CompatTrainer(contrast, arguments, photos, old=folder_of["clip"])
     assert arguments.remove_unused_columns, "the user's own arguments stay as they are"
+
+
+def test_what_the_optimiser_does_not_read_is_refused_here_too(tmp_path: Path) -> None:
+    from xcompat.training.stage_recipe import StageRecipe
+    from xcompat.training.trainer import _optimiser
+
+    for given, said in (({"adam_beta1": 0.5}, "adam_beta1: sgd does not read it"), ({"optim_args": "a=1"}, "no option 'a'")):
+        with pytest.raises(XcompatError, match=said):
+            _optimiser(settings(tmp_path, **{"optim": "sgd", **given}), StageRecipe(method="direct"))

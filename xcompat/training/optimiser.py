@@ -32,16 +32,16 @@ class Reads(NamedTuple):
 
 
 _BETAS = ("adam_beta1", "adam_beta2")
-_ADAM = (*_BETAS, "adam_epsilon")
+ADAM = (*_BETAS, "adam_epsilon")
 OPTIMISERS = {
-    "adamw_torch": Reads(_ADAM),
-    "adamw_torch_fused": Reads(_ADAM),
+    "adamw_torch": Reads(ADAM),
+    "adamw_torch_fused": Reads(ADAM),
     "sgd": Reads(options=("momentum", "dampening", "nesterov")),
     "adafactor": Reads(),
     "adagrad": Reads(options=("lr_decay", "eps")),
     "rmsprop": Reads(options=("momentum", "alpha", "eps", "centered")),
     # of bitsandbytes
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), Reads(_ADAM)),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), Reads(ADAM)),
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), Reads(_BETAS)),
 }
 """Names of transformers for the optimisers that take parameter groups with rates and decays of their own, and what each reads."""
@@ -64,7 +64,7 @@ def check_optimiser(given: Mapping[str, Any]) -> None:
     if name not in OPTIMISERS:
         raise ValueError(f"training.optim: {name!r} is no optimiser that can be used here; {nearest(str(name), OPTIMISERS)}")
     reads = OPTIMISERS[name]
-    for field in _ADAM:
+    for field in ADAM:
         if field in given and field not in reads.fields:
             raise ValueError(f"training.{field}: {name} does not read it; leave it out")
     for key, value in _options(given.get("optim_args")).items():

@@ -41,7 +41,7 @@ from xcompat.training.cached_gradients import backward_in_parts, refuse_what_par
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.online import OnlineOldCollator
-from xcompat.training.optimiser import USUAL, OptimiserFactory, check_optimiser, with_momentum
+from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, with_momentum
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
@@ -353,7 +353,8 @@ def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str,
     Raises:
         XcompatError: the optimiser takes no groups of parameters, does not read what is set, or its package is not installed.
     """
-    given = {"optim": OptimizerNames(arguments.optim).value, "optim_args": arguments.optim_args}
+    given = {name: value for name in ADAM if (value := getattr(arguments, name)) != getattr(TrainingArguments, name)}
+    given |= {"optim": OptimizerNames(arguments.optim).value, "optim_args": arguments.optim_args}
     try:
         check_optimiser(given)
         optimiser, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
