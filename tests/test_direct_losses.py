@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoModel
 
 from xcompat import Fingerprint
 from xcompat.errors import XcompatError
+from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.old_knowledge import OldKnowledge
@@ -186,3 +190,51 @@ def test_mixbct_classifies_the_mixture_by_one_classifier(folder_of: dict[str, st
         x = OLD_Nd[row] if credible[row] else given[row]
         terms.append(cross_entropy({c: 20 * cosine(weight, x) for c, weight in enumerate(model.classifier.weight)}, label))
     assert model(**batch).loss.item() == mean(terms)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *(("oca", {"extra_dim": 3, "transform": transform}) for transform in ("orthogonal", "linear", "none")),
+        *(("bt2", {"dim": 8, "extra_dim": 2, "classified": classified}) for classified in ("new_part", "whole")),
+    ],
+)
+def test_a_finished_model_has_the_classifier_brought_to_its_features(
+    method: str, options: dict[str, Any], folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    model = build(method, folder_of, **options).eval()
+    pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        output = model.embed_batch({"pixel_values": pixels})
+        if method == "oca":
+            classified = model.transform(output["features"])
+        else:
+            classified = output["new_part" if options["classified"] == "new_part" else "features"]
+        logits_BC = classified @ model.classifier.weight.T
+        model.export(tmp_path / "model")
+        again = AutoModel.from_pretrained(tmp_path / "model")
+        assert again.config.keeps_classifier and getattr(again, "transform", None) is None
+        torch.testing.assert_close(output["features"] @ again.classifier.weight.T, logits_BC, atol=1e-5, rtol=1e-5)
+    again.for_inference().export(tmp_path / "again")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "again").classifier.weight, again.classifier.weight)
+
+
+def test_a_finished_model_of_an_earlier_version_has_no_classifier(folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("oca", folder_of, extra_dim=3).for_inference()
+    model.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config.pop("keeps_classifier") is False
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / CHECKSUMS).unlink(missing_ok=True)
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    assert again.classifier is None and again.fingerprint() == model.fingerprint()
+
+
+def test_prototypes_stand_in_for_the_rows_that_the_old_classifier_lacks() -> None:
+    rows = np.array([[3, 0, 0, 0, 0, 4], [0, 0, 0, 0, 1, 0], [np.nan] * 6, [np.nan] * 6], np.float32)
+    known = OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy(), classifier_Cd=rows)
+    both = known.weights("both")
+    assert torch.equal(both[:2], torch.from_numpy(rows[:2])) and torch.isnan(both[3]).all(), "the last class has no image"
+    assert cosine(both[2], PROTOTYPES[2]) == pytest.approx(1, abs=1e-6) and float(both[2].norm()) == pytest.approx(3, rel=1e-6)
+    with pytest.raises(XcompatError, match="old_weights is both, but the old model has no classifier"):
+        OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()).weights("both")

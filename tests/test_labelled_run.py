@@ -30,7 +30,7 @@ from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
 from xcompat.training.judging import embed_new, make_report
-from xcompat.training.online import OnlineOldCollator
+from xcompat.training.online import OnlineCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
@@ -232,8 +232,11 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     if not model.embeds_in_memory:
         assert model.config.classes == CLASSES, "the class order is stored"
-        for name in model.only_for_training:
+        for name in set(model.only_for_training) - {"classifier"}:
             assert getattr(model, name, None) is None, f"{name} leaves when training is done"
+        assert model.classifier.weight.shape == (len(CLASSES), model.config.embedding_dim), (
+            "for the next update to be compatible with"
+        )
 
 
 def test_queries_that_are_trained_on_are_counted(
@@ -272,10 +275,15 @@ def test_the_old_model_knows_the_first_half_of_the_classes(trained: dict[str, An
     assert old.config.classes == ["ant", "bee"] and old.classifier.weight.shape == (2, 8)
 
 
-def test_an_old_classifier_is_used_by_name(trained: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["bct", "oca", "bt2"])
+def test_an_old_classifier_is_used_by_name(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
     options = {"old_weights": "classifier"}
-    run_recipe(recipe_of(trained, method="bct", options=options, output_dir=str(tmp_path / "run"), evaluation=None))
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    stages = [
+        {"name": "second", "method": method, "options": options | ({} if method == "bct" else {"extra_dim": 4})},
+        {"name": "third", "method": "bct", "old": "stage:second", "options": options | {"old_scale": None}},
+    ]
+    run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run"), evaluation=None))
+    assert (tmp_path / "run" / "third" / "model" / "model.safetensors").exists()
 
 
 def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_path: Path) -> None:
@@ -567,18 +575,33 @@ def test_embeddings_do_not_stand_in_for_a_new_model(
 def test_online_old_embeddings_are_of_the_view_that_the_new_model_sees(trained: dict[str, Any], tmp_path: Path) -> None:
     old = load_embedder(trained["old"])
     items = [{"image": Image.effect_noise((16, 16), 90).convert("RGB"), "seed": 3, "label": 0, "index": 0}]
-    plain = OnlineOldCollator(old.processor, None, False, old)(items)
+    plain = OnlineCollator(old.processor, None, False, {"old_embeds": old})(items)
     assert torch.equal(plain["old_embeds"], old.embed({"pixel_values": old.processor.images([items[0]["image"]])}))
-    augmented = OnlineOldCollator(old.processor, Augmentation(min_scale=0.5), False, old)(items)
+    augmented = OnlineCollator(old.processor, Augmentation(min_scale=0.5), False, {"old_embeds": old, "new_embeds": old})(items)
     seen = old.embed({"pixel_values": augmented["pixel_values"]})  # both models take 16 pixels here: one view, one embedding
     torch.testing.assert_close(augmented["old_embeds"], seen, atol=1e-6, rtol=0)
+    assert torch.equal(augmented["new_embeds"], augmented["old_embeds"])
     assert not torch.allclose(augmented["old_embeds"], plain["old_embeds"], atol=1e-4)
 
 
-def test_online_and_cached_agree_without_augmentation(trained: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings"), [("contrast", ["old_embeddings"]), ("bt2", ["old_embeddings", "new_embeddings"])]
+)
+def test_online_and_cached_agree_without_augmentation(
+    method: str, settings: list[str], trained: dict[str, Any], tmp_path: Path
+) -> None:
     for name in ("cached", "online"):
-        data = {**trained["data"], "old_embeddings": name}
-        run_recipe(recipe_of(trained, method="contrast", data=data, output_dir=str(tmp_path / name), evaluation=None))
+        data = {**trained["data"], **dict.fromkeys(settings, name)}
+        run_recipe(
+            recipe_of(
+                trained,
+                method=method,
+                options=OPTIONS.get(method, {}),
+                data=data,
+                output_dir=str(tmp_path / name),
+                evaluation=None,
+            )
+        )
     cached, online = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("cached", "online"))
     for name, tensor in cached.items():
         torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16

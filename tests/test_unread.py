@@ -34,6 +34,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
         *("online", {"method": "direct", "data": PAIRS}, "reads no old embeddings of labelled images"),
         {"method": "l2", "data": IMAGES},
     ),
+    "data.new_embeddings": (
+        *("online", {"method": "l2", "data": IMAGES}, "reads no embeddings of an independent model"),
+        {"method": "bt2", "data": IMAGES},
+    ),
     "data.samples_per_class": (
         *(2, {"method": "bct", "data": IMAGES}, "has no loss of triplets"),
         {"method": "independent", "data": IMAGES, "options": {"head": "triplet"}},

@@ -107,6 +107,17 @@ class Bt2Model(PrototypedModel):
             )
         super().prepare(old, new_ND)
 
+    @override
+    def classifier_of_features(self) -> Tensor | None:
+        """Return W3 as it reads φ_new: φ3 = B1⁻¹·φ4 / C, and the first part of φ4 is what B2⁻¹·φ5 holds below φ2."""
+        config, rows_Cm = self.config, super().classifier_of_features()
+        if rows_Cm is None or config.classified == "whole":
+            return rows_Cm
+        old_room = config.old["dim"] - config.extra_dim
+        turned_Cm = rows_Cm.float() @ self.new_basis.weight.T / config.norm_ratio
+        compatible_Cd = turned_Cm[:, :old_room] @ self.old_basis.weight[:, config.extra_dim :].T
+        return torch.cat([compatible_Cd, turned_Cm[:, old_room:]], dim=-1)
+
     def _parts(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ_new (B, m + e) and φ3 (B, m)."""
         config = self.config

@@ -69,6 +69,14 @@ class OcaModel(PrototypedModel):
         return linear
 
     @override
+    def classifier_of_features(self) -> Tensor | None:
+        """Return W·Q, which gives h_new the logits that W gives Q·h_new."""
+        rows_CD = super().classifier_of_features()
+        if rows_CD is None or not isinstance(self.transform, OrthogonalTransform | nn.Linear):
+            return rows_CD
+        return rows_CD.to(self.transform.weight.dtype) @ self.transform.weight
+
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         old_features_Bd = self.old_features(features_BD)

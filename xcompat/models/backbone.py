@@ -121,9 +121,10 @@ class BackboneModel(CompatModel):
 
     def for_inference(self) -> Self:
         """Return the model in evaluation mode, without the parts that only training needs."""
-        for name in self.only_for_training:
-            if hasattr(self, name):
-                delattr(self, name)
+        if self.config.for_training:
+            for name in self.only_for_training:
+                if hasattr(self, name):
+                    delattr(self, name)
         self.config.for_training = False
         return super().for_inference()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -29,6 +30,8 @@ class ClassifiedConfig(BackboneConfig):
         head: how features are classified.
         head_scale: s, the factor on cosines; None for the head's usual one.
         head_margin: m of ArcFace and CosFace; None for the usual one.
+        keeps_classifier: whether a finished model of a method that trains its classifier on something else than the features has
+            that classifier all the same, brought to the features; an earlier version left it out.
     """
 
     classes: list[str] | None = None
@@ -36,6 +39,7 @@ class ClassifiedConfig(BackboneConfig):
     head: HeadKind = "softmax"
     head_scale: float | None = None
     head_margin: float | None = None
+    keeps_classifier: bool = False
 
 
 class ClassifiedModel(BackboneModel):
@@ -48,7 +52,7 @@ class ClassifiedModel(BackboneModel):
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.classifier: ClassificationHead | None = None
-        if config.classes and "classifier" not in self.only_for_training:
+        if config.classes and ("classifier" not in self.only_for_training or config.keeps_classifier):
             self.classifier = self._head(config.embedding_dim)
         if config.for_training:
             self.build_for_training()
@@ -122,6 +126,27 @@ class ClassifiedModel(BackboneModel):
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""
+
+    def classifier_of_features(self) -> Tensor | None:
+        """Return the rows (C, D) that give a feature vector the logits of the classifier; None if it has no rows.
+
+        The next model of a chain can be trained to be compatible with them (``old_weights: classifier``).
+        """
+        return self.classifier.weight if self.classifier is not None else None
+
+    @override
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model with a classifier of its features, and without the parts that only training needs."""
+        brought = self.config.for_training and "classifier" in self.only_for_training
+        rows_CD = self.classifier_of_features() if brought else None
+        self.for_inference()
+        if rows_CD is not None:
+            assert not self.config.keeps_classifier
+            self.config.keeps_classifier = True
+            self.classifier = self._head(self.config.embedding_dim).to(self.device).requires_grad_(False)
+            assert self.classifier.weight is not None
+            self.classifier.weight.data = rows_CD.detach().to(self.classifier.weight.dtype)
+        super().export(folder)
 
     def _head(self, dim: int) -> ClassificationHead:
         config = self.config

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from xcompat.errors import XcompatError
 
+OldWeights: TypeAlias = Literal["prototypes", "classifier", "both"]
+"""What classifies compatible embeddings."""
 ROWS = 65536
 ONLY_PROTOTYPES = (
     "{} needs an old embedding of every training image, and only class prototypes are known; "
@@ -79,11 +82,11 @@ class OldKnowledge:
             raise XcompatError(ONLY_PROTOTYPES.format(method))
         return self.embeddings_Nd
 
-    def weights(self, kind: str) -> Tensor:
+    def weights(self, kind: OldWeights) -> Tensor:
         """Return the frozen rows that classify compatible embeddings.
 
         Args:
-            kind: ``prototypes`` or ``classifier``.
+            kind: ``prototypes``, ``classifier``, or ``both``: prototypes stand in for the rows that the classifier lacks.
 
         Returns:
             (C, d) float32, NaN for classes without a row.
@@ -95,10 +98,17 @@ class OldKnowledge:
             return torch.from_numpy(np.array(self.prototypes()))
         if self.classifier_Cd is None:
             raise XcompatError(
-                "old_weights is classifier, but the old model has none (it is no checkpoint trained on classes); "
+                f"old_weights is {kind}, but the old model has no classifier (it is no checkpoint trained on classes); "
                 "set options.old_weights to prototypes"
             )
-        return torch.from_numpy(np.array(self.classifier_Cd))
+        rows_Cd = torch.from_numpy(np.array(self.classifier_Cd))
+        if kind == "classifier":
+            return rows_Cd
+        lacking_C = rows_Cd.isnan().any(dim=1)
+        # a mean of unit embeddings is shorter than a trained row, and without a scale products depend on lengths
+        length = rows_Cd[~lacking_C].norm(dim=1).mean() if not lacking_C.all() else 1.0
+        standing_in_Cd = F.normalize(torch.from_numpy(np.array(self.prototypes())), dim=1) * length
+        return torch.where(lacking_C[:, None], standing_in_Cd, rows_Cd)
 
 
 def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:

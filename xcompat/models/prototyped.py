@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 from typing_extensions import override
 
 from xcompat.errors import XcompatError
 from xcompat.losses.classification import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
-from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.old_knowledge import OldKnowledge, OldWeights, Rows
 
 
 class PrototypedConfig(ClassifiedConfig):
@@ -18,14 +16,15 @@ class PrototypedConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ, the weight of the loss against the old weights.
-        old_weights: the frozen row of each class: ``prototypes``, its mean old embedding in the new training set, or
-            ``classifier``, its row in the old model's classifier; samples of classes without a row do not enter that loss.
+        old_weights: the frozen row of each class: ``prototypes``, its mean old embedding in the new training set;
+            ``classifier``, its row in the old model's classifier; or ``both``, that row, and for classes that the old model never
+            learned their prototype, brought to the rows' mean length. Samples of classes without a row do not enter that loss.
         old_scale: factor on cosines between features and old weights; None for plain dot products, which also depend on both
             lengths: prototypes of unit embeddings are shorter than 1.
     """
 
     compat_weight: float = 1.0
-    old_weights: Literal["prototypes", "classifier"] = "prototypes"
+    old_weights: OldWeights = "prototypes"
     old_scale: float | None = 16.0
 
 

@@ -12,7 +12,7 @@ from xcompat.data.schema import INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
 from xcompat.embedding import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.frozen import FrozenModel
-from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.training.trainer import Data, embedding_data
 
 
@@ -44,16 +44,13 @@ def map_data(
     return embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
 
 
-def labelled_columns(
-    model: CompatModel, old: OldKnowledge, new_ND: EmbeddingCache | None, with_old: bool = True
-) -> dict[str, Any]:
+def labelled_columns(model: CompatModel, old: OldKnowledge, new_ND: Rows | None) -> dict[str, Any]:
     """Tell a method that trains on labelled images what is known of the old model, and return the columns that follow from it.
 
     Args:
         model: as its method built it.
         old: what is known.
         new_ND: embeddings of the independent new model, for a method that reads them.
-        with_old: whether old embeddings are a column, and not made anew of each batch.
 
     Returns:
         More columns, one row for each image.
@@ -63,7 +60,7 @@ def labelled_columns(
     """
     model.prepare(old, new_ND)
     extra: dict[str, Any] = {} if new_ND is None else {NEW_EMBEDS: new_ND}
-    if with_old and OLD_EMBEDS in model.columns:
+    if OLD_EMBEDS in model.columns:
         extra[OLD_EMBEDS] = old.embeddings(model.config.model_type.removeprefix("xcompat-"))
     return extra | model.extra_columns(old)
 

@@ -1,4 +1,4 @@
-"""Old embeddings of augmented images: the frozen old model embeds the view that the new model is trained on."""
+"""Embeddings of augmented images: frozen models embed the view that the new model is trained on."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.data import Augmentation, PairCollator
-from xcompat.data.schema import IMAGE, OLD_EMBEDS, PIXEL_VALUES
+from xcompat.data.schema import IMAGE, PIXEL_VALUES
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 
 
-class OnlineOldCollator(PairCollator):
-    """Make batches whose ``old_embeds`` are computed from the same augmented view as the new model's input.
+class OnlineCollator(PairCollator):
+    """Make batches in which frozen models embed the same augmented view as the new model's input.
 
-    Cached embeddings are of plain images and cost one pass over the data; these cost one pass of the old model in every epoch.
-    The results of the two cannot be compared. The old model runs in the process that makes the batches.
+    Cached embeddings are of plain images and cost one pass over the data; these cost one pass of each frozen model in every
+    epoch. The results of the two cannot be compared. The frozen models run in the process that makes the batches.
 
     Args:
         processor: the new model's preprocessing.
         augmentation: random changes; None for plain images.
         two_views: see :class:`xcompat.data.PairCollator`.
-        old: the frozen old model.
+        models: the frozen models by the column that their embeddings fill, such as ``old_embeds``.
     """
 
-    def __init__(self, processor: Processor, augmentation: Augmentation | None, two_views: bool, old: Embedder) -> None:
+    def __init__(
+        self, processor: Processor, augmentation: Augmentation | None, two_views: bool, models: Mapping[str, Embedder]
+    ) -> None:
         super().__init__(processor, augmentation, two_views)
-        self.old = old
+        self.models = models
 
     @override
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = super().__call__(items)
-        if self.transform is None:
-            pixels = self.old.processor.images([item[IMAGE] for item in items])
-        else:
-            view = self._augmented(items).float()  # the same view again, from the sample's seed
-            size = self.old.processor.image_size
-            resized = F.interpolate(view, size=size, mode="bicubic", antialias=True, align_corners=False)
-            pixels = self.old.processor.to_pixels(resized.round().clamp(0, 255).byte())
-        batch[OLD_EMBEDS] = self.old.embed({PIXEL_VALUES: pixels}).cpu()
+        view = None if self.transform is None else self._augmented(items).float()  # the same view again, from the sample's seed
+        for column, model in self.models.items():
+            batch[column] = model.embed({PIXEL_VALUES: self._pixels(items, view, model.processor)}).cpu()
         return batch
+
+    @staticmethod
+    def _pixels(items: Sequence[Mapping[str, Any]], view: Tensor | None, processor: Processor) -> Tensor:
+        """Return what a frozen model reads: the plain images, or the augmented view in its own size."""
+        if view is None:
+            return processor.images([item[IMAGE] for item in items])
+        resized = F.interpolate(view, size=processor.image_size, mode="bicubic", antialias=True, align_corners=False)
+        return processor.to_pixels(resized.round().clamp(0, 255).byte())

@@ -64,6 +64,7 @@ class DataSettings(Section):
         old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (bt2.txt §4.7).
         old_embeddings: whether a method reads old embeddings of plain images (``cached``, computed once) or of the same augmented
             view as the new ones (``online``, computed in every epoch).
+        new_embeddings: the same for the embeddings of the independent new model, which BT² reads.
         augmentation: random changes to training images; none unless given.
         samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
@@ -86,6 +87,7 @@ class DataSettings(Section):
     test_subset: Subset | None = None
     old_reads: Literal["images", "captions"] = "images"
     old_embeddings: Literal["cached", "online"] = "cached"
+    new_embeddings: Literal["cached", "online"] = "cached"
     augmentation: Augmentation | None = None
     samples_per_class: int = Field(4, ge=2)
     one_per_id: bool = False

@@ -26,7 +26,7 @@ CHOSEN = "map"
 """The method of a recipe that names none: the query map that finds most of a held-out part of the training set."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Keys of a stage that name a model whose embeddings are cached."""
-OF_THE_COURSE = ("classes", "for_training")
+OF_THE_COURSE = ("classes", "for_training", "keeps_classifier")
 """Keys of a configuration that training sets, not the recipe."""
 
 

@@ -40,7 +40,7 @@ from xcompat.training.beforehand import not_installed
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
-from xcompat.training.online import OnlineOldCollator
+from xcompat.training.online import OnlineCollator
 from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, with_momentum
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
@@ -129,7 +129,7 @@ def labelled_data(
     seed: int,
     extra: dict[str, Any],
     two_views: bool = False,
-    online: Embedder | None = None,
+    online: Mapping[str, Embedder] | None = None,
 ) -> Data:
     """Make the training set of a method that reads labelled images.
 
@@ -140,7 +140,7 @@ def labelled_data(
         seed: of everything random that happens to a sample.
         extra: more columns, one row for each image.
         two_views: whether the method compares two augmented views of each image.
-        online: the frozen old model, when it embeds each batch anew.
+        online: frozen models that embed each batch anew, by the column they fill.
 
     Returns:
         The data set, its collator, and the sampler of triplets.
@@ -150,8 +150,8 @@ def labelled_data(
     """
     bad = BadSamples(images.max_bad_share, len(images.dataset))
     collator = PairCollator(processor, settings.data.augmentation, two_views)
-    if online is not None:
-        collator = OnlineOldCollator(processor, settings.data.augmentation, two_views, online)
+    if online:
+        collator = OnlineCollator(processor, settings.data.augmentation, two_views, online)
     unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
     dataset = PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad)
     return Data(dataset, collator, triplet_sampler(settings, images, seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from xcompat.data.schema import LABELS, OLD_EMBEDS
+from xcompat.data.schema import LABELS, NEW_EMBEDS, OLD_EMBEDS
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.training.stage_recipe import CHOSEN, StageRecipe, method_class
 
@@ -87,8 +87,9 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
         yield role, role in known, f"{what} does not read it"
 
     yield "data.augmentation", reads_pictures, f"{what} learns from {'embeddings' if maps else 'texts'}"
-    online = OLD_EMBEDS in method.columns and labelled and not maps
-    yield "data.old_embeddings", online, f"{what} reads no old embeddings of labelled images"
+    trains = labelled and not maps
+    yield "data.old_embeddings", trains and OLD_EMBEDS in method.columns, f"{what} reads no old embeddings of labelled images"
+    yield "data.new_embeddings", trains and NEW_EMBEDS in method.columns, f"{what} reads no embeddings of an independent model"
     yield "data.samples_per_class", stage.is_balanced, f"{what} has no loss of triplets with these options"
     yield "data.one_per_id", drawn and not maps and not labelled, "no pairs are drawn by row"
     streams = data.pairs is not None and data.pairs.streaming and not maps and not labelled
