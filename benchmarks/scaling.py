@@ -50,8 +50,8 @@ def ways(gpu_texts: float) -> list[Way]:
     return [
         Way("queries alone", None, written=0.0, held=1.0),
         Way("a gallery in files, mapped", 42_000, 128),
-        Way("PostgreSQL, mapped, no index", 1_000_000 / 171, 512, 1.4, 2.8),
-        Way("PostgreSQL, mapped under HNSW", 170, 512, 2.7, 5.5),
+        Way("PostgreSQL, mapped, no index", 1_000_000 / 51, 512, 1.4, 2.8),
+        Way("PostgreSQL, mapped under HNSW", 843, 512, 2.7, 5.5),
         Way("captions embedded anew", 768 / 3.76),
         Way("captions embedded anew on a GPU", gpu_texts, gpu=True),
         Way("pictures embedded anew", 64 / 3.02),

@@ -30,9 +30,8 @@ KEPT = Path("runs/bench")
 COMMAND = """
 import sys
 from pathlib import Path
-from xcompat.cli import app
 try:
-    app(sys.argv[2:])
+    {}
 finally:
     Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())
 """
@@ -171,14 +170,24 @@ def run_command(arguments: Sequence[object], folder: Path) -> tuple[float, float
 
     Args:
         arguments: such as ``["map", "--old", ...]``.
-        folder: where its own account of its memory goes: what the system says of a child holds its parent's memory too.
+        folder: where its own account of its memory goes.
 
     Returns:
         Its seconds, those of its processors, and its peak memory in GiB.
     """
-    said = folder / "status"
+    return _run("from xcompat.cli import app; app(sys.argv[2:])", arguments, folder)
+
+
+def peak_of(code: str, folder: Path) -> float:
+    """Return the peak memory in GiB of a process of Python that runs a line of code (Linux)."""
+    return _run(code, [], folder)[2]
+
+
+def _run(code: str, arguments: Sequence[object], folder: Path) -> tuple[float, float, float]:
+    said = folder / "status"  # what the system says of a child holds its parent's memory too
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, str(said), *map(str, arguments)], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", COMMAND.format(code), str(said), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert not status
     peak = next(line.split()[1] for line in said.read_text().splitlines() if line.startswith("VmHWM"))

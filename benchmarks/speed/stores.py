@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import KEPT, ROUNDS, Row, interleaved, main, medians, not_installed, run_command, timed
+from measuring import KEPT, ROUNDS, Row, interleaved, main, medians, not_installed, peak_of, run_command, timed
 from numpy.typing import NDArray
 
 import xcompat.stores
@@ -34,6 +34,7 @@ from xcompat.stores.mapping import Mapping
 OLD = Fingerprint.from_string("old")
 BATCH, BLOCK, TOP_K = 10_000, 50_000, 10
 TABLE = "CREATE TABLE {} (id bigint PRIMARY KEY, embedding vector({}))"
+LOADED = "from xcompat.models.embedder import load_checkpoint; load_checkpoint({!r})"
 VERBS = ("plan", "start", "verify", "switch", "finish")
 
 
@@ -200,9 +201,9 @@ def whole(uri: str, connection: Any, items: int, dim: int, folder: Path) -> list
     new = connection.execute("SELECT count(*), min(vector_norm(embedding)) FROM items WHERE embedding IS NOT NULL").fetchone()
     assert new[0] == items and abs(new[1] - 1) < 1e-4
     each = ", ".join(f"{verb} {seconds:.0f} s" for verb, seconds in took.items())
-    peak, bare = (peaks[verb] * 2**30 / 1e6 for verb in ("start", "finish"))
+    peak, bare = (gib * 2**30 / 1e6 for gib in (peaks["start"], peak_of(LOADED.format(str(model)), folder)))
     what = f"xcompat migrate, {items:,} x {dim}"
-    beyond, memory = f"memory of {what}: start beyond finish, which maps nothing", f"{bare:.0f} MB of them the libraries"
+    beyond, memory = f"memory of {what}: start beyond loading the map alone", f"{bare:.0f} MB of them the libraries"
     return [
         Row(what, "a minute", sum(took.values()) / 60, "", each),
         Row(beyond, "500 MB", (peak - bare) / 500, "<= 1", f"{peak - bare:.0f} MB"),
