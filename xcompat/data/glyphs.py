@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageFont
 
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
 from xcompat.errors import XcompatError, nearest
@@ -21,6 +20,7 @@ from xcompat.files import atomic_path
 if TYPE_CHECKING:
     from datasets import Dataset
     from numpy.typing import NDArray
+    from PIL import ImageFont
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
 """The upright regular faces, one per design: the quickstart's old model is trained on them, and its galleries hold them."""
@@ -115,6 +115,8 @@ def render_glyphs(size: int = 32) -> Glyphs:
         >>> glyphs.images_NHW.shape[1:], len(glyphs.faces), glyphs.names[0x3B1]
         ((16, 16), 16, 'greek small letter alpha')
     """
+    from PIL import ImageFont
+
     paths = _font_files()
     images, characters, faces, names = [], [], [], {}
     for face, path in enumerate(paths):
@@ -161,6 +163,8 @@ def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[
     if not ink_HW.any():
         return None
     if max(width, height) > size:
+        from PIL import Image
+
         scale = size / max(width, height)
         shape = (max(1, round(width * scale)), max(1, round(height * scale)))
         ink_HW = np.asarray(Image.fromarray(ink_HW).resize(shape, Image.Resampling.BOX))
@@ -343,6 +347,8 @@ def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
 
 def _png(image_HW: NDArray[np.uint8]) -> bytes:
     """Encode a grey image; level 1 takes half the time of the default, and the file is hardly larger."""
+    from PIL import Image
+
     buffer = BytesIO()
     Image.fromarray(image_HW).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
@@ -22,6 +21,8 @@ from xcompat.evaluation.cases import (
 )
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from xcompat.evaluation import Contestants
 
 

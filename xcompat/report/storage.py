@@ -8,10 +8,9 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
@@ -20,6 +19,9 @@ from xcompat.evaluation.cases import RankKey, ValueKey, hangs_on, overall_outcom
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 T = TypeVar("T")
 SCHEMA = 1

@@ -126,7 +126,7 @@ def _transformers(inside: str) -> Path:
 def _fields(declared: ast.ClassDef) -> dict[str, Any]:
     """Return the annotated names of a class with their types; ``Any`` for a type that is none of :data:`KNOWN_TYPES`."""
     return {
-        node.target.id: _type(node.annotation)
+        node.target.id: _type(ast.unparse(node.annotation))
         for node in declared.body
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
@@ -134,8 +134,9 @@ def _fields(declared: ast.ClassDef) -> dict[str, Any]:
     }
 
 
-def _type(annotation: ast.expr) -> Any:  # noqa: ANN401 - a type annotation
-    holder = type("Holder", (), {"__annotations__": {"it": ast.unparse(annotation)}})
+@cache
+def _type(annotation: str) -> Any:  # noqa: ANN401 - a type annotation
+    holder = type("Holder", (), {"__annotations__": {"it": annotation}})
     try:
         return get_type_hints(holder, KNOWN_TYPES)["it"]
     except NameError:
