@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xcompat.errors import XcompatError
-from xcompat.methods import mixbct
-from xcompat.methods.mixbct import credible_mask
+from xcompat.models import credible
+from xcompat.models.credible import credible_mask
 
 
 def naive_mask(embeds: np.ndarray, labels: np.ndarray, keep: str) -> list[bool]:
@@ -83,7 +83,7 @@ def test_blocks_and_kinds_of_arrays_do_not_matter(monkeypatch: pytest.MonkeyPatc
     whole = credible_mask(embeds, labels, 0.7)
     np.save(tmp_path / "embeds.npy", embeds)
     mapped = np.load(tmp_path / "embeds.npy", mmap_mode="r")
-    monkeypatch.setattr(mixbct, "_ROWS", 7)
+    monkeypatch.setattr(credible, "_ROWS", 7)
     for same in (mapped, embeds.astype(np.float64), halves):
         assert np.array_equal(credible_mask(same, labels, 0.7), whole)
 

@@ -18,6 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
+from xcompat.models.credible import credible_mask
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
 
@@ -97,6 +98,22 @@ def test_l2(folder_of: dict[str, str]) -> None:
         compared = x[:OLD_DIM] / x[:OLD_DIM].norm()
         terms.append(by_classifier(model, x, label) + 10 * math.sqrt(float((compared - old).square().sum())))
     assert loss_of(model, given) == mean(terms)
+
+
+def test_l2_of_credible_old_embeddings_alone(folder_of: dict[str, str]) -> None:
+    model = build("l2", folder_of, keep=0.6)
+    known = OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy())
+    credible_N = model.extra_columns(known)["credible"]
+    assert credible_N.tolist() == credible_mask(OLD_Nd.numpy(), LABELS_N, 0.6).tolist() and 0 < credible_N.sum() < len(LABELS_N)
+    given = features(OLD_DIM)
+    batch = {"labels": torch.from_numpy(LABELS_N), "old_embeds": OLD_Nd, "credible": torch.from_numpy(credible_N)}
+    found = float(model.loss(CompatOutput(features=given), batch))
+    pulls = [
+        float((F.normalize(x, dim=0) - old).norm()) for x, old, counts in zip(given, OLD_Nd, credible_N, strict=True) if counts
+    ]
+    own = [by_classifier(model, x, label) for x, label in zip(given, LABELS_N.tolist(), strict=True)]
+    assert found == pytest.approx(sum(own) / len(own) + 10 * sum(pulls) / len(pulls), rel=1e-4)
+    assert build("l2", folder_of).extra_columns(known) == {}
 
 
 @pytest.mark.parametrize("hardest", [None, 2])
@@ -238,3 +255,20 @@ def test_prototypes_stand_in_for_the_rows_that_the_old_classifier_lacks() -> Non
     assert cosine(both[2], PROTOTYPES[2]) == pytest.approx(1, abs=1e-6) and float(both[2].norm()) == pytest.approx(3, rel=1e-6)
     with pytest.raises(XcompatError, match="old_weights is both, but the old model has no classifier"):
         OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()).weights("both")
+
+
+def test_a_batch_norm_shifts_features_and_does_not_stretch_them(folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("mixbct", folder_of, head="arcface", batch_norm=True)
+    model.norm = type(model.norm)(OLD_DIM)
+    model.norm.weight.requires_grad_(False)
+    pixels = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    features_BD = model.train().features(pixels)
+    torch.testing.assert_close(features_BD.mean(0), torch.zeros(OLD_DIM), atol=1e-5, rtol=0)
+    torch.testing.assert_close(features_BD.var(0, unbiased=False), torch.ones(OLD_DIM), atol=2e-2, rtol=0)
+    assert not any(name == "norm.weight" for name, parameter in model.named_parameters() if parameter.requires_grad)
+    model.eval().export(tmp_path / "model")
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    with torch.inference_mode():
+        assert torch.equal(again.embed_images(pixels), model.embed_images(pixels)) and again.image_head is None
+    with pytest.raises(XcompatError, match="leave out options.batch_norm"):
+        build("bt2", folder_of, dim=8, extra_dim=2, batch_norm=True)

@@ -35,15 +35,16 @@ def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
     return _one_minus_cosine(embeds_BD, targets_BD).mean()
 
 
-def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor) -> Tensor:
+def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = None) -> Tensor:
     """Mean Euclidean distance to the old embedding of the same sample, not squared (mixbct.txt Eqn. 8).
 
     Args:
         new_BD: new embeddings, L2-normalised if the old ones are.
         old_BD: old embeddings of the same samples.
+        known_B: bool, the samples that count; None for all.
 
     Returns:
-        Scalar: the mean over the batch. Where both coincide, the gradient is 0.
+        Scalar: the mean over the samples that count, 0 if none does. Where both coincide, the gradient is 0.
 
     Raises:
         XcompatError: the shapes differ.
@@ -53,7 +54,8 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor) -> Tensor:
         5.0
     """
     _require_one_shape(new_BD, old_BD)
-    return torch.linalg.vector_norm((new_BD - old_BD).to(loss_dtype(new_BD, old_BD)), dim=-1).mean()
+    distances_B = torch.linalg.vector_norm((new_BD - old_BD).to(loss_dtype(new_BD, old_BD)), dim=-1)
+    return distances_B.mean() if known_B is None else mean_of_known(distances_B, known_B)
 
 
 def ace_loss(

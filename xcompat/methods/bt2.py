@@ -74,6 +74,8 @@ class Bt2Model(PrototypedModel):
         super()._check_dims(config)
         assert config.old is not None
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
+        if config.batch_norm:
+            raise XcompatError("bt2 normalises the parts of its embedding one by one; leave out options.batch_norm")
         if not 0 < extra <= old_dim or new_dim < old_dim - extra:
             raise XcompatError(
                 f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "

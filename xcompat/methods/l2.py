@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.losses import l2_alignment_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.credible import credible_mask
+from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -16,11 +21,14 @@ class L2Config(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
+        keep: the share of each class's old embeddings that is credible (:func:`~xcompat.models.credible.credible_mask`); others
+            pull at nothing. 0.9 is L2* of mixbct.txt Table 6.
     """
 
     model_type = "xcompat-l2"
 
     compat_weight: float = 10.0
+    keep: float = 1.0
 
 
 class L2Model(ClassifiedModel):
@@ -34,7 +42,16 @@ class L2Model(ClassifiedModel):
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
 
     @override
+    def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
+        """Return ``credible``, (N,) bool: whether a sample's old embedding pulls; nothing if all do."""
+        if self.config.keep == 1:
+            return {}
+        return {"credible": credible_mask(old.embeddings("l2"), old.labels_N, self.config.keep)}
+
+    @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         features_BD, labels_B = output["features"], batch["labels"]
-        compatible = l2_alignment_loss(F.normalize(self.old_features(features_BD), dim=-1), batch["old_embeds"])
+        near_Bd = F.normalize(self.old_features(features_BD), dim=-1)
+        credible_B = None if self.config.keep == 1 else batch["credible"]
+        compatible = l2_alignment_loss(near_Bd, batch["old_embeds"], credible_B)
         return self.classification_loss(features_BD, labels_B) + self.config.compat_weight * compatible

@@ -22,10 +22,13 @@ class BackboneConfig(CompatConfig):
 
     Args:
         dim: dimension of the embedding without extra dimensions; None for the old model's, or without one the backbone's.
+        batch_norm: whether a batch norm without a slope follows the projection, as face recognition has it: each dimension of the
+            features has mean 0 and variance 1 over the training set. Not of BT².
         for_training: whether the model has the parts that only training needs; False in a finished model.
     """
 
     dim: int | None = None
+    batch_norm: bool = False
     for_training: bool = True
 
 
@@ -54,6 +57,7 @@ class BackboneModel(CompatModel):
         width = self.encoder.embedding_dim
         projected = config.dim is not None or config.embedding_dim != width
         self.neck = nn.Linear(width, config.embedding_dim) if projected else nn.Identity()
+        self.norm = _without_slope(config.embedding_dim) if config.batch_norm else nn.Identity()
 
     @classmethod
     def _check_dims(cls, config: BackboneConfig) -> None:
@@ -64,7 +68,7 @@ class BackboneModel(CompatModel):
     @property
     def image_head(self) -> nn.Linear | None:
         """Return the linear layer whose output are the features; None where there is none (:attr:`ends_linearly`)."""
-        if not self.ends_linearly:
+        if not self.ends_linearly or self.config.batch_norm:
             return None
         return self.neck if isinstance(self.neck, nn.Linear) else self.encoder.image_head
 
@@ -77,7 +81,7 @@ class BackboneModel(CompatModel):
         Returns:
             (B, D).
         """
-        return self.neck(self.encoder.image_features(pixel_values))
+        return self.norm(self.neck(self.encoder.image_features(pixel_values)))
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
@@ -94,7 +98,7 @@ class BackboneModel(CompatModel):
     @override
     def embed_layers(self) -> Iterable[nn.Module] | None:
         """Return the projection, which embeds images only."""
-        if not self.ends_linearly or (isinstance(self.neck, nn.Linear) and self.embeds_texts):
+        if not self.ends_linearly or self.config.batch_norm or (isinstance(self.neck, nn.Linear) and self.embeds_texts):
             return None
         return (self.neck,) if isinstance(self.neck, nn.Linear) else ()
 
@@ -132,3 +136,10 @@ class BackboneModel(CompatModel):
         """Write the finished model, without the parts that only training needs."""
         self.for_inference()
         super().export(folder)
+
+
+def _without_slope(dim: int) -> nn.BatchNorm1d:
+    """Return a batch norm that shifts and does not stretch: lengths are the classifier's to choose (ArcFace's own backbones)."""
+    norm = nn.BatchNorm1d(dim)
+    norm.weight.requires_grad_(False)
+    return norm
