@@ -179,6 +179,24 @@ def embed(
 
 
 @app.command()
+def caption(
+    images: Annotated[str, typer.Argument(metavar="IMAGES", help="A folder, shards, Parquet, or a data set on the Hub.")],
+    model: Annotated[str, typer.Option(help="A captioner of transformers, such as nlpconnect/vit-gpt2-image-captioning.")],
+    out: Annotated[Path, typer.Option(help="File of JSON lines that gets the captions.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a caption.")] = 30,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images at once.")] = 16,
+    max_bad_share: Annotated[float, typer.Option(min=0, max=1, help="Share of images that may be unreadable.")] = 0.01,
+    overwrite: Annotated[bool, typer.Option(help="Replace the file.")] = False,
+) -> None:
+    """Write captions for images without any, so that an old text encoder can read them; started again, it continues."""
+    if out.exists() and not overwrite:
+        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
+    from xcompat.captioning import caption as caption_images
+
+    caption_images(images, model, out, max_tokens, batch_size, max_bad_share, overwrite)
+
+
+@app.command()
 def evaluate(
     target: Annotated[Path | None, typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,
     overrides: Overrides = None,

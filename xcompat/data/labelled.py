@@ -14,8 +14,9 @@ from pydantic import ConfigDict
 
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
-from xcompat.data.schema import ID, LABEL
+from xcompat.data.schema import CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
+from xcompat.data.text_files import json_lines
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class LabelledSource(ImageSource):
 
     Args:
         caption_column: the column with the images' captions, for an old model that embeds texts; found when not given.
+        caption_file: JSON lines of ``id`` and ``caption``, as ``xcompat caption`` writes them, in the place of that column.
         classes: the class order: names, or a file as `xcompat.data.load_classes` reads it.
         class_column: the column of that file, or of the ``classes.tsv`` beside the data, that holds the names.
 
@@ -41,6 +43,7 @@ class LabelledSource(ImageSource):
     model_config = ConfigDict(coerce_numbers_to_str=True)  # YAML reads class 7 as a number
 
     caption_column: str | None = None
+    caption_file: str | None = None
     classes: list[str] | str | None = None
     class_column: str | None = None
 
@@ -111,10 +114,13 @@ def load_labelled(
     import datasets
 
     source = LabelledSource(path=source) if isinstance(source, str) else source
-    described = source.model_dump(exclude={"classes", "class_column"})
-    loaded = load_pairs(PairSource(**described, captions=captions, labels=True), dataset)
+    described = source.model_dump(exclude={"classes", "class_column", "caption_file"})
+    in_column = captions and source.caption_file is None
+    loaded = load_pairs(PairSource(**described, captions=in_column, labels=True), dataset)
     assert isinstance(loaded, datasets.Dataset)
     _require_distinct_ids(loaded, source)
+    if captions and source.caption_file is not None:
+        loaded = loaded.add_column(CAPTION, _captions_of_file(Path(source.caption_file), loaded[ID][:]))
     given = list(classes) if classes is not None else _given_classes(source)
     values = _require_labels(loaded, source)
     beside = _classes_beside(source) if given is None and dataset is None else None
@@ -135,6 +141,19 @@ def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> 
             f"{source.path}: two images have the id {twice!r}, so a query could not be told from the gallery; "
             "name a column that tells them apart under id_column"
         )
+
+
+def _captions_of_file(file: Path, ids: list[str]) -> list[str]:
+    """Return the caption of each id."""
+    known: dict[str, str] = {}
+    for number, row in json_lines(file):
+        if not (isinstance(row.get(ID), str) and isinstance(row.get(CAPTION), str)):
+            raise XcompatError(f'{file} line {number}: write it as {{"id": ..., "caption": ...}}, both texts')
+        known[row[ID]] = row[CAPTION]
+    lacking = [name for name in ids if name not in known]
+    if lacking:
+        raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, such as {lacking[0]!r}; add them")
+    return [known[name] for name in ids]
 
 
 def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[int] | list[str]:

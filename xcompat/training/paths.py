@@ -18,6 +18,7 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.vectors import check_stored
 
 Source = CorpusSource | ImageSource | TextSource
+CLASSES, CAPTIONS = "one class name a line", "captions, as `xcompat caption` writes it"
 
 
 def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
@@ -50,11 +51,11 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     if data.judged_texts is not None:
         with _said_of(f"{settings.name}: data.judged_texts.qrels"):
             require_qrels(data.judged_texts.qrels)
-    for key, file in _class_files(data):
+    for key, file in _other_files(data):
         if not Path(file).is_file():
+            holds = CAPTIONS if key.endswith(".caption_file") else CLASSES
             raise XcompatError(
-                f"{settings.name}: data.{key}: {file} does not exist; name a file with one class name a line "
-                f"({nearest_path(file)})"
+                f"{settings.name}: data.{key}: {file} does not exist; name a file with {holds} ({nearest_path(file)})"
             )
     return list(dict.fromkeys(described))
 
@@ -69,7 +70,7 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
         Key of the recipe -> digest; without data on the Hub and missing files.
     """
     data = _judged(settings.data)
-    named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_class_files(data))
+    named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_other_files(data))
     found = {}
     for key, path in named.items():
         with suppress(XcompatError):
@@ -107,10 +108,11 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
         yield "judged_texts.passages", data.judged_texts.passages
 
 
-def _class_files(data: DataSettings) -> Iterator[tuple[str, str]]:
+def _other_files(data: DataSettings) -> Iterator[tuple[str, str]]:
     if data.zero_shot is not None:
         yield "zero_shot.classes", data.zero_shot.classes
     for key in ("images", "queries", "gallery", "subset", "test_subset"):
-        classes = getattr(getattr(data, key), "classes", None)
-        if isinstance(classes, str):
-            yield f"{key}.classes", classes
+        for name in ("classes", "caption_file"):
+            file = getattr(getattr(data, key), name, None)
+            if isinstance(file, str):
+                yield f"{key}.{name}", file

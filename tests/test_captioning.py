@@ -1,0 +1,147 @@
+"""Captions that a model writes: one for each image, whatever is killed, and read by a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import warm
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    PreTrainedTokenizerFast,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTImageProcessor,
+    set_seed,
+)
+from typer.testing import CliRunner
+
+from xcompat import XcompatError, captioning
+from xcompat.captioning import Captioner, write_captions
+from xcompat.cli import app
+from xcompat.data import LabelledSource, PairSource, load_labelled
+
+WORDS = ["[PAD]", "[BOS]", "[EOS]", *["a", "dog", "cat", "on", "the", "red", "blue", "grass", "runs", "sits", "with", "hat"]]
+
+
+@pytest.fixture(scope="module")
+def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A vision encoder with a text decoder, of random weights."""
+    folder = tmp_path_factory.mktemp("captioner")
+    set_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = ViTConfig(**size, image_size=16, patch_size=8)
+    decoder = BertConfig(**size, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 1, 0, 2
+    model = VisionEncoderDecoderModel(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(20)  # else every picture gets the same words
+    model.generation_config.decoder_start_token_id, model.generation_config.eos_token_id = 1, 2
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: row for row, word in enumerate(WORDS)}, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for row in range(11):
+        pixels = np.random.default_rng(row).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        (folder / ("cat" if row % 2 else "dog")).mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / ("cat" if row % 2 else "dog") / f"{row:02}.png")
+    return folder
+
+
+def lines(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_image_gets_the_caption_it_gets_alone(captioner_folder: str, photos: Path, tmp_path: Path) -> None:
+    captioner = Captioner(captioner_folder, max_tokens=6)
+    source = PairSource(path=str(photos), captions=False)
+    assert write_captions(source, captioner, tmp_path / "captions.jsonl", batch_size=4) == 11
+    found = lines(tmp_path / "captions.jsonl")
+    assert len({row["id"] for row in found}) == 11 and len({row["caption"] for row in found}) > 3
+    for row in found:
+        assert captioner([Image.open(photos / row["id"]).convert("RGB")]) == [row["caption"]]
+    assert not (tmp_path / "captions.jsonl.parts").exists()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_killed_run_continues_and_writes_the_same(
+    captioner_folder: str, photos: Path, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captioning, "ROWS", 4)
+    captioner, source, asked = Captioner(captioner_folder, max_tokens=6), PairSource(path=str(photos), captions=False), 0
+    write_captions(source, captioner, tmp_path / "whole.jsonl")
+    parts = captioning._lines
+
+    def stopped(images: object, start: int, *rest: object) -> object:
+        if start == 4 * at:
+            raise KeyboardInterrupt
+        return parts(images, start, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(captioning, "_lines", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_captions(source, captioner, tmp_path / "cut.jsonl")
+    assert not (tmp_path / "cut.jsonl").exists()
+    done = len(list((tmp_path / "cut.jsonl.parts").glob("*.jsonl")))
+
+    def counted(*given: object) -> object:
+        nonlocal asked
+        asked += 1
+        return parts(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(captioning, "_lines", counted)
+    with pytest.raises(XcompatError, match="parts with other max_tokens"):
+        write_captions(source, Captioner(captioner_folder, max_tokens=7), tmp_path / "cut.jsonl")
+    write_captions(source, captioner, tmp_path / "cut.jsonl")
+    assert asked == 3 - done and done == at
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folder: str, photos: Path, tmp_path: Path) -> None:
+    given = ["caption", str(photos), "--model", captioner_folder, "--max-tokens", "6"]
+    result = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "one.jsonl")])
+    assert result.exit_code == 0 and "11 captions" in result.output, result.output
+    small = "from xcompat import captioning, cli\ncaptioning.ROWS = 4\ncli.main()"
+    done = warm.run("-c", small, *given, "--out", tmp_path / "two.jsonl", folder=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    again = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "one.jsonl")])
+    assert isinstance(again.exception, XcompatError) and "exists; name another file" in str(again.exception)
+    loaded = load_labelled(LabelledSource(path=str(photos), caption_file=str(tmp_path / "one.jsonl")), captions=True)
+    assert dict(zip(loaded.dataset["id"], loaded.dataset["caption"], strict=True)) == {
+        row["id"]: row["caption"] for row in lines(tmp_path / "one.jsonl")
+    }
+    (tmp_path / "short.jsonl").write_text((tmp_path / "one.jsonl").read_text().split("\n", 1)[1])
+    with pytest.raises(XcompatError, match=r"short.jsonl has no caption for 1 of 11 images, such as"):
+        load_labelled(LabelledSource(path=str(photos), caption_file=str(tmp_path / "short.jsonl")), captions=True)
+
+
+def test_what_is_no_captioner_or_no_picture_is_one_line(
+    captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]
+) -> None:
+    with pytest.raises(XcompatError, match="is a clip, which writes no captions; name a captioner"):
+        Captioner(folder_of["clip"])
+    with pytest.raises(XcompatError, match="cannot be loaded as a captioner"):
+        Captioner(str(tmp_path))
+    (tmp_path / "mixed" / "cat").mkdir(parents=True)
+    (tmp_path / "mixed" / "cat" / "a.png").write_bytes(b"no picture")
+    (tmp_path / "mixed" / "cat" / "b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
+    captioner = Captioner(captioner_folder, max_tokens=4)
+    with pytest.raises(XcompatError, match="1 of 2 images cannot be read; mend them, or raise --max-bad-share"):
+        write_captions(PairSource(path=str(tmp_path / "mixed"), captions=False), captioner, tmp_path / "out.jsonl")
+    source = PairSource(path=str(tmp_path / "mixed"), captions=False, max_bad_share=0.5)
+    assert write_captions(source, captioner, tmp_path / "out.jsonl") == 1
