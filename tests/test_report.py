@@ -44,7 +44,7 @@ from xcompat.report import (
     render_report,
     write_report,
 )
-from xcompat.report.content import LossPoint
+from xcompat.report.content import Cost, LossPoint
 from xcompat.report.plots import draw_plots
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
@@ -91,7 +91,7 @@ def folder(content: ReportContent, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportContent) -> None:
     document = json.loads((folder / "report.json").read_text())
-    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "training", "run"}
+    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "training", "costs", "run"}
     assert document["schema"] == 1
     assert document["old"] == {"name": "old<b>", "fingerprint": content.contestants.old.fingerprint.digest, "dim": 8}
     assert document["new"]["dim"] == 12
@@ -571,3 +571,13 @@ def test_losses_are_data_and_a_curve(tmp_path: Path) -> None:
     page = (tmp_path / "report" / "report.html").read_text()
     assert "How training went" in page and "loss-0.png" in page
     assert "How training went" not in render_html(replace(report, training={}), {})
+
+
+def test_the_page_says_what_each_stage_cost(tmp_path: Path) -> None:
+    cost = Cost(1_234, 5_678_901, 640, 12_345, 3_000_000_000, "NVIDIA <H100>", 2, 0.123456)
+    content = replace(labelled_content(), tsne_pairs=0, seconds={"it": 9.0, "solved": 1.0}, costs={"it": cost})
+    report = load_report(write_report(tmp_path, content).parent)
+    assert report.costs == {"it": cost}
+    page = render_html(report, {})
+    for said in ("1,234 of 5,678,901", "12,345", "3.0 GB", "0.123 on 2 × NVIDIA &lt;H100&gt;", "<td>solved</td><td></td>"):
+        assert said in page, said

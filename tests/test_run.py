@@ -20,10 +20,12 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
+from xcompat.report.content import Cost
 from xcompat.training import run as run_module
 from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
+from xcompat.training.cost import cost_of
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
@@ -94,6 +96,11 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     assert list(report["training"]) == ["phi", "pair"] and (run / "report" / "plots" / "loss-1.png").exists()
     assert [point["loss"] for point in report["training"]["pair"]] == [entry["loss"] for entry in logged if "loss" in entry]
     assert [point["step"] for point in report["training"]["phi"]] == [1, 2, 3, 4, 5, 6]
+    assert list(report["costs"]) == ["phi", "pair"]
+    costs = {name: Cost(**cost) for name, cost in report["costs"].items()}
+    assert costs["phi"].tokens == 0 and costs["phi"].samples == 6 * raw["training"]["per_device_train_batch_size"]
+    assert costs["pair"].tokens > 0 and costs["pair"].trained_parameters < costs["pair"].parameters
+    assert costs["pair"].device == "cpu" and costs["pair"].peak_memory > 2**20 and costs["pair"].device_hours > 0
     environment = json.loads((run / "pair" / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
     assert (
@@ -400,6 +407,15 @@ def test_a_killed_run_ends_as_one_that_was_not(
         assert torch.equal(value, whole[name]), name
     curves = [logged_losses(tmp_path / folder / method) for folder in ("run", "whole")]
     assert [point.step for point in curves[0]] == [1, 2, 3, 4, 5, 6] and curves[0] == curves[1], "one curve"
+    costs = [cost_of(tmp_path / folder / method) for folder in ("run", "whole")]
+    assert all(costs) and costs[0][:4] == costs[1][:4], "parameters, samples and tokens"
+
+
+def test_a_damaged_cost_is_refused(tmp_path: Path) -> None:
+    assert cost_of(tmp_path) is None
+    (tmp_path / "cost.json").write_text('{"samples": "many"}')
+    with pytest.raises(XcompatError, match="is not as it was written .*; delete it to go without costs"):
+        cost_of(tmp_path)
 
 
 def test_a_long_curve_is_thinned_and_a_damaged_one_refused(tmp_path: Path) -> None:

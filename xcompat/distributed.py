@@ -180,12 +180,17 @@ def from_main_process(make: Callable[[], T]) -> T:
     return cast(T, gather_objects(make() if is_main_process() else None, shared=True)[0])
 
 
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Average a detached scalar over the processes."""
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Add a detached scalar up over the processes."""
     if not is_distributed():
         return value
     import torch.distributed as dist
 
     total = value.detach().clone()
     dist.all_reduce(total)
-    return total / dist.get_world_size()
+    return total
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Average a detached scalar over the processes."""
+    return sum_over_ranks(value) / world_size() if is_distributed() else value

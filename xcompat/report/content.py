@@ -88,6 +88,30 @@ class LossPoint(NamedTuple):
     learning_rate: float | None = None
 
 
+class Cost(NamedTuple):
+    """What the training of one stage took.
+
+    Args:
+        trained_parameters: how many numbers were trained.
+        parameters: how many the model has.
+        samples: how many were seen, repeated ones counted each time.
+        tokens: how many were seen, without padding; 0 without texts.
+        peak_memory: bytes; on a CUDA device what PyTorch allocated there, else those of the process.
+        device: such as ``NVIDIA H100``, or ``cpu``.
+        devices: how many.
+        device_hours: hours of training times devices.
+    """
+
+    trained_parameters: int
+    parameters: int
+    samples: int
+    tokens: int
+    peak_memory: int
+    device: str
+    devices: int
+    device_hours: float
+
+
 @dataclass(frozen=True)
 class ReportContent:
     """The input of a report.
@@ -102,6 +126,7 @@ class ReportContent:
         tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 leaves the maps out.
         seed: seed of the choice of pairs and of t-SNE.
         training: stage -> the losses of its training.
+        costs: stage -> what its training took.
     """
 
     evaluation: Evaluation
@@ -113,6 +138,7 @@ class ReportContent:
     tsne_pairs: int = 500
     seed: int = 0
     training: dict[str, list[LossPoint]] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,6 +199,7 @@ class Report:
         clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; in other directions queries are independent.
         confidence: direction -> float32 ``(Q,)``, confidence of new queries, NaN for queries left out.
         training: stage -> the losses of its training; empty if the stages were solved, or an earlier version trained them.
+        costs: stage -> what its training took, likewise.
     """
 
     old: ModelInfo
@@ -189,6 +216,7 @@ class Report:
     clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     training: dict[str, list[LossPoint]] = field(default_factory=dict, repr=False)
+    costs: dict[str, Cost] = field(default_factory=dict, repr=False)
 
     @property
     def directions(self) -> list[str]:

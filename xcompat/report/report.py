@@ -64,6 +64,7 @@ def gather(content: ReportContent) -> Report:
         clusters=evaluation.clusters,
         confidence=evaluation.confidence,
         training=content.training,
+        costs=content.costs,
     )
 
 

@@ -18,7 +18,7 @@ from xcompat.evaluation import Case, Criterion
 from xcompat.evaluation.cases import RankKey, ValueKey, hangs_on, overall_outcome
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
-from xcompat.report.content import Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
+from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -53,6 +53,7 @@ class _Document(BaseModel):
     criterion: Criterion
     seconds: dict[str, float]
     training: dict[str, list[LossPoint]] = {}
+    costs: dict[str, Cost] = {}
     run: _Run = _Run()
 
     @model_validator(mode="after")
@@ -113,6 +114,7 @@ def save_report(folder: Path, report: Report) -> None:
             "criterion": _described(report.criterion),
             "seconds": report.seconds,
             "training": {stage: [point._asdict() for point in points] for stage, points in report.training.items()},
+            "costs": {stage: cost._asdict() for stage, cost in report.costs.items()},
             "run": report.run,
         },
     )
@@ -173,6 +175,7 @@ def load_report(path: str | Path) -> Report:
         criterion=replace(read.criterion, differences=[replace(each, metric=metric_now(each.metric)) for each in differences]),
         seconds=read.seconds,
         training=read.training,
+        costs=read.costs,
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )

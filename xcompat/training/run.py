@@ -23,9 +23,10 @@ from xcompat.progress import console, literal, notice, silence_libraries
 from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
-from xcompat.report.content import LossPoint
+from xcompat.report.content import Cost, LossPoint
 from xcompat.training.chosen import choose_map
 from xcompat.training.contestants import EvaluationSet, display_name
+from xcompat.training.cost import cost_of
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judging import embed_new, make_report, with_memory
 from xcompat.training.paths import check_paths, judged_files
@@ -234,7 +235,7 @@ class StageRun:
             assert test is not None
             model = self.models.trained(self.settings.name)
             contestants = self._contestants(model, test)
-            about = {"seconds": self._seconds(), "training": self._losses()}
+            about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs()}
             self._write_report(contestants, test, self.paths.report, about)
             for version, earlier in self._earlier_galleries(model, test):
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
@@ -324,6 +325,10 @@ class StageRun:
     def _seconds(self) -> dict[str, float]:
         finished = ((stage.name, self.recipe.stage_dir(stage.name) / DONE) for stage in self.recipe.stages)
         return {name: read_record(path, Done).seconds for name, path in finished if path.exists()}
+
+    def _costs(self) -> dict[str, Cost]:
+        costs = {stage.name: cost_of(self.recipe.stage_dir(stage.name)) for stage in self.recipe.stages}
+        return {name: cost for name, cost in costs.items() if cost is not None}
 
     def _losses(self) -> dict[str, list[LossPoint]]:
         """Return the losses of the stage's training, after those of the φ that it starts from."""

@@ -40,6 +40,8 @@ from xcompat.training.beforehand import not_installed
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
+from xcompat.training.cost import FILE as COST
+from xcompat.training.cost import CostCallback
 from xcompat.training.online import OnlineCollator
 from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, with_momentum
 from xcompat.training.record import LOG
@@ -199,6 +201,7 @@ class StageTrainer(Trainer):
         data: training set, collator and perhaps a sampler of samples for all processes; accelerate deals its batches in turn.
         settings: the stage: its mini-batches and rates of learning.
         callbacks: more of them.
+        cost: counts what training takes; nothing does without it.
 
     Raises:
         XcompatError: the data do not fill a batch, or the model cannot be trained in mini-batches.
@@ -211,8 +214,10 @@ class StageTrainer(Trainer):
         data: Data,
         settings: StageRecipe,
         callbacks: Sequence[TrainerCallback] = (),
+        cost: CostCallback | None = None,
     ) -> None:
         dataset, collator, self.sampler = data
+        self.cost = cost
         self.mini_batch_size = settings.mini_batch_size
         if args.device.type == "cpu":
             keep_freed_memory()
@@ -231,7 +236,7 @@ class StageTrainer(Trainer):
             args=args,
             train_dataset=dataset,
             data_collator=collator,
-            callbacks=[*callbacks, *looked_after],
+            callbacks=[*([cost] if cost is not None else []), *callbacks, *looked_after],
             optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # is called alike
         )
         if self.mini_batch_size is not None:
@@ -244,6 +249,8 @@ class StageTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Compute and backpropagate the loss of one batch, in mini-batches where asked to."""
+        if self.cost is not None:
+            self.cost.count(inputs)
         if self.mini_batch_size is None or self.mini_batch_size == self.args.train_batch_size:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
@@ -275,7 +282,8 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
     """
     bar, interrupt, history = ProgressCallback(settings.name), InterruptCallback(), HistoryCallback(folder.with_name(LOG))
-    trainer = StageTrainer(model, training_arguments(settings, seed, folder), data, settings, [bar, interrupt, history])
+    arguments, cost = training_arguments(settings, seed, folder), CostCallback(folder.with_name(COST))
+    trainer = StageTrainer(model, arguments, data, settings, [bar, interrupt, history], cost)
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:
