@@ -38,13 +38,17 @@ def naive_ranking(
     query_ids: Sequence | None = None,
     gallery_ids: Sequence | None = None,
     places: int = 3,
+    query_cameras: Sequence | None = None,
+    gallery_cameras: Sequence | None = None,
 ) -> list[tuple[int, float, float, float, int]]:
     """Sort each query's gallery, negatives first among equals, and walk down: first hit, AP, AP@R, AP@places, positives."""
     found = []
     for row, query in enumerate(queries):
         hits = []
         for column, item in enumerate(gallery):
-            if query_ids is None or gallery_ids is None or query_ids[row] != gallery_ids[column]:
+            is_itself = query_ids is not None and gallery_ids is not None and query_ids[row] == gallery_ids[column]
+            same_camera = query_cameras is not None and gallery_cameras is not None and query_cameras[row] == gallery_cameras[column]
+            if not is_itself and not (same_camera and query_labels[row] == gallery_labels[column]):
                 score = float(query @ item / (np.linalg.norm(query) * np.linalg.norm(item)))
                 hits.append((-score, query_labels[row] == gallery_labels[column]))
         ranked = [hit for _, hit in sorted(hits)]
@@ -100,19 +104,22 @@ def test_ties_are_pessimistic_and_chunks_do_not_matter(queries: list, gallery: l
 
     labels = draw("abc", len(queries)), draw("abd", len(gallery))
     ids = data.draw(st.sampled_from([(None, None), (draw(range(9)[:4], len(queries)), draw(range(12), len(gallery)))]))
+    cameras = data.draw(st.sampled_from([(None, None), (draw("xy", len(queries)), draw("xyz", len(gallery)))]))
     problem = (np.array(queries), np.array(gallery), *labels, *ids)
-    expected = naive_ranking(*problem)
+    taken_by: dict = {"query_cameras": cameras[0], "gallery_cameras": cameras[1]}
+    expected = naive_ranking(*problem, **taken_by)
     if not any(row[-1] for row in expected):
         with pytest.raises(XcompatError, match="no query has another item of its class"):
-            ranking_per_query(*problem)
+            ranking_per_query(*problem, **taken_by)
         return
-    ranked = ranking_per_query(*problem)
+    ranked = ranking_per_query(*problem, **taken_by)
     assert_same(ranked, expected)
     for chunk_size in (1, 2):
-        assert_identical(ranking_per_query(*problem, chunk_size=chunk_size), ranked)
+        assert_identical(ranking_per_query(*problem, **taken_by, chunk_size=chunk_size), ranked)
     at_three = [row[3] for row in expected if row[-1]]
-    assert mean_average_precision(*problem, at=3) == pytest.approx(np.mean(at_three))
-    assert mean_average_precision(*problem, at=np.int64(3)) == mean_average_precision(*problem, at=3)
+    assert mean_average_precision(*problem, **taken_by, at=3) == pytest.approx(np.mean(at_three))
+    assert mean_average_precision(*problem, **taken_by, at=np.int64(3)) == mean_average_precision(*problem, **taken_by, at=3)
+    assert cmc(*problem, **taken_by, ks=(2,)) == {2: np.mean([row[0] < 2 for row in expected if row[-1]])}
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([1, 7, 96]))

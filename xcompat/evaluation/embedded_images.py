@@ -31,6 +31,9 @@ class EmbeddedImages:
         gallery_ids: G hashables.
         query_labels: Q classes.
         gallery_labels: G classes.
+        query_cameras: Q hashables: what took each image. A query does not find items of its own class and camera, as in
+            re-identification; None if cameras do not matter.
+        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
     """
 
     name: str
@@ -41,6 +44,8 @@ class EmbeddedImages:
     gallery_ids: Ids
     query_labels: Ids
     gallery_labels: Ids
+    query_cameras: Ids | None = None
+    gallery_cameras: Ids | None = None
 
     @property
     def dim(self) -> int:
@@ -49,8 +54,8 @@ class EmbeddedImages:
 
     def require_same_items(self, other: EmbeddedImages, name: str) -> None:
         """Raise unless the other model, called ``name``, embedded the same items in the same order."""
-        for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels"):
-            expected, found = getattr(self, what), getattr(other, what)
+        for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels", "query_cameras", "gallery_cameras"):
+            expected, found = (ids if (ids := getattr(side, what)) is not None else () for side in (self, other))
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
                 raise XcompatError(f"{what} of {name} are not those of old; embed the same images in the same order with both")
 
@@ -76,15 +81,16 @@ class EmbeddedImages:
         if kept_Q.all() and kept_G.all():
             return self
         rows_Q, rows_G = np.flatnonzero(kept_Q).tolist(), np.flatnonzero(kept_G).tolist()
-        return EmbeddedImages(
-            self.name,
-            self.fingerprint,
-            np.asarray(self.query_embeds_QD)[rows_Q],
-            np.asarray(self.gallery_embeds_GD)[rows_G],
-            [self.query_ids[row] for row in rows_Q],
-            [self.gallery_ids[row] for row in rows_G],
-            [self.query_labels[row] for row in rows_Q],
-            [self.gallery_labels[row] for row in rows_G],
+        return replace(
+            self,
+            query_embeds_QD=np.asarray(self.query_embeds_QD)[rows_Q],
+            gallery_embeds_GD=np.asarray(self.gallery_embeds_GD)[rows_G],
+            query_ids=[self.query_ids[row] for row in rows_Q],
+            gallery_ids=[self.gallery_ids[row] for row in rows_G],
+            query_labels=[self.query_labels[row] for row in rows_Q],
+            gallery_labels=[self.gallery_labels[row] for row in rows_G],
+            query_cameras=None if self.query_cameras is None else [self.query_cameras[row] for row in rows_Q],
+            gallery_cameras=None if self.gallery_cameras is None else [self.gallery_cameras[row] for row in rows_G],
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
@@ -101,6 +107,8 @@ class EmbeddedImages:
             gallery.gallery_labels,
             self.query_ids,
             gallery.gallery_ids,
+            query_cameras=self.query_cameras,
+            gallery_cameras=gallery.gallery_cameras,
             chunk_size=options.chunk_size,
             shared=options.shared,
         )

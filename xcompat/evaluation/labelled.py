@@ -19,6 +19,7 @@ LEFT_OUT = -(2.0**53)
 MATED_ROWS = 128
 """Queries scored together against the items of their classes: few, so that few of these items are of another query's class."""
 
+_Codes = tuple[np.ndarray, np.ndarray]  # numbers of queries and of gallery items, equal where these are equal in some respect
 _BLOCK_POSITIVES = 2**21  # bounds a block of queries with tens of thousands of positives each to some hundred MB
 _WIDER = 16  # gallery items per query of a block: counting costs time per row of a tile, so tiles are wide
 _TILE = 2**21  # scores per tile, 16 MB: the allocator would give a larger tile back to the system and fetch it again
@@ -31,19 +32,42 @@ class Items(NamedTuple):
         embeds_ND: ``(N, D)`` embeddings; normalised inside, so scores are cosines.
         labels_N: N hashables, the classes.
         ids_N: N hashables, the samples; None if no query is in the gallery.
+        cameras_N: N hashables, what took each image; None if one class's items of one camera are to be found too.
     """
 
     embeds_ND: Embeddings
     labels_N: Ids
     ids_N: Ids | None = None
+    cameras_N: Ids | None = None
+
+
+class _Ranges(NamedTuple):
+    """The gallery items that equal each query in some respect: a range of the gallery in an order of its own."""
+
+    order_G: np.ndarray
+    first_Q: np.ndarray
+    last_Q: np.ndarray
+
+    @property
+    def n_pairs(self) -> int:
+        return int((self.last_Q - self.first_Q).sum())
+
+    def of(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs of some queries, as positions in ``rows_B`` and numbers of gallery items."""
+        first_B = self.first_Q[rows_B]
+        n_B = self.last_Q[rows_B] - first_B
+        inside_N = np.arange(n_B.sum()) - np.repeat(np.cumsum(n_B) - n_B, n_B)
+        return np.repeat(np.arange(len(rows_B)), n_B), self.order_G[np.repeat(first_B, n_B) + inside_N]
 
 
 class LabelledPairs:
-    """All pairs of a query and a gallery item, except those of one sample; equal labels make a positive.
+    """All pairs of a query and a gallery item, except those of one sample, or of one class and one camera.
+
+    Equal labels make a positive.
 
     Args:
         queries: Q items.
-        gallery: G items; they have ids exactly if the queries do.
+        gallery: G items; they have ids exactly if the queries do, and cameras likewise.
         chunk_size: queries per block; memory grows with it, scores do not change.
         called: names of the two sides' labels in messages.
 
@@ -72,29 +96,34 @@ class LabelledPairs:
         # Sorted by class, the positives of a block of queries are one range of the gallery, and only that range is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
-        self._read_ids(queries.ids_N, gallery.ids_N)
+        self._place_G = np.argsort(self._by_class_G)
+        self._read_left_out(queries, gallery)
 
-    def _codes(self, of_queries: Ids, of_gallery: Ids, called: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    def _codes(self, of_queries: Ids, of_gallery: Ids, called: tuple[str, str]) -> _Codes:
         return id_codes(as_ids(of_queries, self.n_queries, called[0]), as_ids(of_gallery, self.n_gallery, called[1]))
 
-    def _read_ids(self, query_ids: Ids | None, gallery_ids: Ids | None) -> None:
-        """Find the items of each query's own id, which do not count: a range of the gallery sorted by id."""
-        if (query_ids is None) != (gallery_ids is None):
-            raise XcompatError("sample ids of one side only; give query_ids and gallery_ids, or neither")
-        if query_ids is None or gallery_ids is None:
-            self._by_id_G = self._place_G = np.zeros(0, dtype=np.int64)
-            self._left_first_Q = self._left_last_Q = np.zeros(self.n_queries, dtype=np.int64)
-            return
-        query_codes, gallery_codes = self._codes(query_ids, gallery_ids, ("query ids", "gallery ids"))
-        self._by_id_G = np.argsort(gallery_codes, kind="stable")
-        self._left_first_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes)
-        self._left_last_Q = np.searchsorted(gallery_codes[self._by_id_G], query_codes, side="right")
-        self._place_G = np.argsort(self._by_class_G)
+    def _read_left_out(self, queries: Items, gallery: Items) -> None:
+        """Find the pairs that do not count: those of one id, and those of one class and one camera."""
+        ids = self._codes_of_both("id", queries.ids_N, gallery.ids_N)
+        cameras = self._codes_of_both("camera", queries.cameras_N, gallery.cameras_N)
+        of_class = _together((self.query_codes, self.gallery_codes), cameras) if cameras is not None else None
+        given = [codes for codes in (ids, of_class) if codes is not None]
+        self._left_out_by = [_ranges(*codes) for codes in given]
+        twice = _ranges(*_together(*given)).n_pairs if len(given) > 1 else 0  # left out for both reasons
+        self._n_left_out = sum(each.n_pairs for each in self._left_out_by) - twice
+
+    def _codes_of_both(self, what: str, of_queries: Ids | None, of_gallery: Ids | None) -> _Codes | None:
+        if of_queries is None and of_gallery is None:
+            return None
+        if of_queries is None or of_gallery is None:
+            of = "sample ids" if what == "id" else "cameras"
+            raise XcompatError(f"{of} of one side only; give query_{what}s and gallery_{what}s, or neither")
+        return self._codes(of_queries, of_gallery, (f"query {what}s", f"gallery {what}s"))
 
     @property
     def n_pairs(self) -> int:
         """Number of pairs that count."""
-        return self.n_queries * self.n_gallery - int((self._left_last_Q - self._left_first_Q).sum())
+        return self.n_queries * self.n_gallery - self._n_left_out
 
     def mated_rows(self, shared: bool = False) -> np.ndarray:
         """Return the rows of the queries whose class occurs in the gallery, sorted by class; a process's share if ``shared``."""
@@ -125,7 +154,7 @@ class LabelledPairs:
 
         Yields:
             A range of ``rows_B``, a range of the gallery, and their exact scores, float64 ``(R, C)``, with :data:`LEFT_OUT` for
-            pairs of equal ids.
+            pairs that do not count.
         """
         block_BD = self.queries.block(rows_B)
         left_B, left_G = self._left_out(rows_B)
@@ -175,11 +204,22 @@ class LabelledPairs:
         return torch.cat(scores), torch.cat(owners)
 
     def _left_out(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of equal ids, as positions in ``rows_B`` and numbers of gallery items."""
-        first_B = self._left_first_Q[rows_B]
-        n_B = self._left_last_Q[rows_B] - first_B
-        inside_N = np.arange(n_B.sum()) - np.repeat(np.cumsum(n_B) - n_B, n_B)
-        return np.repeat(np.arange(len(rows_B)), n_B), self._by_id_G[np.repeat(first_B, n_B) + inside_N]
+        """Return the pairs that do not count, as positions in ``rows_B`` and numbers of gallery items; some of them twice."""
+        found = [each.of(rows_B) for each in self._left_out_by]
+        none = np.zeros(0, dtype=np.int64)
+        return np.concatenate([none, *(rows for rows, _ in found)]), np.concatenate([none, *(items for _, items in found)])
+
+
+def _together(one: _Codes, other: _Codes) -> _Codes:
+    """Return numbers that are equal where both are equal."""
+    width = 1 + max(int(codes.max(initial=0)) for codes in other)
+    return one[0] * width + other[0], one[1] * width + other[1]
+
+
+def _ranges(query_codes: np.ndarray, gallery_codes: np.ndarray) -> _Ranges:
+    order_G = np.argsort(gallery_codes, kind="stable")
+    first_Q, last_Q = (np.searchsorted(gallery_codes[order_G], query_codes, side) for side in ("left", "right"))
+    return _Ranges(order_G, first_Q, last_Q)
 
 
 def _leave_out(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:

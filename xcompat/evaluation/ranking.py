@@ -29,13 +29,16 @@ class RankedQueries:
         first_hit_ranks_Q: int64 ``(Q,)`` negatives before the best positive, 0 for a first place; -1 for queries without any.
         average_precision_Q: float64 ``(Q,)`` over the whole ranking; NaN for queries without positives.
         average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R the query's number of positives; NaN likewise.
-        positives_Q: int64 ``(Q,)`` number of gallery items of the query's class, without itself.
+        positives_Q: int64 ``(Q,)`` number of gallery items of the query's class that count, so without itself.
+        best_scores_Q: float64 ``(Q,)`` exact score of the best positive, a whole number that only compares with others of its
+            dimension; NaN for queries without positives.
     """
 
     first_hit_ranks_Q: np.ndarray
     average_precision_Q: np.ndarray
     average_precision_at_r_Q: np.ndarray
     positives_Q: np.ndarray
+    best_scores_Q: np.ndarray
 
 
 def cmc(
@@ -46,6 +49,9 @@ def cmc(
     query_ids: Ids | None = None,
     gallery_ids: Ids | None = None,
     ks: Sequence[int] = (1, 5),
+    *,
+    query_cameras: Ids | None = None,
+    gallery_cameras: Ids | None = None,
 ) -> dict[int, float]:
     """Return the share of queries that find an item of their class among the first k (cumulative match characteristic).
 
@@ -57,6 +63,9 @@ def cmc(
         query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         ks: cut-offs, at least 1.
+        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
+            if cameras do not matter.
+        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
 
     Returns:
         k -> fraction in [0, 1] of the queries that have a positive; the others are left out.
@@ -71,7 +80,9 @@ def cmc(
     """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
-    ranked = ranking_per_query(queries_QD, gallery_GD, query_labels, gallery_labels, query_ids, gallery_ids)
+    queries = Items(queries_QD, query_labels, query_ids, query_cameras)
+    gallery = Items(gallery_GD, gallery_labels, gallery_ids, gallery_cameras)
+    ranked = rank(LabelledPairs(queries, gallery))
     found_Q = ranked.first_hit_ranks_Q[ranked.positives_Q > 0]
     return {int(k): float((found_Q < k).mean()) for k in ks}
 
@@ -84,6 +95,9 @@ def mean_average_precision(
     query_ids: Ids | None = None,
     gallery_ids: Ids | None = None,
     at: int | Literal["R"] | None = None,
+    *,
+    query_cameras: Ids | None = None,
+    gallery_cameras: Ids | None = None,
 ) -> float:
     """Return the mean over queries of average precision: the mean, over a query's positives, of the precision at each one's rank.
 
@@ -99,6 +113,9 @@ def mean_average_precision(
         query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
         at: None for the whole ranking (mAP), "R" to cut after each query's number of positives, or places, at least 1.
+        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
+            if cameras do not matter.
+        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
 
     Returns:
         A fraction in [0, 1], over the queries that have a positive.
@@ -113,7 +130,8 @@ def mean_average_precision(
     """
     if at not in (None, "R") and not (isinstance(at, int | np.integer) and at >= 1):
         raise XcompatError(f'at must be None (the whole ranking), "R", or a number of places of at least 1, not {at!r}')
-    pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
+    queries = Items(queries_QD, query_labels, query_ids, query_cameras)
+    pairs = LabelledPairs(queries, Items(gallery_GD, gallery_labels, gallery_ids, gallery_cameras))
     per_query = [hits.average_precision(at) for hits in ranked_hits(pairs)]
     return float(np.concatenate(per_query).mean())
 
@@ -126,6 +144,8 @@ def ranking_per_query(
     query_ids: Ids | None = None,
     gallery_ids: Ids | None = None,
     *,
+    query_cameras: Ids | None = None,
+    gallery_cameras: Ids | None = None,
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> RankedQueries:
@@ -141,6 +161,9 @@ def ranking_per_query(
         gallery_labels: G hashables.
         query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
         gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
+            if cameras do not matter.
+        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
         chunk_size: queries per block; memory grows with it.
         shared: whether all processes call this with the same arguments: each ranks a share of the queries, all get the result.
 
@@ -155,19 +178,42 @@ def ranking_per_query(
         >>> ranked.first_hit_ranks_Q.tolist(), ranked.average_precision_Q.round(3).tolist(), ranked.positives_Q.tolist()
         ([2, -1], [0.333, nan], [1, 0])
     """
-    queries, gallery = Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids)
-    pairs = LabelledPairs(queries, gallery, chunk_size)
+    queries = Items(queries_QD, query_labels, query_ids, query_cameras)
+    gallery = Items(gallery_GD, gallery_labels, gallery_ids, gallery_cameras)
+    return rank(LabelledPairs(queries, gallery, chunk_size), shared)
+
+
+def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
+    """Rank the positives of every query, as :func:`ranking_per_query` describes it.
+
+    Args:
+        pairs: queries and gallery.
+        shared: whether all processes call this with the same pairs.
+
+    Returns:
+        One number of each kind per query.
+
+    Raises:
+        XcompatError: if no query has a positive.
+    """
     first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
-    whole_Q, at_r_Q = np.full(pairs.n_queries, np.nan), np.full(pairs.n_queries, np.nan)
+    whole_Q, at_r_Q, best_Q = (np.full(pairs.n_queries, np.nan) for _ in range(3))
     mine = [
-        (hits.rows_B, hits.first_hit_ranks_B, hits.positives_B, hits.average_precision(None), hits.average_precision("R"))
+        (
+            hits.rows_B,
+            hits.first_hit_ranks_B,
+            hits.positives_B,
+            hits.average_precision(None),
+            hits.average_precision("R"),
+            hits.best_scores_B,
+        )
         for hits in ranked_hits(pairs, shared)
     ]
     for rows_B, *values in (block for blocks_of_one in gather_objects(mine, shared) for block in blocks_of_one):
-        first_Q[rows_B], positives_Q[rows_B], whole_Q[rows_B], at_r_Q[rows_B] = values
+        first_Q[rows_B], positives_Q[rows_B], whole_Q[rows_B], at_r_Q[rows_B], best_Q[rows_B] = values
     if not positives_Q.any():
         raise XcompatError(_NONE_FOUND)
-    return RankedQueries(first_Q, whole_Q, at_r_Q, positives_Q)
+    return RankedQueries(first_Q, whole_Q, at_r_Q, positives_Q, best_Q)
 
 
 @dataclass(frozen=True)
