@@ -47,7 +47,9 @@ def naive_ranking(
         hits = []
         for column, item in enumerate(gallery):
             is_itself = query_ids is not None and gallery_ids is not None and query_ids[row] == gallery_ids[column]
-            same_camera = query_cameras is not None and gallery_cameras is not None and query_cameras[row] == gallery_cameras[column]
+            same_camera = (
+                query_cameras is not None and gallery_cameras is not None and query_cameras[row] == gallery_cameras[column]
+            )
             if not is_itself and not (same_camera and query_labels[row] == gallery_labels[column]):
                 score = float(query @ item / (np.linalg.norm(query) * np.linalg.norm(item)))
                 hits.append((-score, query_labels[row] == gallery_labels[column]))

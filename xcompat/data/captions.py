@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xcompat.data.delimited import csv_options
 from xcompat.data.schema import (
+    CAMERA,
     CAPTION,
     CAPTION_COLUMNS,
     ID,
@@ -19,12 +21,14 @@ from xcompat.data.schema import (
     captions_of,
     pick_column,
 )
-from xcompat.data.sources import PairSource, has_suffix
+from xcompat.data.sources import PairSource, has_suffix, image_files
 from xcompat.data.text_files import UNREADABLE, json_lines, require_table
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 
 
 def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
@@ -47,10 +51,11 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
     label = pick_column(source.label_column, LABEL_COLUMNS, columns, "label_column", where) if source.with_labels else None
     sample_id = pick_column(source.id_column, (), columns, "id_column", where) if source.id_column else None
+    camera = pick_column(source.camera_column, (), columns, "camera_column", where) if source.camera_column else None
     lists = [value for value in table[image] if not isinstance(value, str | int)]
     if lists:
         raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
-    grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id) if name}
+    grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     names = [str(name) for name in table[image].drop_duplicates()]
     folder = _folder_of(file, names)
     for name in names:
@@ -61,7 +66,9 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
             if not row[CAPTION]:
                 raise XcompatError(f"{file}: {name} has no caption; add one, delete the row, or set captions: false")
         if label:
-            row[LABEL] = _one_label(grouped[label][name], f"{file}: {name}")
+            row[LABEL] = _one_value(grouped[label][name], f"{file}: {name}", "label", "class")
+        if camera:
+            row[CAMERA] = _one_value(grouped[camera][name], f"{file}: {name}", "camera", "camera")
         yield row
 
 
@@ -81,6 +88,11 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
     """
     if source.label_column not in (None, "folder"):
         raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
+    if source.camera_column is not None:
+        raise XcompatError(
+            f"images in folders have no column {source.camera_column!r}; list them with their cameras in labels.csv, or set "
+            "format: market1501 if their names say it"
+        )
     for file, name in listed:
         if source.with_labels and folders == [file.parent]:
             raise XcompatError(f"{file} has no label; move it into a folder called after its class")
@@ -88,13 +100,63 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
         yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
 
 
-def _one_label(values: list[Any], where: str) -> str:
-    """Return the label of an image as it is written, or raise if its rows have none or several."""
+def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
+    """Make one row for each image that is named as in Market-1501: ``0002_c1s1_000451_03.jpg``, person 0002 by camera 1.
+
+    Images of person -1 are junk and left out. Person 0000 stands for all that are nobody: each such image is a class of its own,
+    so that no query finds it. DukeMTMC-reID and VeRi-776 name their images in the same way.
+
+    Args:
+        listed: files and their ids.
+        source: the columns to read; the names of files give them.
+
+    Yields:
+        Rows in the order of the files, each with the path of its image.
+
+    Raises:
+        XcompatError: a column is named, or the name of a file gives no person or no camera.
+    """
+    for column in ("label_column", "camera_column"):
+        if (given := getattr(source, column)) is not None:
+            raise XcompatError(f"format market1501 reads names of files and no column {given!r}; leave {column} out")
+    for file, name in listed:
+        person, camera = _person_and_camera(file)
+        if person == "-1":
+            continue
+        label = {LABEL: person if int(person) else name} if source.with_labels else {}
+        yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, CAMERA: camera, **label}
+
+
+def require_market1501_names(paths: list[Path]) -> None:
+    """Refuse images that are not named as in Market-1501, before anything is read of them.
+
+    Args:
+        paths: the folders of the user.
+
+    Raises:
+        XcompatError: naming the first such file.
+    """
+    for file, _ in image_files(paths):
+        _person_and_camera(file)
+
+
+def _person_and_camera(file: Path) -> tuple[str, str]:
+    found = _MARKET.match(file.name)
+    if found is None:
+        raise XcompatError(
+            f"{file} is not named as in Market-1501, person and camera first, such as 0002_c1s1_000451_03.jpg; "
+            "rename it, move it away, or set another format"
+        )
+    return found[1], found[2]
+
+
+def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
+    """Return the label or camera of an image as it is written, or raise if its rows have none or several."""
     found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN is not itself
     if not found:
-        raise XcompatError(f"{where} has no label; add one or delete the row")
+        raise XcompatError(f"{where} has no {what}; add one or delete the row")
     if len(found) > 1:
-        raise XcompatError(f"{where} has the labels {' and '.join(map(repr, sorted(found)))}; an image has one class")
+        raise XcompatError(f"{where} has the {what}s {' and '.join(map(repr, sorted(found)))}; an image has one {means}")
     return found.pop()
 
 

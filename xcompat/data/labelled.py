@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
-from xcompat.data.schema import CAPTION, ID, LABEL
+from xcompat.data.schema import CAMERA, CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
 from xcompat.data.text_files import json_lines
 from xcompat.errors import XcompatError
@@ -53,7 +53,8 @@ class LabelledImages:
     """Images with classes.
 
     Args:
-        dataset: columns ``image`` (undecoded), ``id`` (a string, unique) and ``label`` (int64, index into ``classes``).
+        dataset: columns ``image`` (undecoded), ``id`` (a string, unique), ``label`` (int64, index into ``classes``) and perhaps
+            ``camera`` (a string).
         classes: names of all classes in order; store them with what is trained on the labels.
         max_bad_share: the share of images that may turn out unreadable.
     """
@@ -73,6 +74,10 @@ class LabelledImages:
     def class_names(self) -> list[str]:
         """Return the class name of each image, which means the same in data sets of another class order."""
         return [self.classes[label] for label in self.labels().tolist()]
+
+    def cameras(self) -> list[str] | None:
+        """Return what took each image; None if that is not known."""
+        return list(self.dataset[CAMERA]) if CAMERA in self.dataset.column_names else None
 
     def kept(self) -> list[str]:
         """Return the names of the classes that have images, in class order."""
@@ -121,6 +126,7 @@ def load_labelled(
     _require_distinct_ids(loaded, source)
     if captions and source.caption_file is not None:
         loaded = loaded.add_column(CAPTION, _captions_of_file(Path(source.caption_file), loaded[ID][:]))
+    _require_cameras(loaded, source)
     given = list(classes) if classes is not None else _given_classes(source)
     values = _require_labels(loaded, source)
     beside = _classes_beside(source) if given is None and dataset is None else None
@@ -169,6 +175,13 @@ def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[i
             "name for each image under label_column"
         )
     return values
+
+
+def _require_cameras(dataset: datasets.Dataset, source: LabelledSource) -> None:
+    values = dataset[CAMERA][:] if source.with_cameras else []
+    bad = next((row for row, value in enumerate(values) if not value), None)
+    if bad is not None:
+        raise XcompatError(f"{source.path}: image {dataset[bad][ID]!r} has no camera; add it or leave camera_column out")
 
 
 def _given_classes(source: LabelledSource) -> list[str] | None:

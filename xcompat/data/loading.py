@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.captions import read_captions, read_images
+from xcompat.data.captions import read_captions, read_images, read_market1501
 from xcompat.data.problems import Problems
-from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, ID, IMAGE, IMAGE_COLUMNS, LABEL, LABEL_COLUMNS, pick_column
+from xcompat.data.schema import (
+    CAMERA,
+    CAPTION,
+    CAPTION_COLUMNS,
+    ID,
+    IMAGE,
+    IMAGE_COLUMNS,
+    LABEL,
+    LABEL_COLUMNS,
+    pick_column,
+)
 from xcompat.data.shards import CLASS_MEMBER, ShardColumns, read_rows, stream_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
@@ -49,7 +59,7 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
         A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
         ``{"bytes", "path"}``), ``caption`` (a string or a list of strings; not with ``captions=False``), ``id`` (a string;
         a stream of Parquet, a saved or a Hub data set has it only if it holds one) and, with ``labels`` or ``label_column``,
-        ``label``.
+        ``label``; with cameras, ``camera``, a string.
 
     Raises:
         XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
@@ -62,6 +72,7 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
         "webdataset": _load_shards,
         "captions": _load_captions,
         "images": _load_images,
+        "market1501": _load_images,
         "parquet": _load_parquet,
         "datasets": _load_datasets,
     }[form]
@@ -73,7 +84,9 @@ def _load_shards(source: PairSource, paths: list[Path]) -> AnyDataset:
 
     shards = files_with(paths, SHARD_SUFFIXES)
     label = source.label_column or (CLASS_MEMBER if source.labels else None)
-    columns = ShardColumns(source.image_column, source.caption_column, source.id_column, label, with_caption=source.captions)
+    columns = ShardColumns(
+        source.image_column, source.caption_column, source.id_column, label, source.camera_column, with_caption=source.captions
+    )
     columns = replace(columns, index_label=_labels_are_indices(shards, columns))
     features = _features(source, "int64" if columns.index_label else "string")
     if source.streaming:
@@ -112,7 +125,9 @@ def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
     if source.captions:
         raise XcompatError(f"{paths[0]}: images without captions; add captions.csv (image, caption) or set captions: false")
     listed = image_files(paths)
-    return _load_files("images", paths, [name for _, name in listed], read_images(listed, paths, source), source)
+    named_so = source.format == "market1501"
+    rows = read_market1501(listed, source) if named_so else read_images(listed, paths, source)
+    return _load_files("images", paths, [name for _, name in listed], rows, source)
 
 
 def _load_files(kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource) -> AnyDataset:
@@ -130,6 +145,8 @@ def _features(source: PairSource, label_type: str) -> datasets.Features:
         columns[CAPTION] = datasets.List(datasets.Value("string"))
     if source.with_labels:
         columns[LABEL] = datasets.Value(label_type)
+    if source.with_cameras:
+        columns[CAMERA] = datasets.Value("string")
     return datasets.Features(columns)
 
 
@@ -261,11 +278,30 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
 
     if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
         dataset = dataset._resolve_features()  # reads one batch; columns cannot be cast without their types
-    wanted = (source.image_column, source.caption_column, source.id_column, source.label_column)
+    wanted = (source.image_column, source.caption_column, source.id_column, source.label_column, source.camera_column)
     if nested := [name for name in wanted if name and "." in name and name not in dataset.column_names]:
         if isinstance(dataset, datasets.IterableDataset):
             raise XcompatError(f"{source.path}: a stream has no nested columns, such as {nested[0]}; set streaming to false")
         dataset = dataset.flatten()  # nested columns become ``outer.inner``
+    picked = _picked_columns(dataset, source)
+    dataset = dataset.select_columns(list(picked.values()))
+    dataset = dataset.rename_columns({old: new for new, old in picked.items() if old != new})
+    dataset = dataset.cast_column(IMAGE, datasets.Image(decode=False))
+    if CAMERA in picked:
+        dataset = dataset.cast_column(CAMERA, datasets.Value("string"))
+    if ID in picked:
+        return dataset.cast_column(ID, datasets.Value("string"))
+    if isinstance(dataset, datasets.Dataset):
+        # labelled queries leave out the gallery's image of their own id, which row 7 of another split is not
+        whose = "/".join([str(source.path), *filter(None, (source.name, source.split)), ""]) if source.labels else ""
+        return dataset.add_column(ID, [f"{whose}{row}" for row in range(len(dataset))])
+    return dataset
+
+
+def _picked_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
+    """Return our name of each wanted column -> the data set's."""
+    import datasets
+
     columns, where = list(dataset.column_names), str(source.path)
     typed = tuple(name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image))
     picked = {IMAGE: pick_column(source.image_column, (*typed, *EXTRA_IMAGE_COLUMNS), columns, "image_column", where)}
@@ -275,18 +311,11 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
         classes = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.ClassLabel)]
         known = (*LABEL_COLUMNS, *(classes if len(classes) == 1 else ()))  # of several, such as coarse and fine, none is meant
         picked[LABEL] = pick_column(source.label_column, known, columns, "label_column", where)
+    if source.camera_column:
+        picked[CAMERA] = pick_column(source.camera_column, (), columns, "camera_column", where)
     if source.id_column or ID in columns:
         picked[ID] = pick_column(source.id_column, (ID,), columns, "id_column", where)
-    dataset = dataset.select_columns(list(picked.values()))
-    dataset = dataset.rename_columns({old: new for new, old in picked.items() if old != new})
-    dataset = dataset.cast_column(IMAGE, datasets.Image(decode=False))
-    if ID in picked:
-        return dataset.cast_column(ID, datasets.Value("string"))
-    if isinstance(dataset, datasets.Dataset):
-        # labelled queries leave out the gallery's image of their own id, which row 7 of another split is not
-        whose = "/".join([where, *filter(None, (source.name, source.split)), ""]) if source.labels else ""
-        return dataset.add_column(ID, [f"{whose}{row}" for row in range(len(dataset))])
-    return dataset
+    return picked
 
 
 def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xcompat.data.problems import Problems
-from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
 from xcompat.progress import notice
@@ -43,6 +43,7 @@ class ShardColumns:
         caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` if None.
         id: the same for the id; ``__key__`` if None.
         label: the same for the class; no label column if None.
+        camera: the same for what took the image; no camera column if None.
         index_label: whether the label is an index, not a name.
         with_image: whether an image is needed.
         with_caption: whether a caption is needed.
@@ -52,6 +53,7 @@ class ShardColumns:
     caption: str | None = None
     id: str | None = None
     label: str | None = None
+    camera: str | None = None
     index_label: bool = False
     with_image: bool = True
     with_caption: bool = True
@@ -69,6 +71,8 @@ class ShardColumns:
             row[CAPTION] = self._captions(sample)
         if self.label:
             row[LABEL] = self._label(sample, self.label)
+        if self.camera:
+            row[CAMERA] = self._camera(sample, self.camera)
         return row
 
     def _label(self, sample: dict[str, Any], name: str) -> int | str:
@@ -79,6 +83,12 @@ class ShardColumns:
             return int(value) if self.index_label else str(value)
         except ValueError:
             raise _SampleError(f"{name} is {value!r}, no index") from None
+
+    def _camera(self, sample: dict[str, Any], name: str) -> str:
+        value = _member(sample, name)
+        if value is None or value == "":
+            raise _SampleError(f"empty {name}")
+        return str(value)
 
     def _captions(self, sample: dict[str, Any]) -> list[str]:
         name = self.caption or next((m for m in CAPTION_MEMBERS if _has(sample, m)), "caption (txt)")

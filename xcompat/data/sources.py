@@ -30,7 +30,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 EMBEDDED = "glyphs:"
 """Prefix of the data that every installation has: ``glyphs:train`` and so on."""
 
-PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images"]
+PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images", "market1501"]
 
 
 class DataSource(BaseModel):
@@ -56,10 +56,13 @@ class ImageSource(DataSource):
     """A source of images, with the fields of :class:`DataSource` and these; ``path`` may also be ``glyphs:train`` and the like.
 
     Args:
-        format: the format of the files; ``auto`` finds out.
+        format: the format of the files; ``auto`` finds out, except for ``market1501``: images that are named as in Market-1501
+            (``0002_c1s1_000451_03.jpg`` is person 0002 by camera 1).
         image_column: the column (webdataset: the member) with the image; unless given, found by name or type.
         id_column: the column with the sample's id; the file name, ``__key__`` or row number unless given.
         label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
+        camera_column: the column with what took the image. A query then does not find items of its own class and camera, as in
+            re-identification.
         limit: number of samples to use, the first ones.
         max_bad_share: the share of shards, or of samples, that may be unusable.
     """
@@ -68,8 +71,14 @@ class ImageSource(DataSource):
     image_column: str | None = None
     id_column: str | None = None
     label_column: str | None = None
+    camera_column: str | None = None
     limit: int | None = Field(default=None, ge=1)
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
+
+    @property
+    def with_cameras(self) -> bool:
+        """Whether samples get a ``camera``."""
+        return self.camera_column is not None or self.format == "market1501"
 
 
 class PairSource(ImageSource):

@@ -41,7 +41,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.vectors import read_vectors, stored_at
 
-ABOUT_CLASSES = ("label_column", "classes", "class_column", "gallery")
+ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "gallery")
 """Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
 
 Source = TypeVar("Source", PairSource, LabelledSource)

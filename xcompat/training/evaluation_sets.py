@@ -179,6 +179,7 @@ class LabelledTestSet(EvaluationSet):
             gallery_GD,
             *(list(side.dataset[ID]) for side in (self.queries, self.gallery)),
             *(side.class_names() for side in (self.queries, self.gallery)),
+            *(side.cameras() for side in (self.queries, self.gallery)),
         )
 
     @override
@@ -190,6 +191,12 @@ class LabelledTestSet(EvaluationSet):
         chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()
         query_ids, gallery_ids = self.queries.dataset[ID], self.gallery.dataset[ID]
+        taken_by, cameras = self.queries.cameras(), self.gallery.cameras()
+
+        def counts(query: int, image: int) -> bool:
+            same_camera = taken_by is not None and cameras is not None and taken_by[query] == cameras[image]
+            return gallery_ids[image] != query_ids[query] and not (same_camera and found[image] == asked[query])
+
         examples = []
         for query in chosen.tolist():
             rows = []
@@ -197,7 +204,7 @@ class LabelledTestSet(EvaluationSet):
                 hits = [
                     Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
                     for image in best_rows(gallery.gallery_embeds_GD, np.asarray(queries.query_embeds_QD)[query])
-                    if gallery_ids[image] != query_ids[query]
+                    if counts(query, image)
                 ]
                 rows.append(ExampleRow(label, hits))
             examples.append(Example(asked[query], rows))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from xcompat.checksums import file_record
 from xcompat.data import CorpusSource, TextSource
+from xcompat.data.captions import require_market1501_names
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import ImageSource, files_digest, local_files
 from xcompat.encoders import EncoderSource
@@ -32,7 +33,7 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
         One line for each source of data: its path and its number of local files.
 
     Raises:
-        XcompatError: a path does not exist; the message names the key of the recipe and the nearest path.
+        XcompatError: a path does not exist, or a file is not named as its format asks; the message names the key of the recipe.
     """
     if not is_trained:
         for role in (*ROLES, "projection"):
@@ -47,6 +48,8 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     for key, source in _sources(data):
         with _said_of(f"{settings.name}: data.{key}.path"):
             files = local_files(source.path)
+            if isinstance(source, ImageSource) and source.format == "market1501":
+                require_market1501_names(files or [])
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     if data.judged_texts is not None:
         with _said_of(f"{settings.name}: data.judged_texts.qrels"):

@@ -115,6 +115,13 @@ class DataSettings(Section):
             raise ValueError(f"judged_texts and {images[0]} are two test sets, and a stage is judged on one; leave one out")
         return self
 
+    @model_validator(mode="after")
+    def _cameras_of_both_sides(self) -> DataSettings:
+        if self.queries is not None and self.gallery is not None and self.queries.with_cameras != self.gallery.with_cameras:
+            without = "queries" if self.gallery.with_cameras else "gallery"
+            raise ValueError(f"{without}: the other side has cameras and this one has none; set its camera_column or format too")
+        return self
+
 
 class EvaluationSettings(Section):
     """How the result is judged.
