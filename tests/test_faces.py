@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from data_layouts.faces import make_market1501
 
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EvaluationOptions, cmc, evaluate
 from xcompat.fingerprint import Fingerprint
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import parse_recipe
 
@@ -96,3 +99,51 @@ def test_cameras_reach_every_case_and_interval() -> None:
     assert list(kept.query_cameras or ()) == cameras[2:].tolist() and list(kept.gallery_cameras or ()) == cameras[3:].tolist()
     with pytest.raises(XcompatError, match="query_cameras of new_view are not those of old"):
         evaluate(Contestants(old, embedded("new")), options)
+
+
+# ------------------------------------------------------------------------------------------- classification and triplets
+
+
+def naive_triplets(features: np.ndarray, labels: list[int], margin: float) -> float:
+    """Loop over anchors, and over everything for the farthest of the own class and the nearest of another."""
+    units = [row / np.linalg.norm(row) for row in features]
+    losses = []
+    for anchor, own in enumerate(labels):
+        away = [float(np.linalg.norm(units[anchor] - other)) for other in units]
+        same = [away[row] for row, label in enumerate(labels) if label == own and row != anchor]
+        others = [away[row] for row, label in enumerate(labels) if label != own]
+        if same and others:
+            losses.append(max(0.0, max(same) - min(others) + margin))
+    return float(np.mean(losses))
+
+
+@pytest.mark.parametrize("margin", [None, 1.0])
+@pytest.mark.parametrize("method", ["independent", "bct", "mixbct"])
+def test_triplets_are_added_to_the_classification_loss(
+    method: str, margin: float | None, image_folder_of: dict[str, str]
+) -> None:
+    labels, given = [0, 0, 1, 1, 2], {"triplet_weight": 0.5, "triplet_margin": margin}
+    features = torch.from_numpy(np.random.default_rng(5).normal(size=(5, 6)))
+    options = {"classes": list("abc"), "old": describe_old(Fingerprint.from_string("old"), 6)}
+    options |= {"old": None, "dim": 6} if method == "independent" else {}
+    plain, summed = (METHODS[method].from_encoder(image_folder_of["resnet"], **options, **more) for more in ({}, given))
+    summed.load_state_dict(plain.state_dict())
+    losses = [model.double().classification_loss(features, torch.tensor(labels)).item() for model in (plain, summed)]
+    expected = naive_triplets(features.numpy(), labels, 0.3 if margin is None else margin)
+    assert losses[1] - losses[0] == pytest.approx(0.5 * expected, rel=1e-9) and expected > 0
+
+
+def test_triplets_need_balanced_batches_and_something_to_be_added_to(image_folder_of: dict[str, str]) -> None:
+    raw = {"method": "independent", "new": "google/vit", "options": {"triplet_weight": 1.0}, "evaluation": None}
+    with pytest.raises(XcompatError, match=r"a batch of triplets holds 4 images .* is 6; make it a multiple of 4"):
+        parse_recipe(raw | {"training": {"per_device_train_batch_size": 6}}, "demo", "demo.yaml")
+    stage = parse_recipe(raw | {"training": {"per_device_train_batch_size": 8}}, "demo", "demo.yaml").stages[0]
+    assert stage.is_balanced and not stage.model_copy(update={"options": {"triplet_weight": 0.0}}).is_balanced
+    for options, message in (
+        ({"head": "triplet", "triplet_weight": 1.0}, "head: triplet is one of triplets alone"),
+        ({"triplet_margin": 0.3}, "changes nothing without triplet_weight"),
+        ({"triplet_weight": -1.0}, "give a weight of 0 or more"),
+        ({"triplet_weight": 1.0, "mixup": 0.2}, "set options.mixup to 0, or no triplets"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            METHODS["independent"].from_encoder(image_folder_of["resnet"], classes=["a", "b"], **options)

@@ -566,7 +566,7 @@ def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: 
 
 
 def test_a_mixed_image_makes_no_triplet(image_folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="set options.mixup to 0 or another head"):
+    with pytest.raises(XcompatError, match="set options.mixup to 0, or no triplets"):
         IndependentModel.from_encoder(image_folder_of["resnet"], classes=["a", "b"], mixup=0.2, head="triplet")
 
 

@@ -25,6 +25,9 @@ HeadKind = Literal["softmax", "normalized_softmax", "arcface", "cosface", "tripl
 LOGITS_AT_ONCE = 2**23
 """Most logits in one block, unless there are more classes than that."""
 
+USUAL_TRIPLET_MARGIN = 0.3
+"""Margin of triplets unless given (Hermans et al. 2017 try 0.1 to 1; 0.3 is re-identification's)."""
+
 _LEFT_OUT = -100  # the label that torch's cross-entropy ignores
 _ABSENT = -1e30  # logit of a class without a row: its softmax is exactly 0; with infinity, all classes absent would give NaN
 _USUAL: dict[str, tuple[float | None, float | None]] = {
@@ -32,7 +35,7 @@ _USUAL: dict[str, tuple[float | None, float | None]] = {
     "normalized_softmax": (20.0, None),
     "arcface": (64.0, 0.5),
     "cosface": (64.0, 0.35),
-    "triplet": (None, 0.3),
+    "triplet": (None, USUAL_TRIPLET_MARGIN),
 }
 """Scale and margin of each kind of head; None where it has none."""
 
@@ -109,7 +112,7 @@ def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, sc
     return mean_of_known(_losses(embeds_Bd, weights_Cd.nan_to_num(nan=0.0), targets_B, scale, bias_C=bias_C), known_B)
 
 
-def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = 0.3) -> Tensor:
+def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = USUAL_TRIPLET_MARGIN) -> Tensor:
     """Hinge on the farthest sample of the own class and the nearest of another (Hermans et al. 2017, Eqn. 5, batch hard).
 
     Distances are Euclidean, not squared, between normalised features, because galleries are compared by cosine; the paper takes

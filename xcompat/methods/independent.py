@@ -63,8 +63,8 @@ class IndependentModel(ClassifiedModel):
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        if config.mixup and config.head == "triplet":
-            raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0 or another head")
+        if config.mixup and self.balances_batches(vars(config)):
+            raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets")
         if config.classes is not None:
             self.columns = ClassifiedModel.columns  # type: ignore[misc]  # classes or captions: the configuration decides
 

@@ -14,7 +14,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.losses.classification import ClassificationHead, HeadKind
+from xcompat.losses.classification import USUAL_TRIPLET_MARGIN, ClassificationHead, HeadKind, batch_hard_triplet_loss
 from xcompat.models.backbone import BackboneConfig, BackboneModel
 from xcompat.models.config import describe_old
 from xcompat.models.frozen import load_frozen
@@ -32,6 +32,9 @@ class ClassifiedConfig(BackboneConfig):
         head_margin: m of ArcFace and CosFace; None for the usual one.
         keeps_classifier: whether a finished model of a method that trains its classifier on something else than the features has
             that classifier all the same, brought to the features; an earlier version left it out.
+        triplet_weight: weight of batch-hard triplets of the same features, which are added to the classification loss, as
+            re-identification does; batches then hold equally many images of each of their classes.
+        triplet_margin: margin of these triplets, a distance between unit vectors; None for the usual 0.3.
     """
 
     classes: list[str] | None = None
@@ -40,6 +43,8 @@ class ClassifiedConfig(BackboneConfig):
     head_scale: float | None = None
     head_margin: float | None = None
     keeps_classifier: bool = False
+    triplet_weight: float = 0.0
+    triplet_margin: float | None = None
 
 
 class ClassifiedModel(BackboneModel):
@@ -52,6 +57,7 @@ class ClassifiedModel(BackboneModel):
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.classifier: ClassificationHead | None = None
+        self._require_triplets_that_fit(config)
         if config.classes and ("classifier" not in self.only_for_training or config.keeps_classifier):
             self.classifier = self._head(config.embedding_dim)
         if config.for_training:
@@ -121,8 +127,20 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     @override
     def balances_batches(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether the head learns from triplets."""
-        return options.get("head") == "triplet"
+        """Return whether the loss has triplets."""
+        return options.get("head") == "triplet" or bool(options.get("triplet_weight"))
+
+    @staticmethod
+    def _require_triplets_that_fit(config: ClassifiedConfig) -> None:
+        if config.triplet_weight < 0:
+            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; give a weight of 0 or more")
+        if config.triplet_weight and config.head == "triplet":
+            raise XcompatError(
+                "options.triplet_weight adds triplets to a classification loss, and head: triplet is one of triplets alone; "
+                "take another head, or leave triplet_weight out"
+            )
+        if config.triplet_margin is not None and not config.triplet_weight:
+            raise XcompatError("options.triplet_margin changes nothing without triplet_weight; set that, or leave it out")
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""
@@ -167,6 +185,10 @@ class ClassifiedModel(BackboneModel):
         return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
-        """Return the new classifier's loss on new features."""
+        """Return the new classifier's loss on new features, and that of their triplets if these have a weight."""
         assert self.classifier is not None
-        return self.classifier(features_BD, labels_B)
+        loss: Tensor = self.classifier(features_BD, labels_B)
+        if not self.config.triplet_weight:
+            return loss
+        margin = self.config.triplet_margin if self.config.triplet_margin is not None else USUAL_TRIPLET_MARGIN
+        return loss + self.config.triplet_weight * batch_hard_triplet_loss(features_BD, labels_B, margin)
