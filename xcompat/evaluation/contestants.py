@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -25,6 +26,8 @@ class EvaluationOptions:
         n_resamples: bootstrap draws; queries about one item are drawn together.
         seed: of the draws.
         shared: whether all processes evaluate the same contestants: each ranks a share of the queries, all get the result.
+        fars: false acceptance rates at which pairs of images with classes are verified (TAR@FAR); none by default.
+        fpirs: false positive identification rates at which these images are identified in an open set (TPIR@FPIR).
     """
 
     ks: Sequence[int] | None = None
@@ -33,6 +36,8 @@ class EvaluationOptions:
     n_resamples: int = 1000
     seed: int = 0
     shared: bool = False
+    fars: Sequence[float] = ()
+    fpirs: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,13 @@ class Found(NamedTuple):
     Args:
         ranks_Q: int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`.
         average_precision: metric -> float64 ``(Q,)``, NaN for queries without a match; empty if only the first match counts.
+        shares: metric -> its value, for shares of pairs, of which the numbers per query only carry the spread
+            (:func:`~xcompat.evaluation.verification.share_per_query`).
     """
 
     ranks_Q: np.ndarray
     average_precision: Mapping[str, np.ndarray]
+    shares: Mapping[str, float] = MappingProxyType({})
 
 
 class Contestant(Protocol):

@@ -11,8 +11,10 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.identities import Ids, as_ids
-from xcompat.evaluation.ranking import ranking_per_query
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.scores import Embeddings
+from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5)
@@ -99,18 +101,18 @@ class EmbeddedImages:
         return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
 
     def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
-        """Rank the gallery images of each query's class."""
-        ranked = ranking_per_query(
-            self.query_embeds_QD,
-            gallery.gallery_embeds_GD,
-            self.query_labels,
-            gallery.gallery_labels,
-            self.query_ids,
-            gallery.gallery_ids,
-            query_cameras=self.query_cameras,
-            gallery_cameras=gallery.gallery_cameras,
-            chunk_size=options.chunk_size,
-            shared=options.shared,
-        )
-        precision = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}
-        return Found(ranked.first_hit_ranks_Q, precision)
+        """Rank the gallery images of each query's class, and verify and identify at the rates that are asked for."""
+        queries = Items(self.query_embeds_QD, self.query_labels, self.query_ids, self.query_cameras)
+        searched = Items(gallery.gallery_embeds_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
+        pairs = LabelledPairs(queries, searched, options.chunk_size)
+        ranked = rank(pairs, options.shared)
+        values, shares = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}, {}
+        if options.fars:
+            verified = accepted_per_query(pairs, options.fars)
+            for far, accepted_Q in verified.accepted.items():
+                name = at_rate("tar@far", far)
+                values[name], shares[name] = share_per_query(accepted_Q, verified.positives_Q)
+        if options.fpirs:
+            for fpir, found_Q in found_per_query(pairs, ranked, options.fpirs).items():
+                values[at_rate("tpir@fpir", fpir)] = np.where(ranked.positives_Q > 0, found_Q, np.nan)
+        return Found(ranked.first_hit_ranks_Q, values, shares)

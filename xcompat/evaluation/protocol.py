@@ -88,7 +88,8 @@ class _Measured:
 
     def notes(self) -> list[str]:
         """Return the direction's notes, and one on the queries that are left out."""
-        left_out = [f"{self.dropped} {self.direction.without_match} and are left out."] if self.dropped else []
+        but = ", except that they are the impostors of TPIR" if self.options.fpirs else ""
+        left_out = [f"{self.dropped} {self.direction.without_match} and are left out{but}."] if self.dropped else []
         return [*self.direction.notes, *left_out]
 
     def case(self, query: str, gallery: str) -> Case:
@@ -102,6 +103,8 @@ class _Measured:
         low_K, high_K = interval_bounds(means_RK, 0.95)
         metrics = {name: float(column.mean()) for name, column in columns.items()}
         ci95 = {name: (float(low), float(high)) for name, low, high in zip(columns, low_K, high_K, strict=True)}
+        for name, share in self.found[query, gallery].shares.items():  # not their mean, which rounding may take past a tie
+            metrics[name], ci95[name] = share, (max(0.0, ci95[name][0]), min(1.0, ci95[name][1]))
         return Case(query, gallery, self.direction.name, len(values_QK), self.direction.n_gallery, metrics, ci95)
 
     def differences(self, than: str) -> list[Difference]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ import torch
 from xcompat.errors import XcompatError
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
-from xcompat.evaluation.ranking import ranked_hits
+from xcompat.evaluation.ranking import RankedQueries
+from xcompat.evaluation.ranking import rank as rank_pairs
 from xcompat.evaluation.scores import Embeddings, blocks, copy_score
 
 _SLACK = 2**20  # scores gathered before the lowest are dropped
@@ -54,22 +56,78 @@ def tar_at_far(
         >>> tar_at_far(gallery[:1], gallery, "a", "aba", fars=(0, 1))
         {0.0: 0.5, 1.0: 1.0}
     """
-    rates = _as_rates(fars)
     pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
-    n_positives = sum(len(pairs.positives(rows_B)[0]) for rows_B in _mated_strips(pairs))
+    verified = accepted_per_query(pairs, fars)
+    n_positives = int(verified.positives_Q.sum())
+    return {rate: int(accepted_Q.sum()) / n_positives for rate, accepted_Q in verified.accepted.items()}
+
+
+class Verified(NamedTuple):
+    """How many pairs of one class are accepted.
+
+    Args:
+        accepted: false acceptance rate -> int64 ``(Q,)`` accepted pairs of one class, per query.
+        positives_Q: int64 ``(Q,)`` pairs of one class.
+    """
+
+    accepted: dict[float, np.ndarray]
+    positives_Q: np.ndarray
+
+
+def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
+    """Verify all pairs as :func:`tar_at_far` does, and count per query.
+
+    Args:
+        pairs: queries and gallery.
+        fars: false acceptance rates, in [0, 1].
+
+    Returns:
+        The counts.
+
+    Raises:
+        XcompatError: there is no pair of one class, or of two, or a rate is none.
+    """
+    rates = _as_rates(fars)
+    positives_Q = np.zeros(pairs.n_queries, dtype=np.int64)
+    for rows_B in _mated_strips(pairs):
+        positives_Q[rows_B] = np.bincount(pairs.positives(rows_B)[1].cpu().numpy(), minlength=len(rows_B))
+    n_positives = int(positives_Q.sum())
     n_negatives = pairs.n_pairs - n_positives
     if not n_positives or not n_negatives:
         missing = "one class" if not n_positives else "two classes"
         raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
-    allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
+    allowed = {rate: most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    bars = {rate: _bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
-    accepted = dict.fromkeys(rates, 0)
+    bars = {rate: bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
+    accepted = {rate: np.zeros(pairs.n_queries, dtype=np.int64) for rate in rates}
     for rows_B in _mated_strips(pairs):
-        scores_N = pairs.positives(rows_B)[0]
-        for rate, bar in bars.items():
-            accepted[rate] += int((scores_N > bar).count_nonzero())
-    return {rate: count / n_positives for rate, count in accepted.items()}
+        scores_N, owners_N = (each.cpu().numpy() for each in pairs.positives(rows_B))
+        for rate, lowest in bars.items():
+            accepted[rate][rows_B] = np.bincount(owners_N[scores_N > lowest], minlength=len(rows_B))
+    return Verified(accepted, positives_Q)
+
+
+def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
+    """Turn a share of pairs into one number per query, of which it is the mean and whose spread is the share's.
+
+    With a_q of query q's n_q pairs accepted, the share is r = Σa / Σn, and the numbers are r + (a_q - r n_q) Q / Σn over the Q
+    queries that have pairs: the linearised ratio (Cochran 1977, §6.4), whose bootstrap is that of r for large Q.
+
+    Args:
+        accepted_Q: ``(Q,)`` accepted pairs.
+        positives_Q: ``(Q,)`` pairs.
+
+    Returns:
+        float64 ``(Q,)``, NaN for queries without pairs, and the share.
+
+    Example:
+        >>> share_per_query(np.array([1, 1, 0]), np.array([1, 3, 0]))
+        (array([0.75, 0.25,  nan]), 0.5)
+    """
+    known_Q, n_pairs = positives_Q > 0, int(positives_Q.sum())
+    share = int(accepted_Q.sum()) / n_pairs
+    values_Q = share + (accepted_Q - share * positives_Q) * (int(known_Q.sum()) / n_pairs)
+    return np.where(known_Q, values_Q, np.nan), share
 
 
 def tpir_at_far(
@@ -115,20 +173,46 @@ def tpir_at_far(
     if rank < 1:
         raise XcompatError(f"rank must be at least 1 place, not {rank}")
     pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
-    unknown_Q = np.ones(pairs.n_queries, dtype=bool)
-    best, first_hits = [], []
-    for hits in ranked_hits(pairs):
-        unknown_Q[hits.rows_B] = False
-        best.append(hits.best_scores_B)
-        first_hits.append(hits.first_hit_ranks_B)
+    ranked = rank_pairs(pairs)
+    found = found_per_query(pairs, ranked, rates, rank)
+    known_Q = ranked.positives_Q > 0
+    return {rate: float(found_Q[known_Q].mean()) for rate, found_Q in found.items()}
+
+
+def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[float], rank: int = 1) -> dict[float, np.ndarray]:
+    """Identify queries in an open set as :func:`tpir_at_far` does.
+
+    Args:
+        pairs: queries and gallery.
+        ranked: the same pairs, ranked.
+        fars: shares of impostors that may be accepted, in [0, 1].
+        rank: places within which the class must be found.
+
+    Returns:
+        far -> bool ``(Q,)``, whether each query is identified; False for impostors.
+
+    Raises:
+        XcompatError: all queries are known, or a rate is none.
+    """
+    rates, unknown_Q = _as_rates(fars), ranked.positives_Q == 0
     if not unknown_Q.any():
         raise XcompatError(
             "every query's class is in the gallery, so there is no impostor to refuse; add queries of other classes"
         )
-    best_N, found_N = np.concatenate(best), np.concatenate(first_hits) < rank
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
-    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.dim) for rate in rates}
-    return {rate: float((found_N & (best_N > bar)).mean()) for rate, bar in bars.items()}
+    bars = {rate: bar(impostors_N, most_within(rate, len(impostors_N)), pairs.dim) for rate in rates}
+    within_Q = ~unknown_Q & (ranked.first_hit_ranks_Q < rank)
+    return {rate: within_Q & (ranked.best_scores_Q > lowest) for rate, lowest in bars.items()}
+
+
+def at_rate(metric: str, rate: float) -> str:
+    """Return the name of a metric at a rate, which is written as people write it.
+
+    Example:
+        >>> at_rate("tar@far", 1e-4), at_rate("tpir@fpir", 0.01)
+        ('tar@far=1e-4', 'tpir@fpir=1e-2')
+    """
+    return f"{metric}={np.format_float_scientific(rate, trim='-', exp_digits=1)}"
 
 
 def _as_rates(fars: Sequence[float]) -> list[float]:
@@ -138,7 +222,7 @@ def _as_rates(fars: Sequence[float]) -> list[float]:
     return rates
 
 
-def _most_within(rate: float, total: int) -> int:
+def most_within(rate: float, total: int) -> int:
     """Return the largest count with ``count / total <= rate`` in float division."""
     count = min(int(rate * total) + 1, total)
     while count / total > rate:
@@ -146,12 +230,12 @@ def _most_within(rate: float, total: int) -> int:
     return count
 
 
-def _bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
+def bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
     """Return the score that at most ``n_allowed`` scores exceed, given the highest ones in descending order."""
     if n_allowed >= len(highest_N):
         return LEFT_OUT
-    bar = float(highest_N[n_allowed])
-    return bar if bar < copy_score(dim) else math.inf  # all pairs of copies are equally alike
+    lowest = float(highest_N[n_allowed])
+    return lowest if lowest < copy_score(dim) else math.inf  # all pairs of copies are equally alike
 
 
 def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -43,6 +44,16 @@ _METRICS = {
     "map@R": (
         "mAP@R",
         "the same over the first R items alone, where R is how many images of the query's class there are.",
+    ),
+    "tar@far=": (
+        "TAR@FAR",
+        "true acceptance rate of verification: share of pairs of one class that are more alike than all but the share FAR of the "
+        "pairs of two. Its interval keeps that threshold and resamples queries, each with all of its pairs.",
+    ),
+    "tpir@fpir=": (
+        "TPIR@FPIR",
+        "true positive identification rate of an open set: share of queries whose first place is of their class and more alike "
+        "than the first places of all but the share FPIR of the queries that have no match. Its interval keeps that threshold.",
     ),
     "negative_flip_rate@1": (
         "NFR@1",
@@ -132,10 +143,13 @@ def metric_name(metric: str) -> str:
     """Return the usual name of a metric of ``report.json``.
 
     Example:
-        >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1")
-        ('R@10', 'mAP', 'NFR@1')
+        >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1"), metric_name("tar@far=1e-4")
+        ('R@10', 'mAP', 'NFR@1', 'TAR@FAR=1e-4')
     """
     name, at, k = metric.partition("@")
+    if name in ("tar", "tpir"):
+        kind, equals, rate = metric.partition("=")
+        return f"{kind.upper()}{equals}{rate}"
     known = {
         "recall": "R",
         "cmc": "CMC",
@@ -158,7 +172,7 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
     """
     names = tuple(metrics)
     meanings = _METRICS | _JUDGED if any(name.startswith("ndcg@") for name in names) else _METRICS
-    kinds = {name if name in meanings else f"{name.partition('@')[0]}@" for name in names}
+    kinds = {name if name in meanings else "".join(re.split("([=@])", name)[:-1]) for name in names}
     return [told for kind, told in meanings.items() if kind in kinds]
 
 

@@ -156,7 +156,14 @@ def judge(
         falling_back = fallback_queries(kept.new_view, instead, kept.confidence, settings.fallback)
         kept = replace(kept, extra={**kept.extra, FALLBACK: falling_back})
     options = EvaluationOptions(
-        settings.ks, settings.old_on_new, settings.chunk_size, settings.resamples, seed=seed, shared=shared
+        settings.ks,
+        settings.old_on_new,
+        settings.chunk_size,
+        settings.resamples,
+        seed=seed,
+        shared=shared,
+        fars=settings.fars,
+        fpirs=settings.fpirs,
     )
     evaluation = evaluate(kept, options)
     if kept.confidence is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextPairSource, TextSource
+
+Rate = Annotated[float, Field(gt=0, lt=1)]
+"""A share of wrong answers that is allowed."""
 
 
 class Section(BaseModel):
@@ -135,6 +138,10 @@ class EvaluationSettings(Section):
         fallback: the lowest confidence, in (0, 1], with which a new query searches alone. Below it the old query searches, or the
             mix of ``slerp``. It adds the case ``fallback/old``. The model's queries must have a confidence
             (:meth:`xcompat.models.CompatModel.confidence`).
+        fars: false acceptance rates in (0, 1) at which pairs of a query and a gallery image are verified: each adds TAR@FAR, for
+            images with classes.
+        fpirs: false positive identification rates in (0, 1) at which queries are identified in an open set: each adds TPIR@FPIR,
+            for which some queries must be of classes that the gallery lacks.
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are measured beside the new model's.
@@ -146,6 +153,8 @@ class EvaluationSettings(Section):
     old_on_new: bool = False
     slerp: float | None = Field(None, ge=0, le=1)
     fallback: float | None = Field(None, gt=0, le=1)
+    fars: list[Rate] = []
+    fpirs: list[Rate] = []
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []

@@ -101,3 +101,6 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
     yield "data.gallery", data.queries is not None, "data.queries names none to search it with"
     yield "data.zero_shot", data.test is not None, "data.test names no test set beside it"
     yield "data.old_reads", data.images is not None or data.queries is not None, "there are no labelled images"
+    if stage.evaluation is not None:
+        for name in ("fars", "fpirs"):
+            yield f"evaluation.{name}", data.queries is not None, "data.queries names no images with classes"
