@@ -9,17 +9,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from data_layouts.faces import make_market1501
+from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     Contestants,
     EmbeddedImages,
+    EmbeddedTemplates,
     EvaluationOptions,
     bootstrap_interval,
     cmc,
     evaluate,
+    pooled_templates,
     tar_at_far,
     tpir_at_far,
 )
@@ -30,9 +34,14 @@ from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.report import load_report
 from xcompat.report.comparison.files import comparison_file
+from xcompat.training.atlas import to_atlas
 from xcompat.training.compare import compare_recipe
+from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
+from xcompat.training.sections import JudgedTemplates
 
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
@@ -167,7 +176,7 @@ def test_rates_that_are_equal_are_not_told_apart() -> None:
 
 def test_rates_are_of_images_with_classes_and_between_nothing_and_all(market: Path) -> None:
     raw = {"method": "bct", "old": "o/o", "new": "n/n", "data": {"test": {"path": str(market)}}}
-    with pytest.raises(XcompatError, match=r"evaluation.fars would change nothing: data.queries names no images"):
+    with pytest.raises(XcompatError, match=r"evaluation.fars would change nothing: neither data.queries nor data.templates"):
         parse_recipe(raw | {"evaluation": {"fars": [0.1]}}, "demo", "demo.yaml")
     with pytest.raises(XcompatError, match=r"evaluation.fars.0"):
         parse_recipe(raw | {"evaluation": {"fars": [0]}}, "demo", "demo.yaml")
@@ -253,3 +262,157 @@ def test_triplets_need_balanced_batches_and_something_to_be_added_to(image_folde
     ):
         with pytest.raises(XcompatError, match=message):
             METHODS["independent"].from_encoder(image_folder_of["resnet"], classes=["a", "b"], **options)
+
+
+# -------------------------------------------------------------------------------------------------------------- IJB-C
+
+
+@pytest.fixture(scope="module")
+def ijbc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_ijbc(tmp_path_factory.mktemp("ijbc"))
+
+
+def of_ijbc(folder: Path, **changes: Any) -> dict[str, Any]:
+    meta = folder / "meta"
+    return {
+        "images": {"path": str(folder / "loose_crop")},
+        "members": str(meta / "ijbc_face_tid_mid.txt"),
+        "pairs": str(meta / "ijbc_template_pair_label.txt"),
+        "gallery": [str(meta / f"ijbc_1N_gallery_{name}.csv") for name in ("G1", "G2")],
+        "probes": str(meta / "ijbc_1N_probe_mixed.csv"),
+    } | changes
+
+
+def naive_templates(embeds: np.ndarray, templates: list[int], media: list[int]) -> dict[int, np.ndarray]:
+    found = {}
+    for template in set(templates):
+        rows = [row for row, of in enumerate(templates) if of == template]
+        pooled = np.zeros(embeds.shape[1])
+        for medium in {media[row] for row in rows}:
+            frames = [embeds[row] / np.linalg.norm(embeds[row]) for row in rows if media[row] == medium]
+            pooled += sum(frames) / len(frames)
+        found[template] = pooled / np.linalg.norm(pooled)
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30), st.integers(1, 9))
+@settings(max_examples=40)
+def test_templates_are_sums_of_media_which_are_means_of_frames(members: list[tuple[int, int]], at_once: int) -> None:
+    given_T, media = [template for template, _ in members], [medium for _, medium in members]
+    templates = np.unique(given_T, return_inverse=True)[1]
+    embeds = np.random.default_rng(len(members)).normal(size=(len(members), 5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xcompat.evaluation.embedded_templates._IMAGES", at_once)
+        pooled = pooled_templates(embeds, templates, np.array(media))
+    expected = naive_templates(embeds, templates.tolist(), media)
+    assert np.allclose(pooled, [expected[row] for row in range(len(pooled))])
+    assert pooled.tobytes() == pooled_templates(embeds, templates, np.array(media)).tobytes()
+
+
+def embedded_templates(ijbc: Path, name: str, seed: int, **changes: Any) -> EmbeddedTemplates:
+    lists = of_ijbc(ijbc, **changes)
+    test = load_judged_templates(JudgedTemplates.model_validate(lists))
+    embeds = np.random.default_rng(seed).normal(size=(len(test.names), 6)) + np.eye(6)[np.arange(len(test.names)) // 12]
+    return EmbeddedTemplates(name, Fingerprint.from_string(name), embeds, test.names, test.protocol)
+
+
+def test_pairs_are_verified_and_subjects_identified_as_loops_do(ijbc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = embedded_templates(ijbc, "old", 0), embedded_templates(ijbc, "new", 1)
+    options = EvaluationOptions(n_resamples=100, fars=(0.1,), fpirs=(0.2,), ks=(1,))
+    found = evaluate(Contestants(old, new), options)
+    cases = {(case.label, case.direction): case for case in found.cases}
+    lines = [line.split() for line in Path(of_ijbc(ijbc)["members"]).read_text().splitlines()]
+    templates, media = [int(line[1]) for line in lines], [int(line[2]) for line in lines]
+    pairs = [tuple(map(int, line.split())) for line in Path(of_ijbc(ijbc)["pairs"]).read_text().splitlines()]
+    stored = naive_templates(np.asarray(old.image_embeds_ND), templates, media)
+    for label, asking in (("old/old", old), ("new/old", new)):
+        asked = naive_templates(np.asarray(asking.image_embeds_ND), templates, media)
+        scores = [(float(asked[second] @ stored[first]), same) for first, second, same in pairs]
+        negatives = sorted((score for score, same in scores if not same), reverse=True)
+        positives = [score for score, same in scores if same]
+        bar = negatives[int(0.1 * len(negatives))]
+        case = cases[label, "verification"]
+        assert case.metrics == {"tar@far=1e-1": np.mean([score > bar for score in positives])}
+        assert case.n_queries == len(positives) == 12 and case.n_gallery == len(pairs) == 72
+        # every probe's subject is in the two galleries: the threshold is that of all 60 wrong items, for 12 probes
+        highest = negatives[int(0.2 * 12)]
+        assert cases[label, "identification"].metrics["tpir@far=2e-1"] == np.mean([score > highest for score in positives])
+        assert cases[label, "identification"].metrics["cmc@1"] <= 1 and cases[label, "identification"].n_gallery == 6
+    assert found.clusters["verification"].tolist() == np.repeat(np.arange(6), 2).tolist()
+    assert ("old", "old", "verification") not in found.ranks and ("old", "old", "identification") in found.ranks
+    monkeypatch.setattr("xcompat.evaluation.embedded_templates._ROWS", 1)
+    assert evaluate(Contestants(old, new), options).cases == found.cases
+
+
+def test_one_gallery_alone_is_an_open_set(ijbc: Path) -> None:
+    one = {"gallery": of_ijbc(ijbc)["gallery"][:1], "pairs": None}
+    old, new = (embedded_templates(ijbc, name, seed, **one) for seed, name in enumerate(("old", "new")))
+    case = evaluate(Contestants(old, new), EvaluationOptions(n_resamples=100, fpirs=(0.4,))).cases[1]
+    pooled = [pooled_templates(each.image_embeds_ND, each.protocol.templates_N, each.protocol.media_N) for each in (new, old)]
+    probes, gallery = [row for row in range(18) if row % 3], [0, 3, 6]
+    subjects = [row // 3 for row in probes], [0, 1, 2]
+    assert case.metrics["tpir@fpir=4e-1"] == tpir_at_far(pooled[0][probes], pooled[1][gallery], *subjects, fars=(0.4,))[0.4]
+    assert case.n_queries == 6 and case.direction == "identification"
+
+
+def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
+    old, new = embedded_templates(ijbc, "old", 0), embedded_templates(ijbc, "new", 1)
+    embeds = np.array(new.image_embeds_ND)
+    embeds[:5] = np.nan  # all of template 0, which is in the gallery, and one image of template 1
+    kept = Contestants(old, new.with_matrices({"images": embeds})).without_unreadable()
+    found = evaluate(kept, EvaluationOptions(n_resamples=100))
+    assert {case.direction: (case.n_queries, case.n_gallery) for case in found.cases} == {
+        "verification": (10, 60),
+        "identification": (10, 5),
+    }
+    assert "Templates without an image that can be read, left out: 1." in found.notes
+    assert all("tpir@far=1e-2" in case.metrics for case in found.cases if case.direction == "identification")
+
+
+def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path: Path) -> None:
+    def check(**changes: Any) -> None:
+        data = {"images": {"path": str(ijbc)}, "templates": of_ijbc(ijbc, **changes)}
+        raw = {"method": "bct", "old": "google/vit", "new": "google/vit", "data": data}
+        check_paths(parse_recipe(raw, "demo", "demo.yaml").stages[0])
+
+    def refused(message: str, **changes: Any) -> None:
+        with pytest.raises(XcompatError, match=message) as caught:
+            check(**changes)
+        assert "\n" not in str(caught.value)
+
+    def written(text: str) -> str:
+        (tmp_path / "list.txt").write_text(text)
+        return str(tmp_path / "list.txt")
+
+    check()
+    refused(r"data.templates: .*list.txt names template 98 and 1 more, of 3, which has no", pairs=written("0 99 1\n0 98 0\n"))
+    refused(r"missing.txt does not exist", pairs=str(tmp_path / "missing.txt"))
+    refused(r"'one' is no id of a template", pairs=written("0 one 1\n0 1 0\n"))
+    refused(r"has 2 columns and should hold lines of template, template, 1 or 0", pairs=written("0 1\n0 2\n"))
+    refused(r"has pairs of one subject alone", pairs=written("0 1 1\n"))
+    refused(r"gallery and probes belong together", probes=None)
+    names = Path(of_ijbc(ijbc)["members"]).read_text() + "999.jpg 0 0\n"
+    refused(r"names image '999.jpg', which .*loose_crop lacks \(it has 72 images", members=written(names))
+
+
+def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: None) -> None:
+    raw: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "old": "stage:old",
+        "new": {"model": TINY, "image_size": 16, "stem": "small"},
+        "data": {"images": {"path": str(make_ms1m(tmp_path / "ms1m"))}, "templates": of_ijbc(ijbc)},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
+        "evaluation": {"resamples": 100, "tsne_pairs": 0},
+    }
+    old = {"name": "old", "method": "independent", "old": None, "options": {"dim": 8}}
+    recipe = parse_recipe(raw | {"stages": [old, {"method": "mixbct"}]}, "faces", "faces.yaml")
+    run_recipe(recipe)
+    report = load_report(tmp_path / "run")
+    assert report.directions == ["verification", "identification"] and report.is_labelled
+    assert {"tar@far=1e-4", "cmc@1", "tpir@far=1e-2"} <= {name for case in report.cases for name in case.metrics}
+    page = (tmp_path / "run" / "report" / "report.html").read_text()
+    assert "TAR@FAR=1e-4" in page and "TPIR@FAR=1e-2" in page and "over all queries together" in page
+    dry_run_recipe(recipe)
+    with pytest.raises(XcompatError, match="templates of several images, which are no items of a map"):
+        to_atlas(tmp_path / "run", tmp_path / "atlas.parquet", 10, 0, overwrite=False)

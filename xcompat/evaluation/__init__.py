@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
     from xcompat.evaluation.embedded_images import EmbeddedImages
     from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
+    from xcompat.evaluation.embedded_templates import EmbeddedTemplates, TemplateProtocol, pooled_templates
     from xcompat.evaluation.embedded_texts import EmbeddedTexts
     from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
     from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
@@ -31,6 +32,7 @@ _PLACES = {
     "contestants": ["Contestant", "Contestants", "EvaluationOptions"],
     "embedded_images": ["EmbeddedImages"],
     "embedded_pairs": ["EmbeddedPairs", "ZeroShot"],
+    "embedded_templates": ["EmbeddedTemplates", "TemplateProtocol", "pooled_templates"],
     "embedded_texts": ["EmbeddedTexts"],
     "graded": ["GradedQueries", "graded_metrics", "graded_per_query"],
     "intervals": ["PairedDifference", "bootstrap_interval", "paired_bootstrap", "queries_needed"],
@@ -56,12 +58,14 @@ __all__ = [
     "Difference",
     "EmbeddedImages",
     "EmbeddedPairs",
+    "EmbeddedTemplates",
     "EmbeddedTexts",
     "Evaluation",
     "EvaluationOptions",
     "GradedQueries",
     "PairedDifference",
     "RankedQueries",
+    "TemplateProtocol",
     "ZeroShot",
     "bootstrap_interval",
     "class_embeddings",
@@ -74,6 +78,7 @@ __all__ = [
     "mean_average_precision",
     "negative_flip_rate",
     "paired_bootstrap",
+    "pooled_templates",
     "queries_needed",
     "ranking_per_query",
     "recall_at_k",

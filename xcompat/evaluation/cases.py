@@ -14,6 +14,10 @@ IMAGE_TO_IMAGE = "image-to-image"
 IMAGE_TO_TEXT = "image-to-text"
 TEXT_TO_IMAGE = "text-to-image"
 TEXT_TO_TEXT = "text-to-text"
+VERIFICATION = "verification"
+"""Direction of pairs of templates, each verified by itself (1:1)."""
+IDENTIFICATION = "identification"
+"""Direction of templates that search a gallery of templates (1:N)."""
 OLD_WITH_MEMORY = "old+memory"
 """Query side of a case: old queries with a metric and a memory like those of the new ones."""
 WITHOUT_MEMORY = "without memory"
@@ -36,7 +40,8 @@ class Case:
     Args:
         query: the model that embeds the queries.
         gallery: the model that embedded the gallery.
-        direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``.
+        direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``; of templates ``verification`` or
+            ``identification``.
         n_queries: queries with a match; others are not measured.
         n_gallery: items in the gallery.
         metrics: name such as ``recall@1`` -> fraction.

@@ -45,13 +45,14 @@ class Direction:
     """One way to search a test set, and the metric that counts the hits.
 
     Args:
-        name: ``image-to-text``, ``text-to-image`` or ``image-to-image``.
+        name: such as ``image-to-text`` or ``image-to-image``.
         metric: name of the metric for a match among the first k, such as ``recall``.
         ks: the cut-offs k.
         n_gallery: items in the gallery.
         clusters_Q: int64 ``(Q,)``, equal for queries about one item; None if the queries are independent.
         without_match: describes the queries that are left out, in a note.
         notes: remarks for the reader, one sentence each.
+        is_ranked: whether queries are ranked; else there are no ranks, and no flips of them.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Direction:
     clusters_Q: np.ndarray | None = None
     without_match: str = ""
     notes: tuple[str, ...] = ()
+    is_ranked: bool = True
 
 
 class Found(NamedTuple):

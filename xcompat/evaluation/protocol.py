@@ -52,11 +52,12 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
         notes.append(_beside_same_memory(beside))
     if contestants.upgraded is not None:
         notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
+    ranked = {each.direction.name for each in retrieval if each.direction.is_ranked}
     found = {(*pair, each.direction.name): each.found[pair] for pair in pairs for each in retrieval}
     return Evaluation(
         cases,
         _judge(cases, differences),
-        ranks={key: one.ranks_Q for key, one in found.items()},
+        ranks={key: one.ranks_Q for key, one in found.items() if key[2] in ranked},
         dropped={each.direction.name: each.dropped for each in retrieval},
         notes=notes,
         average_precision={
@@ -95,7 +96,12 @@ class _Measured:
     def case(self, query: str, gallery: str) -> Case:
         """Average each metric over the queries and attach its interval."""
         columns = self._values(query, gallery)
-        if gallery == "old" and query not in ("old", "independent") and self.direction.metric != ZERO_SHOT:
+        if (
+            gallery == "old"
+            and query not in ("old", "independent")
+            and self.direction.metric != ZERO_SHOT
+            and self.direction.is_ranked
+        ):
             floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self._known] for asking in ("old", query))
             columns[FLIP_METRIC] = (floor_Q == 0) & (ranks_Q > 0)
         values_QK = np.stack(list(columns.values()), axis=1).astype(np.float64)

@@ -96,15 +96,48 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
     if not n_positives or not n_negatives:
         missing = "one class" if not n_positives else "two classes"
         raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
-    allowed = {rate: most_within(rate, n_negatives) for rate in rates}
+    allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    bars = {rate: bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
+    bars = {rate: _bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
     accepted = {rate: np.zeros(pairs.n_queries, dtype=np.int64) for rate in rates}
     for rows_B in _mated_strips(pairs):
         scores_N, owners_N = (each.cpu().numpy() for each in pairs.positives(rows_B))
         for rate, lowest in bars.items():
             accepted[rate][rows_B] = np.bincount(owners_N[scores_N > lowest], minlength=len(rows_B))
     return Verified(accepted, positives_Q)
+
+
+def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> dict[float, float]:
+    """Return for each rate the score that at most that share of the negatives exceeds.
+
+    Args:
+        negatives_N: exact scores of pairs of two classes; changed in their order.
+        fars: false acceptance rates, in [0, 1].
+        dim: dimensions of the embeddings.
+
+    Returns:
+        far -> exact score, above which a pair is accepted.
+    """
+    allowed = {rate: _most_within(rate, len(negatives_N)) for rate in _as_rates(fars)}
+    highest_N = np.sort(_highest([negatives_N], min(max(allowed.values()) + 1, len(negatives_N))))[::-1]
+    return {rate: _bar(highest_N, n_allowed, dim) for rate, n_allowed in allowed.items()}
+
+
+def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
+    """Return for each rate the score that at most so many negatives per query exceed, over all queries together.
+
+    Args:
+        pairs: queries and gallery.
+        n_positives: how many of the pairs are of one class.
+        rates: numbers of negatives per query, in [0, 1].
+
+    Returns:
+        rate -> exact score.
+    """
+    n_negatives = pairs.n_pairs - n_positives
+    allowed = {rate: min(_most_within(rate, pairs.n_queries), n_negatives) for rate in _as_rates(rates)}
+    highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
+    return {rate: _bar(highest_N, n_allowed, pairs.dim) for rate, n_allowed in allowed.items()}
 
 
 def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
@@ -200,7 +233,7 @@ def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[
             "every query's class is in the gallery, so there is no impostor to refuse; add queries of other classes"
         )
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
-    bars = {rate: bar(impostors_N, most_within(rate, len(impostors_N)), pairs.dim) for rate in rates}
+    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.dim) for rate in rates}
     within_Q = ~unknown_Q & (ranked.first_hit_ranks_Q < rank)
     return {rate: within_Q & (ranked.best_scores_Q > lowest) for rate, lowest in bars.items()}
 
@@ -222,7 +255,7 @@ def _as_rates(fars: Sequence[float]) -> list[float]:
     return rates
 
 
-def most_within(rate: float, total: int) -> int:
+def _most_within(rate: float, total: int) -> int:
     """Return the largest count with ``count / total <= rate`` in float division."""
     count = min(int(rate * total) + 1, total)
     while count / total > rate:
@@ -230,7 +263,7 @@ def most_within(rate: float, total: int) -> int:
     return count
 
 
-def bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
+def _bar(highest_N: np.ndarray, n_allowed: int, dim: int) -> float:
     """Return the score that at most ``n_allowed`` scores exceed, given the highest ones in descending order."""
     if n_allowed >= len(highest_N):
         return LEFT_OUT

@@ -10,8 +10,10 @@ import numpy as np
 
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
+    IDENTIFICATION,
     IMAGE_TO_IMAGE,
     TEXT_TO_TEXT,
+    VERIFICATION,
     ZERO_SHOT_METRIC,
     Case,
     Criterion,
@@ -226,7 +228,7 @@ class Report:
     @property
     def is_labelled(self) -> bool:
         """Whether images search images of their class, rather than captions searching images."""
-        return self.directions == [IMAGE_TO_IMAGE]
+        return set(self.directions) <= {IMAGE_TO_IMAGE, VERIFICATION, IDENTIFICATION}
 
     @property
     def is_judged(self) -> bool:

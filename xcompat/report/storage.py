@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Case, Criterion
-from xcompat.evaluation.cases import RankKey, ValueKey, hangs_on, overall_outcome
+from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION, RankKey, ValueKey, hangs_on, overall_outcome
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
@@ -29,7 +29,7 @@ FOLDER_NAME = "report"
 JSON_NAME = "report.json"
 DATA_NAME = "report_data.safetensors"
 _THUMBNAIL_PIXELS = 160
-_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text")
+_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text", VERIFICATION, IDENTIFICATION)
 
 
 class _Run(BaseModel):

@@ -55,6 +55,11 @@ _METRICS = {
         "true positive identification rate of an open set: share of queries whose first place is of their class and more alike "
         "than the first places of all but the share FPIR of the queries that have no match. Its interval keeps that threshold.",
     ),
+    "tpir@far=": (
+        "TPIR@FAR",
+        "share of queries whose match is more alike than all but so many wrong items, over all queries together, as the share "
+        "FAR of the queries is; for a gallery that has every query's subject. Its interval keeps that threshold.",
+    ),
     "negative_flip_rate@1": (
         "NFR@1",
         "the negative flip rate, share of queries that were right at the first place with the old model and are wrong now; "

@@ -26,6 +26,7 @@ from xcompat.report.tsne import project, sampled_rows
 from xcompat.training.contestants import EvaluationSet
 from xcompat.training.evaluate_command import plain_model
 from xcompat.training.evaluation_sets import LabelledTestSet, PairTestSet, load_test_set
+from xcompat.training.judged_templates import TemplateTestSet
 from xcompat.training.judged_texts import JudgedTestSet
 from xcompat.training.judging import embed_new, judge
 from xcompat.training.record import RECIPE, begun_with, find_model
@@ -80,6 +81,8 @@ def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, Evaluation
     if not (folder.parent / RECIPE).exists():
         raise XcompatError(f"{run} does not say what it was tested on; name the folder of a run that trained from a recipe")
     test = load_test_set(DataSettings.model_validate(begun_with(folder.parent)["data"]))
+    if isinstance(test, TemplateTestSet):
+        raise XcompatError(f"{run} was judged on templates of several images, which are no items of a map; name another run")
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     if test is None or not model.compatible_with:
         raise XcompatError(f"{run} has no old model or no test set: there is nothing to compare; name a run with a report")

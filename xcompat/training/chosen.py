@@ -89,7 +89,7 @@ def _inputs(
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
     """Return the new model's penultimate features; None if no linear layer follows them, or the test set has texts."""
-    if settings.data.queries is None and settings.data.tests():
+    if settings.data.queries is None and settings.data.templates is None and settings.data.tests():
         return None
     try:
         return penultimate(plain)

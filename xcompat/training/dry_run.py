@@ -120,6 +120,8 @@ def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
             data[key] = {"path": _tiny_images(folder, key)}
     for key in ("subset", "test_subset"):
         data.pop(key, None)
+    if data.get("templates"):
+        data["templates"] = _tiny_templates(folder, data["templates"])
     if data.get("judged_texts"):
         data["judged_texts"] = _tiny_judgements(folder)
     if data.get("text_pairs"):
@@ -164,6 +166,23 @@ def _tiny_judgements(folder: Path) -> dict[str, Any]:
     qrels = folder / "qrels.txt"
     qrels.write_text("".join(f"{row} 0 {row} 1\n" for row in range(PAIRS)), encoding="utf-8")
     return {name: {"path": str(folder / f"{name}.jsonl")} for name in named} | {"qrels": str(qrels)}
+
+
+def _tiny_templates(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
+    """Write templates of two images, two for each subject, with the lists that a recipe names."""
+    images = Path(_tiny_images(folder, "images"))
+    lists = {
+        "members": [f"images-{row}.png {row // 2} {row}" for row in range(PAIRS)],
+        "pairs": ["0 1 1", "2 3 1", "0 3 0", "2 1 0"],
+        "gallery": ["template,subject", "0,0", "2,1"],
+        "probes": ["template,subject", "1,0", "3,1"],
+    }
+    for name, lines in lists.items():
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files: dict[str, Any] = {name: str(folder / f"{name}.txt") for name in lists if named.get(name)}
+    if "gallery" in files:
+        files["gallery"] = [files["gallery"]]
+    return {"images": {"path": str(images)}} | files
 
 
 def _tiny_text_pairs(folder: Path, named: dict[str, Any]) -> dict[str, Any]:

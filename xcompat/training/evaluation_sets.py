@@ -1,4 +1,4 @@
-"""Test sets: images with captions, images with classes, or texts with judgements."""
+"""Test sets: images with captions, images with classes, texts with judgements, or templates of images."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
+from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
 from xcompat.training.test_items import CAPTIONS, PICTURES, GalleryItems, Questions, distinct
@@ -47,6 +48,8 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
         return LabelledTestSet(images["queries"], images.get("gallery", images["queries"]))
     if data.judged_texts is not None:
         return load_judged_texts(data.judged_texts)
+    if data.templates is not None:
+        return load_judged_templates(data.templates)
     return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
 
 

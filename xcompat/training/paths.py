@@ -10,11 +10,12 @@ from xcompat.checksums import file_record
 from xcompat.data import CorpusSource, TextSource
 from xcompat.data.captions import require_market1501_names
 from xcompat.data.judgements import require_qrels
-from xcompat.data.sources import ImageSource, files_digest, local_files
+from xcompat.data.sources import ImageSource, files_digest, image_files, local_files, locate
+from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.paths import nearest_path
-from xcompat.training.sections import DataSettings
+from xcompat.training.sections import DataSettings, JudgedTemplates
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.vectors import check_stored
 
@@ -51,16 +52,30 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
             if isinstance(source, ImageSource) and source.format == "market1501":
                 require_market1501_names(files or [])
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
+    _check_lists(settings.name, data)
+    return list(dict.fromkeys(described))
+
+
+def _check_lists(stage: str, data: DataSettings) -> None:
+    """Refuse files beside the data that are not there, or name what is not there."""
     if data.judged_texts is not None:
-        with _said_of(f"{settings.name}: data.judged_texts.qrels"):
+        with _said_of(f"{stage}: data.judged_texts.qrels"):
             require_qrels(data.judged_texts.qrels)
+    if data.templates is not None:
+        with _said_of(f"{stage}: data.templates"):
+            _check_templates(data.templates)
     for key, file in _other_files(data):
         if not Path(file).is_file():
             holds = CAPTIONS if key.endswith(".caption_file") else CLASSES
-            raise XcompatError(
-                f"{settings.name}: data.{key}: {file} does not exist; name a file with {holds} ({nearest_path(file)})"
-            )
-    return list(dict.fromkeys(described))
+            raise XcompatError(f"{stage}: data.{key}: {file} does not exist; name a file with {holds} ({nearest_path(file)})")
+
+
+def _check_templates(named: JudgedTemplates) -> None:
+    """Refuse lists that do not fit each other, or images in folders of which some are missing; no picture is read."""
+    members = read_template_lists(named.members, named.pairs, named.gallery, named.probes).members
+    form, paths = locate(named.images)
+    if form == "images" and named.images.limit is None:
+        require_images([name for _, name in image_files(paths)], members, str(named.images.path), named.members)
 
 
 def judged_files(settings: StageRecipe) -> dict[str, str]:
@@ -81,6 +96,9 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
     known = {key: digest for key, digest in found.items() if digest is not None}
     if data.judged_texts is not None and (qrels := Path(data.judged_texts.qrels)).is_file():
         known["judged_texts.qrels"] = file_record(qrels).xxh3  # a gain that changes need not change the size
+    if data.templates is not None:
+        lists = {f"templates.{key}": Path(file) for key, file in data.templates.files().items()}
+        known |= {key: file_record(file).xxh3 for key, file in lists.items() if file.is_file()}
     return known
 
 
@@ -109,6 +127,8 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
     if data.judged_texts is not None:
         yield "judged_texts.queries", data.judged_texts.queries
         yield "judged_texts.passages", data.judged_texts.passages
+    if data.templates is not None:
+        yield "templates.images", data.templates.images
 
 
 def _other_files(data: DataSettings) -> Iterator[tuple[str, str]]:

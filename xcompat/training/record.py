@@ -21,7 +21,15 @@ from xcompat.training.yaml_files import parse_yaml
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
 LOG = "log_history.json"
 CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
-JUDGED_ON = ("data.test", "data.zero_shot", "data.queries", "data.gallery", "data.test_subset", "data.judged_texts")
+JUDGED_ON = (
+    "data.test",
+    "data.zero_shot",
+    "data.queries",
+    "data.gallery",
+    "data.test_subset",
+    "data.judged_texts",
+    "data.templates",
+)
 """Settings of the test data, on which only the report depends."""
 
 _LOG = TypeAdapter(list[dict[str, Any]])

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextPairSource, TextSource
+from xcompat.data.sources import ImageSource
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
 """A share of wrong answers that is allowed."""
@@ -46,6 +47,38 @@ class JudgedTexts(Section):
     qrels: str
 
 
+class JudgedTemplates(Section):
+    """Templates of images, pairs of them to verify, and subjects to identify, in the files of IJB-C.
+
+    Args:
+        images: the pictures, such as a folder of faces that are cropped and aligned; their ids are the names in ``members``.
+        members: lines of image, template and medium (``ijbc_face_tid_mid.txt``).
+        pairs: lines of two templates, and 1 if they are of one subject, else 0 (``ijbc_template_pair_label.txt``).
+        gallery: tables of template and subject that are searched together (``ijbc_1N_gallery_G1.csv`` and ``…_G2.csv``).
+        probes: a table of template and subject that are searched for (``ijbc_1N_probe_mixed.csv``).
+    """
+
+    images: ImageSource
+    members: str
+    pairs: str | None = None
+    gallery: list[str] = []
+    probes: str | None = None
+
+    def files(self) -> dict[str, str]:
+        """Return the key of each file -> the file."""
+        named = {"members": self.members, "pairs": self.pairs, "probes": self.probes}
+        named |= {f"gallery.{number}": file for number, file in enumerate(self.gallery)}
+        return {key: file for key, file in named.items() if file is not None}
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> JudgedTemplates:
+        if bool(self.gallery) != (self.probes is not None):
+            raise ValueError("gallery and probes belong together; give both or neither")
+        if self.pairs is None and not self.gallery:
+            raise ValueError("there is nothing to verify or to identify; give pairs, or gallery and probes")
+        return self
+
+
 class DataSettings(Section):
     """The training and test data of a stage.
 
@@ -58,6 +91,7 @@ class DataSettings(Section):
         remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
         test: images with captions that no stage trains on.
         judged_texts: texts with judgements, on whose queries no stage trains, in place of ``test`` and ``queries``.
+        templates: templates of images with pairs and subjects, in place of ``test`` and ``queries``.
         zero_shot: labelled images for classification from prompts.
         images: labelled images, for methods that learn from classes.
         subset: which classes and samples of ``images`` the stage learns from.
@@ -82,6 +116,7 @@ class DataSettings(Section):
     remembered: PairSource | None = None
     test: PairSource | None = None
     judged_texts: JudgedTexts | None = None
+    templates: JudgedTemplates | None = None
     zero_shot: ZeroShotSettings | None = None
     images: LabelledSource | None = None
     subset: Subset | None = None
@@ -99,7 +134,7 @@ class DataSettings(Section):
 
     def tests(self) -> bool:
         """Return whether there is a test set."""
-        return self.test is not None or self.queries is not None or self.judged_texts is not None
+        return any(each is not None for each in (self.test, self.queries, self.judged_texts, self.templates))
 
     @model_validator(mode="after")
     def _one_kind_of_pairs(self) -> DataSettings:
@@ -114,8 +149,10 @@ class DataSettings(Section):
     @model_validator(mode="after")
     def _one_test_set(self) -> DataSettings:
         images = [name for name in ("test", "queries", "gallery", "zero_shot") if getattr(self, name) is not None]
-        if self.judged_texts is not None and images:
-            raise ValueError(f"judged_texts and {images[0]} are two test sets, and a stage is judged on one; leave one out")
+        others = [name for name in ("judged_texts", "templates") if getattr(self, name) is not None]
+        if len(others) > 1 or (others and images):
+            one, other = (others + images)[:2]
+            raise ValueError(f"{one} and {other} are two test sets, and a stage is judged on one; leave one out")
         return self
 
     @model_validator(mode="after")
@@ -138,10 +175,11 @@ class EvaluationSettings(Section):
         fallback: the lowest confidence, in (0, 1], with which a new query searches alone. Below it the old query searches, or the
             mix of ``slerp``. It adds the case ``fallback/old``. The model's queries must have a confidence
             (:meth:`xcompat.models.CompatModel.confidence`).
-        fars: false acceptance rates in (0, 1) at which pairs of a query and a gallery image are verified: each adds TAR@FAR, for
-            images with classes.
+        fars: false acceptance rates in (0, 1) at which pairs of a query and a gallery image, or of templates, are verified: each
+            adds TAR@FAR. None by default for images with classes, 1e-4 for templates.
         fpirs: false positive identification rates in (0, 1) at which queries are identified in an open set: each adds TPIR@FPIR,
-            for which some queries must be of classes that the gallery lacks.
+            for which some queries must be of classes that the gallery lacks. None by default, 1e-2 for templates. Where every
+            probe's subject is in the gallery it adds TPIR@FAR, as InsightFace's evaluation of IJB-C does.
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are measured beside the new model's.

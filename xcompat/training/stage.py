@@ -130,7 +130,8 @@ class StageModels:
         if self.settings.independent is not None:
             return self.embedder("independent")
         # a backbone that a method for labelled images starts from has no trained embedding to compare with
-        plain = self.method.embeds_in_memory or self.settings.data.queries is None
+        data = self.settings.data
+        plain = self.method.embeds_in_memory or (data.queries is None and data.templates is None)
         return self.embedder("new") if plain and isinstance(self.settings.new, EncoderSource) else None
 
     def new_encoder(self, data: StageData) -> tuple[Encoder, Processor]:

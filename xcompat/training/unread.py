@@ -102,5 +102,6 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
     yield "data.zero_shot", data.test is not None, "data.test names no test set beside it"
     yield "data.old_reads", data.images is not None or data.queries is not None, "there are no labelled images"
     if stage.evaluation is not None:
+        judged = data.queries is not None or data.templates is not None
         for name in ("fars", "fpirs"):
-            yield f"evaluation.{name}", data.queries is not None, "data.queries names no images with classes"
+            yield f"evaluation.{name}", judged, "neither data.queries nor data.templates names what is verified"

@@ -1,0 +1,252 @@
+"""One model's embeddings of images that make templates: pairs of these are verified, and subjects identified (IJB-C)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.identities import Ids, as_ids
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import rank
+from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, pair_scores
+from xcompat.evaluation.verification import at_rate, bars_of_pairs, bars_of_searches, found_per_query
+from xcompat.fingerprint import Fingerprint
+
+_KS = (1, 5, 10)
+_FARS, _FPIRS = (1e-4,), (1e-2,)
+_ROWS = 256
+"""Templates whose pairs are scored together."""
+_IMAGES = 2**16
+"""Most images, but for one template, whose embeddings are held in float64."""
+
+
+@dataclass(frozen=True)
+class TemplateProtocol:
+    """Templates of images, and what is done with them.
+
+    Args:
+        templates_N: int64 ``(N,)`` the template of each image, from 0 to T - 1.
+        media_N: int64 ``(N,)`` its medium: frames of one video share theirs.
+        pairs_P2: int64 ``(P, 2)`` templates to verify, the enrolled one first; None for no verification.
+        same_P: bool ``(P,)`` whether they are of one subject.
+        gallery_G: int64 ``(G,)`` templates that are searched; None for no identification.
+        gallery_subjects_G: int64 ``(G,)`` whose they are.
+        probes_Q: int64 ``(Q,)`` templates that are searched for.
+        probe_subjects_Q: int64 ``(Q,)`` whose they are.
+        is_open: whether subjects are searched for that the gallery lacks, as it is meant to be. Else there are no impostors, and
+            the threshold of identification is that of all wrong items.
+        n_lost: templates that were left out, as none of their images can be read.
+    """
+
+    templates_N: NDArray[np.int64]
+    media_N: NDArray[np.int64]
+    pairs_P2: NDArray[np.int64] | None = None
+    same_P: NDArray[np.bool_] | None = None
+    gallery_G: NDArray[np.int64] | None = None
+    gallery_subjects_G: NDArray[np.int64] | None = None
+    probes_Q: NDArray[np.int64] | None = None
+    probe_subjects_Q: NDArray[np.int64] | None = None
+    is_open: bool = True
+    n_lost: int = 0
+
+    @property
+    def n_templates(self) -> int:
+        """T, the number of templates."""
+        return int(self.templates_N.max()) + 1
+
+    def keep(self, mask_N: NDArray[np.bool_]) -> TemplateProtocol:
+        """Return the same templates of fewer images; those that have none any more are left out of every list."""
+        left_N, given_T = self.templates_N[mask_N], np.unique(self.templates_N)
+        there_T = np.zeros(self.n_templates, dtype=bool)
+        there_T[left_N] = True
+        changed: dict[str, Any] = {"templates_N": left_N, "media_N": self.media_N[mask_N]}
+        for templates, beside in (("pairs_P2", "same_P"), ("gallery_G", "gallery_subjects_G"), ("probes_Q", "probe_subjects_Q")):
+            if (listed := getattr(self, templates)) is not None:
+                kept = there_T[listed].reshape(len(listed), -1).all(axis=1)
+                changed |= {templates: listed[kept], beside: getattr(self, beside)[kept]}
+        return replace(self, **changed, n_lost=self.n_lost + len(given_T) - int(there_T.sum()))
+
+    def subjects_of_pairs(self) -> NDArray[np.int64]:
+        """Return a number for each pair of one subject, equal for pairs that hang together by templates, as one subject's do."""
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
+        assert self.pairs_P2 is not None and self.same_P is not None
+        first_M, second_M = self.pairs_P2[self.same_P].T
+        links = coo_array((np.ones(len(first_M), dtype=np.int8), (first_M, second_M)), shape=(self.n_templates,) * 2)
+        return connected_components(links, directed=False)[1][first_M].astype(np.int64)
+
+
+def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], media_N: NDArray[np.int64]) -> np.ndarray:
+    """Make one embedding of each template, as IJB-C's evaluations do (Whitelam et al. 2017, §5; InsightFace).
+
+    Images are normalised. A medium is the mean of its images in the template (frames of a video are one medium), a template the
+    sum of its media, normalised. So a video of a thousand frames weighs as much as a picture.
+
+    Args:
+        embeds_ND: ``(N, D)`` embeddings of images, which may be memory-mapped.
+        templates_N: ``(N,)`` the template of each, from 0 to T - 1.
+        media_N: ``(N,)`` the medium of each.
+
+    Returns:
+        float64 ``(T, D)``.
+
+    Example:
+        >>> images = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
+        >>> pooled_templates(images, np.array([0, 0, 0]), np.array([7, 8, 8])).round(3).tolist()
+        [[0.707, 0.707]]
+    """
+    rows_ND = as_rows(embeds_ND, "images")
+    order_N = np.lexsort((np.arange(len(templates_N)), media_N, templates_N))
+    starts_T = np.flatnonzero(np.diff(templates_N[order_N], prepend=-1))
+    pooled_TD = np.zeros((int(templates_N.max()) + 1, rows_ND.shape[1]))
+    ends_T, first = np.append(starts_T[1:], len(order_N)), 0
+    while first < len(starts_T):
+        last = max(first + 1, int(np.searchsorted(ends_T, starts_T[first] + _IMAGES, side="right")))
+        rows_B = order_N[starts_T[first] : ends_T[last - 1]]
+        unit_BD = _normalised(np.asarray(rows_ND[rows_B], dtype=np.float64))
+        of_B = templates_N[rows_B]
+        begins_M = np.flatnonzero((np.diff(of_B, prepend=-1) != 0) | (np.diff(media_N[rows_B], prepend=media_N[rows_B][0]) != 0))
+        counts_M = np.diff(np.append(begins_M, len(rows_B)))
+        media_MD = np.add.reduceat(unit_BD, begins_M, axis=0) / counts_M[:, None]
+        templates_M = of_B[begins_M]
+        begins_T = np.flatnonzero(np.diff(templates_M, prepend=-1))
+        pooled_TD[templates_M[begins_T]] = _normalised(np.add.reduceat(media_MD, begins_T, axis=0))
+        first = last
+    return pooled_TD
+
+
+def _normalised(rows_BD: np.ndarray) -> np.ndarray:
+    norms_B1 = np.linalg.norm(rows_BD, axis=1, keepdims=True)
+    return rows_BD / np.where(norms_B1 == 0, 1, norms_B1)
+
+
+@dataclass(frozen=True)
+class EmbeddedTemplates:
+    """One model's embeddings of the images of templates.
+
+    Args:
+        name: the model's name, for people.
+        fingerprint: the model's identity.
+        image_embeds_ND: ``(N, D)`` embeddings of the images, one for each membership in a template.
+        image_ids: N hashables.
+        protocol: the templates, and what is done with them.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    image_embeds_ND: Embeddings
+    image_ids: Ids
+    protocol: TemplateProtocol
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+        return int(self.image_embeds_ND.shape[1])
+
+    @cached_property
+    def templates_TD(self) -> np.ndarray:
+        """The embeddings of the templates, float64 ``(T, D)``."""
+        return pooled_templates(self.image_embeds_ND, self.protocol.templates_N, self.protocol.media_N)
+
+    def require_same_items(self, other: EmbeddedTemplates, name: str) -> None:
+        """Raise unless the other model, called ``name``, embedded the same images in the same order."""
+        if as_ids(self.image_ids, len(self.image_ids), "old") != as_ids(other.image_ids, len(other.image_ids), name):
+            raise XcompatError(f"image_ids of {name} are not those of old; embed the same images in the same order with both")
+
+    def matrices(self) -> dict[str, Embeddings]:
+        """Return the embeddings of the ``images``."""
+        return {"images": self.image_embeds_ND}
+
+    def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedTemplates:
+        """Return the same items with other embeddings."""
+        return replace(self, image_embeds_ND=matrices["images"])
+
+    def queries_alone(self) -> EmbeddedTemplates:
+        """Return all of them: an image may be in a template that is searched and in one that is searched for."""
+        return self
+
+    def readable(self) -> tuple[np.ndarray, ...]:
+        """Return a mask of the images that could be read."""
+        return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
+
+    def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTemplates:
+        """Return the templates of the images for which the mask is True."""
+        (kept_N,) = masks
+        if kept_N.all():
+            return self
+        ids = [self.image_ids[row] for row in np.flatnonzero(kept_N).tolist()]
+        embeds_ND = np.asarray(self.image_embeds_ND)[kept_N]
+        return replace(self, image_embeds_ND=embeds_ND, image_ids=ids, protocol=self.protocol.keep(kept_N))
+
+    def directions(self, ks: Sequence[int] | None) -> list[Direction]:
+        """Return verification of pairs, and identification of subjects, whichever the protocol has."""
+        protocol, found = self.protocol, list[Direction]()
+        notes: tuple[str, ...] = ()
+        if protocol.n_lost:
+            notes = (f"Templates without an image that can be read, left out: {protocol.n_lost}.",)
+        if protocol.same_P is not None:
+            clusters, n_pairs = protocol.subjects_of_pairs(), len(protocol.same_P)
+            notes = (f"Verification: its queries are the {len(clusters):,} pairs of one subject, its items all pairs.", *notes)
+            found.append(Direction(VERIFICATION, "verified", (), n_pairs, clusters, notes=notes, is_ranked=False))
+            notes = ()
+        if protocol.gallery_G is not None:
+            without_match, subjects_Q = "probes have no template of their subject in the gallery", protocol.probe_subjects_Q
+            found.append(
+                Direction(IDENTIFICATION, "cmc", ks or _KS, len(protocol.gallery_G), subjects_Q, without_match, notes=notes)
+            )
+        return found
+
+    def find(self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions) -> Found:
+        """Verify pairs, whose enrolled template is the gallery's, or identify probes in the gallery."""
+        judge = _verified if direction.name == VERIFICATION else _identified
+        return judge(self.templates_TD, gallery.templates_TD, self.protocol, options)
+
+
+def _verified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
+    """Accept pairs at each rate; the threshold is that of the listed pairs of two subjects."""
+    pairs_P2, same_P = protocol.pairs_P2, protocol.same_P
+    assert pairs_P2 is not None and same_P is not None
+    asked_TD, stored_TD = (_exact(templates_TD) for templates_TD in (asking_TD, searched_TD))
+    enrolled_E, place_P = np.unique(pairs_P2[:, 0], return_inverse=True)
+    stored_ED, order_P = stored_TD[torch.from_numpy(enrolled_E)], np.argsort(pairs_P2[:, 1], kind="stable")
+    rows_P, scores_P = pairs_P2[order_P, 1], np.empty(len(pairs_P2))
+    for part in blocks(len(asked_TD), _ROWS):
+        first, last = np.searchsorted(rows_P, [part.start, part.stop])
+        these_B, rows_B = order_P[first:last], torch.from_numpy(rows_P[first:last]) - part.start
+        if len(these_B):
+            places_B = torch.from_numpy(place_P[these_B])
+            scores_P[these_B] = pair_scores(asked_TD[part], stored_ED, rows_B, places_B).numpy()
+    bars = bars_of_pairs(scores_P[~same_P], options.fars or _FARS, asking_TD.shape[1])
+    values = {at_rate("tar@far", far): (scores_P[same_P] > lowest).astype(np.float64) for far, lowest in bars.items()}
+    return Found(np.zeros(int(same_P.sum()), dtype=np.int64), values)
+
+
+def _exact(templates_TD: np.ndarray) -> torch.Tensor:
+    return ExactRows(templates_TD, "templates", torch.device("cpu")).block(slice(0, len(templates_TD)))
+
+
+def _identified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
+    """Identify probes: in an open set if some have no mate, else by the negatives that all probes together may find."""
+    gallery_G, probes_Q = protocol.gallery_G, protocol.probes_Q
+    assert gallery_G is not None and probes_Q is not None
+    assert protocol.gallery_subjects_G is not None and protocol.probe_subjects_Q is not None
+    queries = Items(asking_TD[probes_Q], protocol.probe_subjects_Q)
+    pairs = LabelledPairs(queries, Items(searched_TD[gallery_G], protocol.gallery_subjects_G), options.chunk_size)
+    ranked, fpirs = rank(pairs, options.shared), options.fpirs or _FPIRS
+    known_Q = ranked.positives_Q > 0
+    if not protocol.is_open:
+        lowest = bars_of_searches(pairs, int(ranked.positives_Q.sum()), fpirs)
+        found = {at_rate("tpir@far", fpir): ranked.best_scores_Q > lowest[fpir] for fpir in fpirs}
+    else:
+        found = {at_rate("tpir@fpir", fpir): hits_Q for fpir, hits_Q in found_per_query(pairs, ranked, fpirs).items()}
+    return Found(ranked.first_hit_ranks_Q, {name: np.where(known_Q, hits_Q, np.nan) for name, hits_Q in found.items()})

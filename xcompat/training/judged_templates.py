@@ -1,0 +1,97 @@
+"""The test set of templates: images, which of them make a template, and what is verified and identified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from xcompat.data import PairSource, load_pairs
+from xcompat.data.schema import ID
+from xcompat.data.templates import TemplateLists, read_template_lists, require_images
+from xcompat.errors import XcompatError
+from xcompat.evaluation import EmbeddedTemplates, TemplateProtocol
+from xcompat.models.frozen import FrozenModel
+from xcompat.report import Example
+from xcompat.training.caches import cached_images
+from xcompat.training.contestants import EvaluationSet, display_name
+from xcompat.training.sections import JudgedTemplates
+from xcompat.training.test_items import GalleryItems, Questions
+
+if TYPE_CHECKING:
+    import datasets
+
+_NO_ITEMS = "the run was judged on templates of several images, which cannot be shown one by one; show a run on single images"
+
+
+@dataclass
+class TemplateTestSet(EvaluationSet):
+    """Images that make templates.
+
+    Args:
+        images: every image, once.
+        names: N names of images, one for each membership in a template.
+        protocol: the templates, and what is done with them.
+        max_bad_share: the share of images that may be unreadable.
+    """
+
+    images: datasets.Dataset
+    names: list[str]
+    protocol: TemplateProtocol
+    max_bad_share: float = 0.01
+
+    @override
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTemplates:
+        embeds_ID = cached_images(embedder, self.images, cache_dir, self.max_bad_share)[:]
+        row_of = {name: row for row, name in enumerate(self.images[ID])}
+        rows_N = np.array([row_of[name] for name in self.names])
+        embeds_ND = embeds_ID if np.array_equal(rows_N, np.arange(len(embeds_ID))) else embeds_ID[rows_N]
+        return EmbeddedTemplates(display_name(embedder.name), embedder.fingerprint, embeds_ND, self.names, self.protocol)
+
+    @override
+    def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:
+        """Return none: a template is no single picture."""
+        return []
+
+    @override
+    def galleries(self) -> list[GalleryItems]:
+        raise XcompatError(_NO_ITEMS)
+
+    @override
+    def questions(self) -> dict[str, Questions]:
+        raise XcompatError(_NO_ITEMS)
+
+
+def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
+    """Load images, and the lists of their templates.
+
+    Args:
+        settings: where they are.
+
+    Raises:
+        XcompatError: a file is missing or no such list, or it names a template or an image that is not there.
+    """
+    import datasets
+
+    lists = read_template_lists(settings.members, settings.pairs, settings.gallery, settings.probes)
+    images = load_pairs(PairSource(**settings.images.model_dump(), captions=False))
+    assert isinstance(images, datasets.Dataset)
+    require_images(images[ID][:], lists.members, str(settings.images.path), settings.members)
+    return TemplateTestSet(images, lists.members.names, _numbered(lists), settings.images.max_bad_share)
+
+
+def _numbered(lists: TemplateLists) -> TemplateProtocol:
+    """Number the templates from 0."""
+    ids_T, templates_N = np.unique(lists.members.templates_N, return_inverse=True)
+    read: dict[str, Any] = {}
+    if lists.pairs is not None:
+        both_P2 = np.stack([lists.pairs.first_P, lists.pairs.second_P], axis=1)
+        read |= {"pairs_P2": np.searchsorted(ids_T, both_P2), "same_P": lists.pairs.same_P}
+    if lists.gallery is not None and lists.probes is not None:
+        read |= {"gallery_G": np.searchsorted(ids_T, lists.gallery.templates_T), "gallery_subjects_G": lists.gallery.subjects_T}
+        read |= {"probes_Q": np.searchsorted(ids_T, lists.probes.templates_T), "probe_subjects_Q": lists.probes.subjects_T}
+        read["is_open"] = not bool(np.isin(lists.probes.subjects_T, lists.gallery.subjects_T).all())
+    return TemplateProtocol(templates_N, lists.members.media_N, **read)
