@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.data import LabelledSource, load_labelled
+from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     Contestants,
@@ -37,9 +38,10 @@ from xcompat.report.comparison.files import comparison_file
 from xcompat.training.atlas import to_atlas
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.paths import check_paths
-from xcompat.training.recipe import parse_recipe
+from xcompat.training.recipe import load_recipe, parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import JudgedTemplates
 
@@ -275,7 +277,7 @@ def ijbc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_ijbc(folder: Path, **changes: Any) -> dict[str, Any]:
     meta = folder / "meta"
     return {
-        "images": {"path": str(folder / "loose_crop")},
+        "images": {"path": str(folder / "aligned")},
         "members": str(meta / "ijbc_face_tid_mid.txt"),
         "pairs": str(meta / "ijbc_template_pair_label.txt"),
         "gallery": [str(meta / f"ijbc_1N_gallery_{name}.csv") for name in ("G1", "G2")],
@@ -392,7 +394,7 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
     refused(r"has pairs of one subject alone", pairs=written("0 1 1\n"))
     refused(r"gallery and probes belong together", probes=None)
     names = Path(of_ijbc(ijbc)["members"]).read_text() + "999.jpg 0 0\n"
-    refused(r"names image '999.jpg', which .*loose_crop lacks \(it has 72 images", members=written(names))
+    refused(r"names image '999.jpg', which .*aligned lacks \(it has 72 images", members=written(names))
 
 
 def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: None) -> None:
@@ -416,3 +418,36 @@ def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: No
     dry_run_recipe(recipe)
     with pytest.raises(XcompatError, match="templates of several images, which are no items of a map"):
         to_atlas(tmp_path / "run", tmp_path / "atlas.parquet", 10, 0, overwrite=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes" / "mixbct").glob("*.yaml"))
+TRIED = ("table_2_open_class_128", "table_7_vit", "table_8_market1501", "table_9_sequence")
+"""Recipes of which no other has all stages alike."""
+
+
+@pytest.fixture(scope="module")
+def data_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    for name, make in {"ijbc": make_ijbc, "market1501": make_market1501, "ms1m": make_ms1m}.items():
+        make(folder / "data" / name)
+    return folder
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes_of_mixbct_find_their_data_and_run(
+    file: Path, data_of_recipes: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.chdir(data_of_recipes)
+    recipe = load_recipe(file)
+    for stage in recipe.stages:
+        check_paths(stage)
+        assert load_test_set(stage.data) is not None
+    header = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    rows, published = (sum(line.startswith(f"# {key}: ") for line in header) for key in ("row", "published"))
+    assert rows == published > 0 and any(line.startswith("# paper: mixbct") for line in header)
+    if file.stem in TRIED:
+        small = {"model": TINY, "image_size": 16, "stem": "small"}
+        built = [row for row, stage in enumerate(recipe.stages) if isinstance(stage.new, ScratchSource)]
+        dry_run_recipe(load_recipe(file, [f"stages.{row}.new={small}" for row in built]))

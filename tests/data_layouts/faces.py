@@ -44,7 +44,7 @@ def make_ijbc(folder: Path) -> Path:
             (gallery if which == 0 else probes).append((template, subject))
             for number in range(4):
                 name = f"{len(names) + 1}.jpg"
-                _write(folder / "loose_crop" / name, subject)
+                _write(folder / "aligned" / name, subject)
                 names.append(name)
                 media.append(f"{name} {template} {medium + min(number, 2)}")  # the last two are frames of one video
     for template, subject in gallery:

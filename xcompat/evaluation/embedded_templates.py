@@ -154,7 +154,7 @@ class EmbeddedTemplates:
         return int(self.image_embeds_ND.shape[1])
 
     @cached_property
-    def templates_TD(self) -> np.ndarray:
+    def templates(self) -> np.ndarray:
         """The embeddings of the templates, float64 ``(T, D)``."""
         return pooled_templates(self.image_embeds_ND, self.protocol.templates_N, self.protocol.media_N)
 
@@ -209,7 +209,7 @@ class EmbeddedTemplates:
     def find(self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions) -> Found:
         """Verify pairs, whose enrolled template is the gallery's, or identify probes in the gallery."""
         judge = _verified if direction.name == VERIFICATION else _identified
-        return judge(self.templates_TD, gallery.templates_TD, self.protocol, options)
+        return judge(self.templates, gallery.templates, self.protocol, options)
 
 
 def _verified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
