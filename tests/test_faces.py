@@ -184,6 +184,22 @@ def test_rates_are_of_images_with_classes_and_between_nothing_and_all(market: Pa
         parse_recipe(raw | {"evaluation": {"fars": [0]}}, "demo", "demo.yaml")
 
 
+def test_identification_without_impostor_is_refused_before_training(market: Path, tmp_path: Path) -> None:
+    people = {"path": str(market / "query"), "format": "market1501"}
+    raw: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "old": "stage:old",
+        "new": {"model": TINY, "image_size": 16, "stem": "small"},
+        "data": {"images": people, "queries": people},
+        "training": {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"},
+        "evaluation": {"fpirs": [0.1], "resamples": 100},
+        "stages": [{"name": "old", "method": "independent", "old": None, "evaluation": None}, {"method": "l2"}],
+    }
+    with pytest.raises(XcompatError, match="l2: evaluation.fpirs: every query's class is in the gallery"):
+        run_recipe(parse_recipe(raw, "people", "people.yaml"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_a_study_of_people_compares_rates(market: Path, tmp_path: Path, undrawn: None) -> None:
     people = {"format": "market1501"}
     raw: dict[str, Any] = {

@@ -61,7 +61,7 @@ READ_BY_ALL = {"name", "method", "old", "new", "independent", "options", "evalua
 """Settings that every stage reads, or that its report does."""
 REFUSED_ELSEWHERE = {"mini_batch_size", "memory", "memory_codec"}
 """Settings that the stage itself refuses by name where they cannot matter (tests/test_recipe.py)."""
-SOURCES = {"pairs", "text_pairs", "texts", "images", "remembered", "test", "judged_texts", "queries"}
+SOURCES = {"pairs", "text_pairs", "texts", "images", "remembered", "test", "judged_texts", "templates", "queries"}
 """What is learned from or judged on: methods say what they learn from, and two that exclude each other are refused."""
 
 
