@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.data import coco
 from xcompat.data.delimited import csv_options
+from xcompat.data.lists import read_image_list
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,
@@ -35,8 +37,8 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     """Read a captions file into one row for each image; an image with several captions has several lines in the file.
 
     Args:
-        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k has them; image paths are relative to its
-            folder or, where none of them is there, to a folder beside it.
+        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k or COCO has them; image paths are relative
+            to its folder or, where none of them is there, to a folder beside it.
         source: the columns to read.
 
     Yields:
@@ -70,6 +72,28 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         if camera:
             row[CAMERA] = _one_value(grouped[camera][name], f"{file}: {name}", "camera", "camera")
         yield row
+
+
+def read_listed(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
+    """Make one row for each line of a list of images.
+
+    Args:
+        file: the list; image paths are relative to its folder or, where the first of them is not there, to a folder beside it.
+        source: the columns to read.
+
+    Yields:
+        Rows in the order of the list, each with the path of its image.
+
+    Raises:
+        XcompatError: the list names images that do not exist, or one without a class where labels are needed.
+    """
+    listed = list(read_image_list(file))
+    folder = _folder_of(file, [name for name, _ in listed])
+    for name, label in listed:
+        if source.with_labels and label is None:
+            raise XcompatError(f"{file}: {name} has no class; write it behind the path")
+        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: name}
+        yield row | ({LABEL: label} if source.with_labels else {})
 
 
 def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
@@ -164,6 +188,11 @@ def _read_table(file: Path) -> pd.DataFrame:
     """Read a table of strings, so that ids keep their leading zeros."""
     import pandas as pd
 
+    if has_suffix(file, (coco.SUFFIX,)):
+        table = coco.read_coco_captions(file)
+        if table.empty:
+            raise XcompatError(f"{file} holds no captions; fetch it again")
+        return table
     require_table(file)
     try:
         if has_suffix(file, (".jsonl", ".jsonl.gz")):
@@ -185,8 +214,10 @@ def _folder_of(file: Path, names: list[str]) -> Path:
     """Return the folder that the paths of images are relative to: the file's or, if it has none of them, one beside the file."""
     folder = file.parent
     if not _exists(folder / names[0]):
-        inner = (each for each in sorted(folder.iterdir()) if each.is_dir() and _exists(each / names[0]))
-        folder = next(inner, folder)  # Flickr8k: captions.txt and Images/
+        # Flickr8k: captions.txt and Images/; COCO: annotations/captions_val2014.json and val2014/
+        around = [folder, *([folder.parent] if folder.name == coco.FOLDER else [])]
+        inner = (each for place in around for each in sorted(place.iterdir()) if each.is_dir() and _exists(each / names[0]))
+        folder = next(inner, folder)
     missing = [name for name in names if not _exists(folder / name)]
     if missing:
         raise XcompatError(

@@ -22,8 +22,9 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     """Read class names in the order of their label indices.
 
     Args:
-        path: a text file with one name a line (line 1 is label 0), or a ``.tsv`` or ``.csv`` table with a header; its column
-            ``index``, if there is one, gives the labels.
+        path: a text file with one name a line (line 1 is label 0), or with each name before its label, as ``/a/airfield 0`` of
+            Places-365; or a ``.tsv`` or ``.csv`` table with a header, of which the column ``index``, if there is one, gives the
+            labels.
         column: the table's column with the names. Unless given, it is found by its name; if none has a usual name, the first
             columns after ``index`` that are unique together are joined (``alphabet, character`` gives "Balinese character01").
 
@@ -43,6 +44,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
         names = [line.strip() for line in read_lines(path)]
         while names and not names[-1]:
             names.pop()  # an empty last line is no class
+        names = _without_labels(names)
     else:
         separator = "\t" if path.suffix.lower() == ".tsv" else ","
         try:
@@ -60,6 +62,16 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     if not all(names):
         raise XcompatError(f"{path}: class {names.index('')} has a blank name; name it or delete the line")
     return names
+
+
+def _without_labels(lines: list[str]) -> list[str]:
+    """Return names in the order of the labels behind them, if every line has a label and the labels are 0 to n - 1."""
+    parts = [line.rsplit(maxsplit=1) for line in lines]
+    if not all(len(part) == 2 and part[1].isdecimal() for part in parts):
+        return lines
+    names = {int(label): name for name, label in parts}
+    whole = sorted(names) == list(range(len(lines))) and len(set(names.values())) == len(lines)  # else "route 0" is a name
+    return [names[label] for label in range(len(lines))] if whole else lines
 
 
 def _name_column(table: pd.DataFrame, column: str | None, where: str) -> pd.Series:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.captions import read_captions, read_images, read_market1501
+from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
+from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
 from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
@@ -25,6 +26,7 @@ from xcompat.data.schema import (
 from xcompat.data.shards import CLASS_MEMBER, ShardColumns, read_rows, stream_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
+    TEXT_SUFFIXES,
     DataSource,
     PairSource,
     captions_files,
@@ -73,6 +75,8 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
         "captions": _load_captions,
         "images": _load_images,
         "market1501": _load_images,
+        "list": _load_list,
+        "cifar": _load_cifar,
         "parquet": _load_parquet,
         "datasets": _load_datasets,
     }[form]
@@ -128,6 +132,32 @@ def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
     named_so = source.format == "market1501"
     rows = read_market1501(listed, source) if named_so else read_images(listed, paths, source)
     return _load_files("images", paths, [name for _, name in listed], rows, source)
+
+
+def _load_list(source: PairSource, paths: list[Path]) -> AnyDataset:
+    if source.captions:
+        raise XcompatError(f"{paths[0]}: a list of images has no captions; write both into a CSV, or set captions: false")
+    files = files_with(paths, TEXT_SUFFIXES)
+    return _load_files("list", files, [], (row for file in files for row in read_listed(file, source)), source)
+
+
+def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
+    import datasets
+
+    if source.captions:
+        raise XcompatError(f"{paths[0]}: CIFAR has no captions; set captions: false")
+    files = files_with(paths, (SUFFIX,))
+    version = cifar_version(files)
+    label = version.label(source.label_column)
+    names = version.class_names(files[0], label)
+    features = _features(source, "int64")
+    if source.with_labels and names is not None:
+        features[LABEL] = datasets.ClassLabel(names=names)
+    rows = read_cifar(files, version, label)
+    kept = rows if source.with_labels else ({name: row[name] for name in (IMAGE, ID)} for row in rows)
+    key = {"files": file_stamps(files), "label": label, "names": names, "labels": source.with_labels}
+    dataset = _cached("cifar", key, kept, source, features, Problems())
+    return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
 def _load_files(kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource) -> AnyDataset:

@@ -6,15 +6,17 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.checksums import file_record
+from xcompat.data import cifar, coco
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
+from xcompat.data.lists import is_image_list
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
 from xcompat.paths import is_local, nearest_path
@@ -30,7 +32,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 EMBEDDED = "glyphs:"
 """Prefix of the data that every installation has: ``glyphs:train`` and so on."""
 
-PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images", "market1501"]
+PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images", "list", "cifar", "market1501"]
 
 
 class DataSource(BaseModel):
@@ -217,7 +219,16 @@ def _expand(pattern: str) -> list[str]:
 
 def _looks_like_hub(path: str) -> bool:
     """Return whether no part of a path exists here, and it has the form of a Hub data set's name."""
-    known = (*SHARD_SUFFIXES, *CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES, *IMAGE_SUFFIXES, ".parquet", ".json", ".gz")
+    known = (
+        *SHARD_SUFFIXES,
+        *CAPTION_SUFFIXES,
+        *CAPTION_TEXT_SUFFIXES,
+        *IMAGE_SUFFIXES,
+        ".parquet",
+        ".json",
+        ".gz",
+        cifar.SUFFIX,
+    )
     return (
         not is_local(path)
         and not has_suffix(path, known)
@@ -245,20 +256,25 @@ def locate(source: ImageSource) -> tuple[PairFormat, list[Path]]:
 
 def _detect_format(paths: list[Path]) -> PairFormat:
     files = expand_folders(paths)
-    if len(paths) == 1 and is_saved_dataset(paths[0]):
-        return "datasets"
-    if any(has_suffix(file, SHARD_SUFFIXES) for file in files):
-        return "webdataset"
-    if captions_files(paths):
-        return "captions"
-    if any(has_suffix(file, (".parquet",)) for file in files):
-        return "parquet"
-    if any(next(_images(path), None) for path in paths):
-        return "images"
+    lists = (path for path in paths if path.is_file() and has_suffix(path, TEXT_SUFFIXES))
+    tests: dict[PairFormat, Callable[[], bool]] = {
+        "datasets": lambda: len(paths) == 1 and is_saved_dataset(paths[0]),
+        "webdataset": lambda: any(has_suffix(file, SHARD_SUFFIXES) for file in files),
+        "captions": lambda: bool(captions_files(paths)),
+        "parquet": lambda: any(has_suffix(file, (".parquet",)) for file in files),
+        "list": lambda: any(map(is_image_list, lists)),
+        "images": lambda: any(next(_images(path), None) for path in paths),
+        "cifar": lambda: any(has_suffix(file, (cifar.SUFFIX,)) for file in files),
+    }
+    found = next((form for form, holds in tests.items() if holds()), None)
+    if found is None or found == "cifar":
+        cifar.refuse_other_layouts(paths)
+    if found is not None:
+        return found
     where = ", ".join(map(str, paths[:3]))
     raise XcompatError(
-        f"{where}: no shards (*.tar, *.tar.gz), captions.csv|tsv|jsonl|txt, *.parquet, images or saved data set found; "
-        "check the path or set format"
+        f"{where}: no shards (*.tar, *.tar.gz), captions.csv|tsv|jsonl|txt, *.parquet, images, list of images or saved data set "
+        "found; check the path or set format"
     )
 
 
@@ -324,7 +340,9 @@ def _called(folder: Path, stem: str) -> list[Path]:
 
 
 def _holds_captions(file: Path) -> bool:
-    return has_suffix(file, CAPTION_SUFFIXES) or (has_suffix(file, CAPTION_TEXT_SUFFIXES) and is_captions_text(file))
+    if has_suffix(file, (*CAPTION_SUFFIXES, coco.SUFFIX)):
+        return True
+    return has_suffix(file, CAPTION_TEXT_SUFFIXES) and is_captions_text(file)
 
 
 def image_files(paths: list[Path]) -> list[tuple[Path, str]]:

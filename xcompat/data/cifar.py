@@ -1,0 +1,144 @@
+"""CIFAR-10 and CIFAR-100 in their binary version: records of one or two label bytes and 3,072 bytes of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from xcompat.data.classes import load_classes
+from xcompat.data.schema import ID, IMAGE, LABEL, pick_column
+from xcompat.errors import XcompatError
+
+SUFFIX = ".bin"
+SIDE = 32
+PIXELS = 3 * SIDE * SIDE
+_AT_ONCE = 1024
+"""Records that are read together."""
+_PICKLES = (("meta", "train"), ("batches.meta", "data_batch_1"))
+"""Files of the Python version."""
+
+
+@dataclass(frozen=True)
+class CifarVersion:
+    """What a record holds before its pixels.
+
+    Args:
+        name: of the data set.
+        labels: the label of each byte, and its number of classes; the last one is what the data set is named after.
+        name_files: the file beside the data that names the classes of each label.
+    """
+
+    name: str
+    labels: dict[str, int]
+    name_files: dict[str, str]
+
+    @property
+    def record(self) -> int:
+        """Return the number of bytes of a record."""
+        return len(self.labels) + PIXELS
+
+    def label(self, given: str | None) -> str:
+        """Return the label that is read: the one that is named, or the usual one."""
+        return pick_column(given, tuple(reversed(self.labels)), list(self.labels), "label_column", self.name)
+
+    def class_names(self, file: Path, label: str) -> list[str] | None:
+        """Return the names of the classes in the order of their labels, from the file beside the data; None if there is none.
+
+        Raises:
+            XcompatError: it names another number of classes than the labels have.
+        """
+        named = file.parent / self.name_files[label]
+        if not named.is_file():
+            return None
+        names = load_classes(named)
+        if len(names) != self.labels[label]:
+            raise XcompatError(
+                f"{named} names {len(names)} classes, and {label} labels of {self.name} have {self.labels[label]}; fetch it again"
+            )
+        return names
+
+
+VERSIONS = (
+    CifarVersion("CIFAR-100", {"coarse": 20, "fine": 100}, {"coarse": "coarse_label_names.txt", "fine": "fine_label_names.txt"}),
+    CifarVersion("CIFAR-10", {"label": 10}, {"label": "batches.meta.txt"}),
+)
+
+
+def cifar_version(files: Sequence[Path]) -> CifarVersion:
+    """Tell CIFAR-10 and CIFAR-100 apart, by the size of their records.
+
+    Args:
+        files: such as ``train.bin`` of CIFAR-100, or all ``data_batch_*.bin`` of CIFAR-10.
+
+    Raises:
+        XcompatError: the files hold no whole number of records of the same version.
+    """
+    sizes = {file: file.stat().st_size for file in files}
+    unlike = [[file for file, size in sizes.items() if not size or size % version.record] for version in VERSIONS]
+    fewest = min(unlike, key=len)
+    if not fewest:
+        return VERSIONS[unlike.index(fewest)]
+    known = " or ".join(f"{version.record:,} bytes ({version.name})" for version in VERSIONS)
+    raise XcompatError(f"{fewest[0]} is no whole number of records of {known}; fetch it again, or set format")
+
+
+def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iterator[dict[str, Any]]:
+    """Read records in the order of the files.
+
+    Args:
+        files: all of one version.
+        version: of :func:`cifar_version`.
+        label: the label to read.
+
+    Yields:
+        Rows with a PNG of the image, the id ``FILE/NUMBER`` and the label, an index.
+
+    Raises:
+        XcompatError: a label is out of range.
+    """
+    place = list(version.labels).index(label)
+    for file in files:
+        records_NB = np.memmap(file, np.uint8, mode="r").reshape(-1, version.record)
+        for start in range(0, len(records_NB), _AT_ONCE):
+            for row, record_B in enumerate(np.array(records_NB[start : start + _AT_ONCE]), start):
+                index = int(record_B[place])
+                if index >= version.labels[label]:
+                    raise XcompatError(
+                        f"{file}: record {row} has {label} label {index}, of {version.labels[label]} classes of {version.name}; "
+                        "fetch it again"
+                    )
+                pixels_HWC = record_B[len(version.labels) :].reshape(3, SIDE, SIDE).transpose(1, 2, 0)
+                yield {IMAGE: {"bytes": _png(pixels_HWC), "path": None}, ID: f"{file.name}/{row}", LABEL: index}
+
+
+def refuse_other_layouts(paths: Sequence[Path]) -> None:
+    """Refuse what CIFAR comes in besides one part of the binary version: its Python version, and a folder of all parts.
+
+    Args:
+        paths: files and folders that the user named.
+
+    Raises:
+        XcompatError: naming what to give.
+    """
+    for path in paths:
+        folder = path if path.is_dir() else path.parent
+        if path.suffix == "" and any(all((folder / name).is_file() for name in names) for names in _PICKLES):
+            raise XcompatError(
+                f"{path} is of the Python version of CIFAR, pickles, which can run code and are not opened; fetch the binary "
+                "version (cifar-100-binary.tar.gz, cifar-10-binary.tar.gz)"
+            )
+        parts = sorted(file.name for file in path.glob(f"*{SUFFIX}")) if path.is_dir() else []
+        if len(parts) > 1 and any(part.startswith("test") for part in parts):
+            raise XcompatError(f"{path} holds {', '.join(parts)}; give the path of those to read, such as {path / parts[0]}")
+
+
+def _png(pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels_HWC)).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

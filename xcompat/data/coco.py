@@ -1,0 +1,52 @@
+"""Captions as COCO and nocaps come with them: one JSON file of images and annotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xcompat.data.schema import CAPTION, IMAGE
+from xcompat.data.text_files import LARGEST_TABLE, UNREADABLE, parse_json
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIX = ".json"
+FOLDER = "annotations"
+"""The folder that such files come in, beside those of the images."""
+
+
+def read_coco_captions(file: Path) -> pd.DataFrame:
+    """Read a file such as ``captions_val2014.json``.
+
+    Args:
+        file: an object with ``images`` (``id``, ``file_name``) and ``annotations`` (``image_id``, ``caption``).
+
+    Returns:
+        A row for each caption, in the order of the images, with the columns ``image`` and ``caption``.
+
+    Raises:
+        XcompatError: it is no such file, or a caption is of an image that is not listed.
+    """
+    import pandas as pd
+
+    try:
+        if file.stat().st_size > LARGEST_TABLE:
+            raise XcompatError(f"{file} holds more bytes than a table may; divide it into several")
+        held = parse_json(file.read_bytes())
+    except UNREADABLE as error:
+        raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
+    try:
+        names = {image["id"]: str(image["file_name"]) for image in held["images"]}
+        captions: dict[Any, list[str]] = {number: [] for number in names}
+        for annotation in held["annotations"]:
+            captions[annotation["image_id"]].append(str(annotation["caption"]))
+    except KeyError as error:
+        raise XcompatError(f"{file}: {error} is missing among its images or their keys; fetch it again") from None
+    except (TypeError, IndexError):
+        raise XcompatError(
+            f"{file} is no captions file of COCO, which holds images and annotations; write captions as CSV, TSV or JSON lines"
+        ) from None
+    rows = [(names[number], text) for number, texts in captions.items() for text in texts]
+    return pd.DataFrame(rows, columns=[IMAGE, CAPTION])
