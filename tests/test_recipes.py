@@ -2,48 +2,133 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import warm
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from data_layouts import make_all
 
-from xcompat.data.sources import PairSource
+from xcompat.data import load_labelled, load_pairs, select
+from xcompat.data.sources import PairSource, local_files
 from xcompat.errors import XcompatError
+from xcompat.training.beforehand import load_checked
 from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.headers import read_header
+from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(
-    file for file in (ROOT / "recipes").rglob("*.yaml") if file.parent.name != "mixbct"
-)  # these: tests/test_faces.py
-SMALLER = {  # a ResNet-50 from scratch is no stand-in: all of it computes
-    "vision/oca_tiny_imagenet.yaml": [
-        "new.model.depths=[1, 1, 1, 1]",
-        "new.model.hidden_sizes=[16, 32, 64, 128]",
-        "new.image_size=32",
-    ]
-}
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+PAPERS = {file: header for file in RECIPES if (header := read_header(file)).said}
+"""Recipes of the papers' tables, with their headers."""
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def named(file: Path) -> str:
     return file.relative_to(ROOT / "recipes").as_posix()
 
 
-@pytest.fixture
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths in recipes are meant from the repository's root."""
-    monkeypatch.chdir(ROOT)
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with every data set of the papers' recipes below ``data``, a few pictures each."""
+    folder = tmp_path_factory.mktemp("layouts")
+    make_all(folder / "data")
+    return folder
+
+
+def readable(file: Path) -> bool:
+    return "../shared" not in file.read_text(encoding="utf-8") or (ROOT.parent / "shared" / "data").exists()
 
 
 def load_or_skip(file: Path) -> Recipe:
-    if "../shared" in file.read_text(encoding="utf-8") and not (ROOT.parent / "shared" / "data").exists():
+    if not readable(file):
         pytest.skip(f"{named(file)} reads ../shared/data, which is not here")
-    return load_recipe(file, SMALLER.get(named(file), ()))
+    return loaded(file)
+
+
+@cache
+def loaded(file: Path) -> Recipe:
+    return load_recipe(file)
+
+
+@cache
+def planned() -> dict[Path, set[str]]:
+    """Return the stages of each recipe that no recipe before it has alike, and those that these are made from.
+
+    Two stages are alike if they differ in nothing but names, which data set they read, and numbers other than 0: a dry run puts
+    the same stand-ins in their place.
+    """
+    seen: set[str] = set()
+    plan = {}
+    for file in filter(readable, RECIPES):
+        kinds = kinds_of(loaded(file))
+        stages = {stage.name: stage for stage in loaded(file).stages}
+        wanted: set[str] = set()
+        for name, kind in kinds.items():
+            waiting = [] if kind in seen else [name]
+            seen.add(kind)
+            while waiting:
+                wanted.add(one := waiting.pop())
+                evaluation = stages[one].evaluation
+                waiting += [*stages[one].made_from(), *(evaluation.compare_with if evaluation else [])]
+        plan[file] = wanted
+    return plan
+
+
+def kinds_of(recipe: Recipe) -> dict[str, str]:
+    """Return for each stage a text that is that of all stages which are alike."""
+    kinds: dict[str, str] = {}
+    for stage in recipe.stages:
+        described = stage.model_dump(mode="json", exclude_unset=True, exclude={"name", "training", "data"})
+        described["options"] = without_numbers(usual_options(stage.method) | stage.options)
+        described["training"] = {key: value for key, value in without_numbers(stage.training).items() if value != NUMBER}
+        for role in (*ROLES, "projection"):
+            source = described.get(role)
+            name = str(source.get("name", "") if isinstance(source, dict) else source)
+            if name.startswith(STAGE_PREFIX):
+                described[role] = kinds[name.removeprefix(STAGE_PREFIX)]
+            elif isinstance(source, dict):
+                described[role] = source.get("model_type") or source.get("model", {}).get("model_type") or name
+        if stage.evaluation:
+            described["evaluation"] = stage.evaluation.model_dump(exclude={"resamples", "compare_with", "examples", "tsne_pairs"})
+            described["compared"] = [kinds[name] for name in stage.evaluation.compare_with]
+        data = stage.data.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        kept = ("old_reads", "old_embeddings", "one_per_id", "embeddings_of", "samples_per_class")
+        described["data"] = {key: value if key in kept else "" for key, value in data.items()}
+        described["columns"] = sorted(data.get("text_pairs", {}))
+        kinds[stage.name] = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return kinds
+
+
+NUMBER = "a number"
+
+
+def without_numbers(value: Any) -> Any:
+    """Return nested settings, of whose numbers only those that are 0, which often leaves something out, are kept."""
+    if isinstance(value, dict):
+        return {key: without_numbers(each) for key, each in value.items()}
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return NUMBER if is_number and value else value
 
 
 def test_what_was_asked_for_is_there() -> None:
@@ -68,11 +153,82 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=named)
-def test_every_recipe_runs_on_stand_ins(file: Path, at_the_root: None, undrawn: None) -> None:
+def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     # drawing is more than half of a dry run and the same for all of them; the subprocess below draws
-    before = set(ROOT.iterdir())
-    dry_run_recipe(load_or_skip(file))
-    assert set(ROOT.iterdir()) == before, "a dry run leaves nothing behind"
+    monkeypatch.chdir(layouts if file in PAPERS else ROOT)
+    before = set(Path.cwd().iterdir())
+    recipe = load_or_skip(file)
+    for stage in recipe.stages:
+        check_paths(stage)
+    if wanted := planned()[file]:
+        dry_run_recipe(recipe.model_copy(update={"stages": [stage for stage in recipe.stages if stage.name in wanted]}))
+    assert set(Path.cwd().iterdir()) == before, "a dry run leaves nothing behind"
+
+
+def test_every_kind_of_stage_runs_in_some_recipe() -> None:
+    ran = {kind for file, wanted in planned().items() for name, kind in kinds_of(loaded(file)).items() if name in wanted}
+    assert ran == {kind for file in planned() for kind in kinds_of(loaded(file)).values()}
+
+
+@pytest.mark.parametrize("file", PAPERS, ids=named)
+def test_a_papers_recipe_reads_its_data_as_they_are_distributed(
+    file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layouts)
+    read: set[str] = set()
+    for stage in loaded(file).stages:
+        data = stage.data
+        for key, subset in (("images", data.subset), ("queries", data.test_subset), ("gallery", data.test_subset)):
+            source = getattr(data, key)
+            if source is None or (seen := f"{source!r} {subset!r}") in read:
+                continue
+            read.add(seen)
+            images = load_labelled(source, captions=data.old_reads == "captions")
+            assert len(select(images, subset) if subset is not None else images), key
+        for source in filter(None, (data.test, data.zero_shot and data.zero_shot.images)):
+            if local_files(source.path) is not None:
+                assert list(load_pairs(source))
+
+
+@pytest.mark.parametrize("file", PAPERS, ids=named)
+def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
+    header = PAPERS[file]
+    assert all(header.first(key) for key in ("paper", "table", "data", "needs", "ours"))
+    assert list(header.rows()), "a row, and what the paper found"
+    paper = ROOT.parent / "shared" / "papers" / f"{header.first('paper')}.txt"
+    if not paper.exists():
+        pytest.skip(f"{paper} is not here")
+    text = re.sub(r"(\d)(\d)\s\2\.", r"\1\2.", paper.read_text(encoding="utf-8"))  # "14 4.44" is what was made of a printed 14.44
+    known = set(re.findall(r"\d+\.\d+", text))
+    for row, published in header.rows():
+        assert set(re.findall(r"\d+\.\d+", published)) <= known, f"{row}: a number that is not in the paper"
+
+
+def test_the_overview_is_what_the_headers_say() -> None:
+    written = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert written == load_script("docs/recipes_table.py").overview(), "run python docs/recipes_table.py"
+    assert all(f"]({named(file)})" in written for file in RECIPES)
+
+
+def test_data_that_are_not_there_are_said_with_their_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = ROOT / "recipes" / "bt2" / "table_2_imagenet.yaml"
+    expected = r"table_2_imagenet\.yaml expects data/imagenet/train/n01440764/"
+    with pytest.raises(XcompatError, match=rf"old: data\.images\.path: data/imagenet/train does not exist; .*\. {expected}"):
+        load_checked(recipe, [], every_stage=True)
+    (tmp_path / "data" / "imagenet" / "train" / "n01440764").mkdir(parents=True)
+    with pytest.raises(XcompatError, match=rf"data/imagenet/train: no shards .*, images, .*{expected}"):
+        load_checked(recipe, [], every_stage=True)
+
+
+def test_an_architecture_that_cannot_be_built_is_found(undrawn: None) -> None:
+    raw = {
+        "method": "independent",
+        "new": {"model": {"model_type": "timm_wrapper", "architecture": "vgg13_bm"}},
+        "data": {"images": {"path": "some/images"}},
+    }
+    with pytest.raises(XcompatError, match="cannot build timm_wrapper from scratch"):
+        dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
 
 
 def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def make_imagenet(folder: Path) -> None:
             draw(folder / "flat" / "val" / name)
             listed.append(f"{name} {label}")
     write(folder / "flat" / "val.txt", listed)
+    write(folder / "class_names.txt", ["tench", "goldfish", "great white shark", "tiger shark"])
     for part in ("train", "val"):
         files = sorted((folder / part).rglob("*.JPEG"))
         rows = [f"{file.relative_to(folder)},a picture of {file.stem},{file.parent.name}" for file in files]

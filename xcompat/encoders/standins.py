@@ -89,6 +89,24 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     return encoder.eval(), processor
 
 
+def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
+    """Return a tiny architecture of the same kind; an image-text model, or one without a stand-in, as it is.
+
+    Args:
+        source: an architecture to train from scratch.
+        dim: D of the tiny one, a multiple of 2.
+
+    Example:
+        >>> large = ScratchSource(model={"model_type": "resnet", "depths": [3, 4, 6, 3]}, image_size=224)
+        >>> small_scratch(large, 16).model["depths"]
+        [1, 1]
+    """
+    model_type = source.model["model_type"]
+    if not source.image_only or model_type not in (tiny := _image_configurations(dim)):
+        return source
+    return source.model_copy(update={"model": {"model_type": model_type, **tiny[model_type]}, "image_size": 32})
+
+
 def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
     import torch
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from xcompat.data import CorpusSource
 from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
-from xcompat.encoders.scratch import ScratchSource
-from xcompat.encoders.standins import save_stand_in
+from xcompat.encoders.scratch import ScratchSource, check_architecture
+from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.errors import XcompatError
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.paths import check_paths
@@ -47,6 +47,11 @@ def dry_run_recipe(recipe: Recipe) -> None:
     require_places(recipe)
     console.print(table)
     silence_libraries()
+    built = {
+        settings.new.model_dump_json(): settings.new for settings in recipe.stages if isinstance(settings.new, ScratchSource)
+    }
+    for source in built.values():
+        check_architecture(source)
     mapped = [settings.new for settings in recipe.stages if method_class(settings.method).maps_features(settings.options)]
     projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +105,11 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
             name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
             replaced[role] = {"name": name}
             named.add(role)
-    if settings.method == "bt2" and named >= {"old", "independent"}:  # bt2's dimensions depend on both models
-        replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": DIMS["independent"]}
+    if isinstance(settings.new, ScratchSource):
+        replaced["new"] = small_scratch(settings.new, DIMS["new"])
+    if settings.method == "bt2" and "old" in named:  # bt2's dimensions depend on both models
+        dim = DIMS["independent"] if "independent" in named else settings.options.get("dim")
+        replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": dim}
     replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in settings.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}

@@ -34,7 +34,8 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
         One line for each source of data: its path and its number of local files.
 
     Raises:
-        XcompatError: a path does not exist, or a file is not named as its format asks; the message names the key of the recipe.
+        XcompatError: a path does not exist, holds no images, or a file is not named as its format asks; the message names the key
+            of the recipe and the nearest path.
     """
     if not is_trained:
         for role in (*ROLES, "projection"):
@@ -51,6 +52,8 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
             files = local_files(source.path)
             if isinstance(source, ImageSource) and source.format == "market1501":
                 require_market1501_names(files or [])
+            if files is not None and isinstance(source, ImageSource):
+                locate(source)
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     _check_lists(settings.name, data)
     return list(dict.fromkeys(described))

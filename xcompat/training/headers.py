@@ -1,0 +1,57 @@
+"""What the first lines of a recipe say: of which table of a paper it is, what must lie where, and what came out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+_KEY = re.compile(r"# (paper|table|row|published|data|needs|differs|ours): (.*)")
+_CONTINUED = "#   "
+
+
+@dataclass(frozen=True)
+class Header:
+    """The lines ``# key: value`` before a recipe.
+
+    Args:
+        said: key -> its values in their order; of a value of several lines, those after the first begin with three blanks.
+    """
+
+    said: dict[str, list[str]] = field(default_factory=dict)
+
+    def first(self, key: str) -> str:
+        """Return the first value of a key; empty if there is none."""
+        return self.said.get(key, [""])[0]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the table, each with what the paper found."""
+        yield from zip(self.said.get("row", []), self.said.get("published", []), strict=True)
+
+
+def read_header(file: Path) -> Header:
+    r"""Read the header of a recipe.
+
+    Args:
+        file: its YAML.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "recipe.yaml"
+        >>> _ = file.write_text("# A table.\n# data: photos/train,\n#   a folder per class\nmethod: oca\n")
+        >>> read_header(file).first("data")
+        'photos/train, a folder per class'
+    """
+    said: dict[str, list[str]] = {}
+    last: list[str] | None = None
+    for line in takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines()):
+        if found := _KEY.fullmatch(line):
+            last = said.setdefault(found[1], [])
+            last.append(found[2])
+        elif last is not None and line.startswith(_CONTINUED) and last is not said.get("ours"):
+            last[-1] += f" {line.removeprefix(_CONTINUED)}"
+        else:
+            last = None
+    return Header(said)
