@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from transformers import AutoModel, TrainerCallback, TrainingArguments
 
 from xcompat.data import load_pairs
@@ -244,7 +245,8 @@ def test_a_finished_run_needs_its_data_no_more(raw: dict[str, Any], pairs_folder
 def test_every_path_is_looked_for_before_the_first_stage_is_trained(
     key: str, value: Any, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "photos" / "train").mkdir(parents=True)
+    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "train" / "cat" / "0.png")
     (tmp_path / "photos" / "classes.txt").write_text("cat\n")
     (tmp_path / "photos" / "rows_alone").mkdir()
     np.save(tmp_path / "photos" / "rows_alone" / "image_embeds.npy", np.ones((1, 8)))
