@@ -27,6 +27,7 @@ from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.headers import read_header
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.run import run_recipe
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,6 +220,19 @@ def test_data_that_are_not_there_are_said_with_their_layout(tmp_path: Path, monk
     (tmp_path / "data" / "imagenet" / "train" / "n01440764").mkdir(parents=True)
     with pytest.raises(XcompatError, match=rf"data/imagenet/train: no shards .*, images, .*{expected}"):
         load_checked(recipe, [], every_stage=True)
+
+
+def test_a_class_file_of_another_length_than_the_labels_is_refused_before_training(
+    layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layouts)
+    (tmp_path / "short.txt").write_text("tench\ngoldfish\n")
+    file = ROOT / "recipes" / "xbt" / "table_8_zero_shot.yaml"
+    recipe = load_recipe(file, [f"data.zero_shot.classes={tmp_path / 'short.txt'}", f"output_dir={tmp_path / 'run'}"])
+    message = r"zero_shot: data/imagenet/flat/val\.txt and .*short\.txt do not fit: the label '2' is none of the 2 classes"
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe)
+    assert not (tmp_path / "run").exists(), "nothing was trained"
 
 
 def test_an_architecture_that_cannot_be_built_is_found(undrawn: None) -> None:

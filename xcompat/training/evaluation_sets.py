@@ -248,6 +248,23 @@ def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = 
     return PairTestSet(pairs, texts, text_ids, labelled, source.max_bad_share)
 
 
+def check_zero_shot(settings: ZeroShotSettings) -> None:
+    """Refuse labels that the class file does not name.
+
+    Args:
+        settings: the classification.
+
+    Raises:
+        XcompatError: naming a label, the images and the class file.
+    """
+    classes = load_classes(settings.classes)
+    for label in dict.fromkeys(load_pairs(settings.images)[LABEL]):
+        try:
+            label_index(label, classes)
+        except XcompatError as error:
+            raise XcompatError(f"data.zero_shot: {settings.images.path} and {settings.classes} do not fit: {error}") from None
+
+
 def label_index(label: int | str, classes: list[str]) -> int:
     """Return the index of the class that a label stands for: an index, an index as text, or the class's name.
 
