@@ -6,14 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_layouts.captioned import make_coco, make_flickr30k, make_nocaps
+from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from data_layouts.labelled import make_cifar10, make_cifar100, make_imagenet, make_places365, make_vggface2
 
-MAKERS: dict[str, Callable[[Path], None]] = {
+MAKERS: dict[str, Callable[[Path], object]] = {
     "cifar-10-batches-bin": make_cifar10,
     "cifar-100-binary": make_cifar100,
     "coco": make_coco,
     "flickr30k": make_flickr30k,
     "imagenet": make_imagenet,
+    "ijbc": make_ijbc,
+    "market1501": make_market1501,
+    "ms1m": make_ms1m,
     "nocaps": make_nocaps,
     "places365": make_places365,
     "vggface2": make_vggface2,
