@@ -467,6 +467,17 @@ def test_statistics_stay_from_half_of_the_training_on() -> None:
     assert all(p.grad is not None for p in model.parameters()), "the affine part keeps training"
 
 
+@pytest.mark.parametrize(("width", "millions"), [(512, 0.79), (1024, 1.9), (2048, 5.7), (4096, 19.6)])
+def test_fct_has_the_parameters_of_table_11(width: int, millions: float) -> None:
+    transform = ForwardTransform(128, 128, 128, width)
+    assert sum(each.numel() for each in transform.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    old, side = (describe_old(Fingerprint.from_string(name), dim=4) for name in ("old", "side"))
+    model = FctModel(FctConfig(old=old, side_info=side, embedding_dim=8, mixer_width=5))
+    assert model.transform.mixer[1].in_features == 5
+    with pytest.raises(XcompatError, match="options.mixer_width is 0; a layer is at least 1 wide"):
+        FctModel(FctConfig(old=old, embedding_dim=8, mixer_width=0))
+
+
 def test_fct_loss_is_the_squared_distance_of_h_and_of_g() -> None:
     model = fct(side_info=SIDE, new_side_info=NEW_SIDE).eval().requires_grad_(False)
     old, new, side, new_side = unit(5, 6), unit(5, 7), unit(5, 5), 3 * unit(5, 4)

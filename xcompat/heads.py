@@ -83,17 +83,18 @@ class ForwardTransform(nn.Module):
         old_dim: d, dimension of the old embeddings.
         side_dim: S, dimension of the side-information; None for none.
         new_dim: D, dimension of the output.
+        mixer: width of the layers behind the branches; Table 11 has 512 to 4096.
 
     Example:
         >>> sum(p.numel() for p in ForwardTransform(128, 128, 128).parameters())
         5717120
     """
 
-    def __init__(self, old_dim: int, side_dim: int | None, new_dim: int) -> None:
+    def __init__(self, old_dim: int, side_dim: int | None, new_dim: int, mixer: int = 2048) -> None:
         super().__init__()
         self.old_branch = _normed_layers(old_dim, 256)
         self.side_branch = _normed_layers(side_dim, 256) if side_dim is not None else None
-        self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, 2048), nn.Linear(2048, new_dim))
+        self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, mixer), nn.Linear(mixer, new_dim))
 
     def forward(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
         """Map and normalise.

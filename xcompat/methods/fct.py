@@ -27,6 +27,7 @@ class FctConfig(CompatConfig):
         loss: ``mse`` of embeddings, or ``kl`` or ``reversed_kl`` between the frozen new classifier's predictions for both.
         side_info: the model that makes the side-information ψ, described like ``old``; None for none.
         new_side_info: the model of the new model's side-information, to which ψ is mapped for the next update; None for none.
+        mixer_width: width of the layers behind those that φ_old and ψ go through alone; Table 11 has 512 to 4096.
     """
 
     model_type = "xcompat-fct"
@@ -34,6 +35,7 @@ class FctConfig(CompatConfig):
     loss: Literal["mse", "kl", "reversed_kl"] = "mse"
     side_info: dict | None = None
     new_side_info: dict | None = None
+    mixer_width: int = 2048
 
 
 class FctModel(CompatModel):
@@ -73,9 +75,11 @@ class FctModel(CompatModel):
         if config.new_side_info is not None and config.side_info is None:
             raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
         dims = config.old["dim"], config.side_info["dim"] if config.side_info is not None else None
-        self.transform = ForwardTransform(*dims, config.embedding_dim)
+        if (width := config.mixer_width) < 1:
+            raise XcompatError(f"options.mixer_width is {width}; a layer is at least 1 wide")
+        self.transform = ForwardTransform(*dims, config.embedding_dim, width)
         new_side = config.new_side_info
-        self.side_transform = ForwardTransform(*dims, new_side["dim"]) if new_side is not None else None
+        self.side_transform = ForwardTransform(*dims, new_side["dim"], width) if new_side is not None else None
         known = (name for name in self.columns_if_known if getattr(config, name) is not None)
         self.columns = (*self.columns, *known)  # type: ignore[misc]  # the configuration decides which columns it reads
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
