@@ -46,6 +46,7 @@ from xcompat.report.comparison.study import values_per_query
 from xcompat.report.comparison.tables import summary, tables
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
+from xcompat.training.beforehand import load_to_compare
 from xcompat.training.compare import compare_recipe, outside_parameters
 from xcompat.training.recipe import parse_recipe
 
@@ -588,3 +589,52 @@ def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
     compare_recipe(recipe)
     assert (weights.stat().st_mtime_ns, page.read_bytes()) == before
     assert "is done, reused" in capsys.readouterr().out
+
+
+def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path) -> None:
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    with pytest.raises(XcompatError, match="bench holds no recipe; name a folder of YAML files"):
+        load_to_compare(folder, [])
+    (tmp_path / "texts.txt").write_text("a dog\na cat\n")
+    text = f"data: {{texts: [{{path: {tmp_path}/texts.txt}}]}}\nold: ./old\nnew: ./new\nstages: [{{name: line, method: ridge}}]\n"
+    for name in ("b", "a"):
+        (folder / f"{name}.yaml").write_text(text.replace("./", f"{tmp_path}/"))
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "mine.yaml").write_text("method: procrustes\noptions: {centre: true}\n")
+    first, second = load_to_compare(folder, ["seeds=[0, 1]"], tmp_path / "mine.yaml")
+    assert (first.name, second.name) == ("a", "b") and first.seeds == [0, 1]
+    assert [(stage.name, stage.method) for stage in first.stages] == [("line", "ridge"), ("mine", "procrustes")]
+    assert first.stages[1].old == first.stages[0].old and first.stages[1].options == {"centre": True}
+    with pytest.raises(XcompatError, match=r"two recipes write into .*x; give each an output_dir of its own"):
+        load_to_compare(folder, [f"output_dir={tmp_path}/x"])
+    (folder / "a.yaml").write_text("method: ridge\n")
+    with pytest.raises(XcompatError, match="is one stage; a stage is added to a recipe with a list of stages"):
+        load_to_compare(folder / "a.yaml", [], tmp_path / "mine.yaml")
+
+
+def test_the_leaderboard_is_what_the_comparisons_say(
+    comparison: Comparison, pair_contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import leaderboard
+
+    with pytest.raises(SystemExit, match="holds no comparison; run xcompat compare recipes/bench first"):
+        leaderboard.main(tmp_path)
+    write_comparison(tmp_path / "classes", comparison)
+    write_comparison(tmp_path / "pairs", compare("pairs", pair_contenders, RESAMPLES))
+    found = leaderboard.studies(tmp_path)
+    head, _, *rows = leaderboard.table(found)
+    assert head.count("queries") == 3, "one direction of images, two of pairs"
+    assert [row.split("(")[0] for row in rows] == ["| good ", "| fair ", "| bad "] and " of 6 |" in rows[0]
+    good = next(row for row in found["classes"]["rows"] if row["name"] == "good")["gain"]["image-to-image"]["cmc@1"]
+    assert f"CMC@1 {100 * good['mean']:+.1f} (" in rows[0]
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{leaderboard.BEGIN}old\n{leaderboard.END}after\n")
+    monkeypatch.setattr(leaderboard, "PAGE", page)
+    leaderboard.main(tmp_path, write=True)
+    assert page.read_text() == "\n".join(
+        ["before", leaderboard.BEGIN.strip(), head, _, *rows, leaderboard.END.strip(), "after\n"]
+    )

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from xcompat import __version__, failures
+from xcompat.data_cli import caption, recipes
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
@@ -26,6 +27,8 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")
+app.command()(caption)
+app.command()(recipes)
 
 
 def _print_version(asked: bool) -> None:
@@ -179,24 +182,6 @@ def embed(
 
 
 @app.command()
-def caption(
-    images: Annotated[str, typer.Argument(metavar="IMAGES", help="A folder, shards, Parquet, or a data set on the Hub.")],
-    model: Annotated[str, typer.Option(help="A captioner of transformers, such as nlpconnect/vit-gpt2-image-captioning.")],
-    out: Annotated[Path, typer.Option(help="File of JSON lines that gets the captions.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a caption.")] = 30,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images at once.")] = 16,
-    max_bad_share: Annotated[float, typer.Option(min=0, max=1, help="Share of images that may be unreadable.")] = 0.01,
-    overwrite: Annotated[bool, typer.Option(help="Replace the file.")] = False,
-) -> None:
-    """Write captions for images without any, so that an old text encoder can read them; started again, it continues."""
-    if out.exists() and not overwrite:
-        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
-    from xcompat.captioning import caption as caption_images
-
-    caption_images(images, model, out, max_tokens, batch_size, max_bad_share, overwrite)
-
-
-@app.command()
 def evaluate(
     target: Annotated[Path | None, typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,
     overrides: Overrides = None,
@@ -249,27 +234,19 @@ def evaluate(
 
 
 @app.command()
-def compare(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Run a recipe with each of its seeds and put all its methods into one table, with plots."""
-    from xcompat.training.beforehand import load_checked
+def compare(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or a folder of them, such as recipes/bench.")],
+    overrides: Overrides = None,
+    stage: Annotated[Path | None, typer.Option(help="YAML file with one more stage, such as a method of your own.")] = None,
+) -> None:
+    """Run a recipe with each of its seeds and put all its methods into one table, with plots; or each recipe of a folder."""
+    from xcompat.training.beforehand import load_to_compare
 
-    loaded = load_checked(recipe, overrides or [], every_seed=True)
+    loaded = load_to_compare(recipe, overrides or [], stage)
     from xcompat.training.compare import compare_recipe
 
-    compare_recipe(loaded)
-
-
-@app.command()
-def recipes(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Such as clip/b32_to_l14, or clip for all of a folder.")
-    ] = None,
-    to: Annotated[Path | None, typer.Option(help="Folder to copy them into; nothing in it is overwritten.")] = None,
-) -> None:
-    """List the recipes that come with xcompat, show one, or copy them to where they can be changed."""
-    from xcompat.training.shipped import print_recipes
-
-    print_recipes(name, to)
+    for each in loaded:
+        compare_recipe(each)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,36 @@ ALSO = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": (), "flyte":
 """Tracker -> libraries of which it needs one, where that is not one of its own name; of none, transformers itself looks."""
 
 
-def load_checked(path: str | Path, overrides: Sequence[str], every_stage: bool = False, every_seed: bool = False) -> Recipe:
+def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = None) -> list[Recipe]:
+    """Read and check a recipe, or all of a folder in the order of their names, before the first of them runs.
+
+    Args:
+        target: a YAML file, or a folder of them.
+        overrides: of each of them.
+        more: YAML file with one more stage for each of them.
+
+    Raises:
+        XcompatError: as :func:`load_checked` raises it, a folder holds no recipe, or two of them write into one folder.
+    """
+    if not target.is_dir():
+        return [load_checked(target, overrides, every_seed=True, more=more)]
+    files = sorted(target.glob("*.yaml"))
+    if not files:
+        raise XcompatError(f"{target} holds no recipe; name a folder of YAML files, such as recipes/bench")
+    recipes = [load_checked(file, overrides, every_seed=True, more=more) for file in files]
+    places = Counter(recipe.output_dir for recipe in recipes)
+    if (shared := next((place for place, count in places.items() if count > 1), None)) is not None:
+        raise XcompatError(f"{target}: two recipes write into {shared}; give each an output_dir of its own")
+    return recipes
+
+
+def load_checked(
+    path: str | Path,
+    overrides: Sequence[str],
+    every_stage: bool = False,
+    every_seed: bool = False,
+    more: Path | None = None,
+) -> Recipe:
     """Read and validate a recipe; first, and quickly, what its text and the names of files tell.
 
     Args:
@@ -28,6 +58,7 @@ def load_checked(path: str | Path, overrides: Sequence[str], every_stage: bool =
         overrides: as :func:`~xcompat.training.recipe.load_recipe` takes them.
         every_stage: whether the data of trained stages are looked for too.
         every_seed: whether it runs once for each of its seeds.
+        more: as :func:`~xcompat.training.recipe.load_recipe` takes it.
 
     Returns:
         The recipe.
@@ -36,13 +67,13 @@ def load_checked(path: str | Path, overrides: Sequence[str], every_stage: bool =
         XcompatError: as :func:`~xcompat.training.recipe.load_recipe` and :func:`~xcompat.training.paths.check_paths` raise it, or
             a tracker is unknown or not installed.
     """
-    recipe = load_recipe(path, overrides, is_quick=True)
+    recipe = load_recipe(path, overrides, is_quick=True, more=more)
     runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
     for settings in recipe.stages:
         if every_stage or not all(_is_trained(run, settings) for run in runs):
             _check_data(settings, Path(path))
             check_trackers(settings)
-    return load_recipe(path, overrides)
+    return load_recipe(path, overrides, more=more)
 
 
 def _check_data(settings: StageRecipe, recipe: Path) -> None:

@@ -70,7 +70,7 @@ class Recipe(Section):
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None) -> Recipe:
     """Read and validate a recipe.
 
     A recipe is one stage, or has ``stages:``, each of which inherits every other top-level key and overrides it key by key.
@@ -80,6 +80,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool 
         overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or
             ``stages.1.training.max_steps=10``, or ``stages.xbt.…`` by the stage's name. The value is read as YAML.
         is_quick: whether to leave out what only torch and transformers can tell; they are then not imported.
+        more: YAML file with one more stage, which comes last.
 
     Returns:
         The recipe with every stage complete.
@@ -88,15 +89,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool 
         XcompatError: the file is missing or not YAML, a key is unknown, a value does not fit.
     """
     path = Path(path)
+    raw = _read(path)
+    if more is not None:
+        if not isinstance(raw.get("stages"), list):
+            raise XcompatError(f"{path} is one stage; a stage is added to a recipe with a list of stages")
+        raw["stages"] = [*raw["stages"], {"name": more.stem, **_read(more)}]
+    for override in overrides:
+        apply_override(raw, override)
+        refuse_shadowed(raw, override.partition("=")[0])
+    return parse_recipe(raw, path.stem, str(path), is_quick)
+
+
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise XcompatError(f"the recipe {path} does not exist; {suggestion(path)}")
     raw = read_yaml(path, RecipeLoader)
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
-    for override in overrides:
-        apply_override(raw, override)
-        refuse_shadowed(raw, override.partition("=")[0])
-    return parse_recipe(raw, path.stem, str(path), is_quick)
+    return raw
 
 
 def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: bool = False) -> Recipe:

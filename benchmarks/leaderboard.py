@@ -1,0 +1,79 @@
+"""The leaderboard: every method on every protocol of recipes/bench, from the comparisons that were run.
+
+    xcompat compare recipes/bench && python benchmarks/leaderboard.py [--folder runs/bench] [--write]
+
+Prints Markdown, and with --write puts it into docs/results/leaderboard.md. A protocol that was not run has no column. A method of
+your own enters by a file with one stage: `xcompat compare recipes/bench --stage mine.yaml`, then the same command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from xcompat.files import atomic_path, read_json
+from xcompat.report.comparison import comparison_file
+from xcompat.report.wording import gain_with_interval, metric_name
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
+BEGIN, END = "<!-- leaderboard: python benchmarks/leaderboard.py --write -->\n", "<!-- /leaderboard -->\n"
+FIRST = ("cmc@1", "recall@1", "ndcg@10")
+"""The metric that a protocol is told by: the first of these that it has."""
+
+
+def studies(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what was compared, by the name of its protocol, in the order of these names."""
+    files = {place.name: comparison_file(place) for place in sorted(folder.iterdir()) if place.is_dir()}
+    return {name: read_json(file) for name, file in files.items() if file.is_file()}
+
+
+def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table: who is compatible in most protocols comes first, then who gains most."""
+    heads = [f"{name}, {seen['test'][side]['n_queries']:,} queries" for name, seen in found.items() for side in seen["test"]]
+    yield "| " + " | ".join(["method", "compatible", *heads, "parameters", "seconds"]) + " |"
+    yield "|---|---:|" + "---:|" * (len(heads) + 2)
+    names = dict.fromkeys(row["name"] for seen in found.values() for row in seen["rows"] if row["method"])
+    yield from (line for _, line in sorted((_line(name, found) for name in names), key=lambda scored: scored[0], reverse=True))
+
+
+def _line(name: str, found: dict[str, dict[str, Any]]) -> tuple[tuple[float, float], str]:
+    """Return a method's line, and what it is placed by."""
+    cells, compatible, runs, gains, rows = [], 0, 0, [], []
+    for seen in found.values():
+        row = next((row for row in seen["rows"] if row["name"] == name), None)
+        for side in seen["test"]:
+            metrics = row["gain"].get(side, {}) if row else {}
+            metric = next((each for each in FIRST if each in metrics), None)
+            if metric is None:
+                cells.append("")
+                continue
+            gain = metrics[metric]
+            gains.append(gain["mean"])
+            cells.append(f"{metric_name(metric)} {gain_with_interval(gain['mean'], gain['low'], gain['high'])}")
+        if row:
+            rows.append(row)
+            compatible, runs = compatible + row["compatible"], runs + len(seen["seeds"])
+    size, seconds = max(row["parameters"] for row in rows), sum(row["seconds"] for row in rows) / len(rows)
+    shown = [f"{name} ({rows[0]['method']})", f"{compatible} of {runs}", *cells, f"{size:,}", f"{seconds:,.0f}"]
+    return (compatible / max(runs, 1), sum(gains) / max(len(gains), 1)), f"| {' | '.join(shown)} |"
+
+
+def main(folder: Path = Path("runs/bench"), write: bool = False) -> None:
+    """Print the leaderboard, or write it into its page."""
+    if not folder.is_dir() or not (found := studies(folder)):
+        raise SystemExit(f"{folder} holds no comparison; run xcompat compare recipes/bench first")
+    lines = "".join(f"{line}\n" for line in table(found))
+    if not write:
+        Console(soft_wrap=True).print(lines, markup=False, highlight=False)
+        return
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    with atomic_path(PAGE) as temporary:
+        temporary.write_text(f"{before}{BEGIN}{lines}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
