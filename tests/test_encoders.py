@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +12,18 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, TEXTS
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
+from xcompat.encoders.adapter_settings import LoraSettings
+from xcompat.encoders.adapters import save_lora
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.standins import stand_in
 from xcompat.errors import XcompatError
-
-VISION_TRANSFORMERS = [name for name in ARCHITECTURES if name != "open_clip"]
 
 
 def load(folder: str) -> tuple[Encoder, Processor]:
@@ -66,7 +70,7 @@ def test_save_and_load_keep_embeddings_and_fingerprint(
     assert encoder.fingerprint(processor) == again.fingerprint(its_processor)
 
 
-@pytest.mark.parametrize("architecture", VISION_TRANSFORMERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_adapters_off_is_the_original_bit_for_bit(
     architecture: str, folder_of: dict[str, str], images: list[Image.Image]
 ) -> None:
@@ -85,7 +89,7 @@ def test_adapters_off_is_the_original_bit_for_bit(
     assert torch.equal(embed(encoder, processor, images)[0], on[0]), "adapters are back after the block"
 
 
-@pytest.mark.parametrize("architecture", VISION_TRANSFORMERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_merging_lora_keeps_the_embeddings(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     encoder, processor = load(folder_of[architecture])
     encoder.add_adapters(AdapterConfig(lora={"rank": 2}, prompts=2))
@@ -99,12 +103,20 @@ def test_merging_lora_keeps_the_embeddings(architecture: str, folder_of: dict[st
         torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
 
 
-def test_prompts_stand_after_the_patches(folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    encoder, processor = load(folder_of["clip"])
-    layer = encoder.image_embedding_layer
-    plain = layer(processor.images(images))
+@pytest.mark.parametrize("architecture", ["clip", "open_clip"])
+def test_prompts_stand_after_the_patches(architecture: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of[architecture])
+
+    def tokens() -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        handle = encoder.image_embedding_layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        encoder.embed_images(processor.images(images))
+        handle.remove()
+        return seen[0]
+
+    plain = tokens()
     encoder.add_adapters(AdapterConfig(prompts=5))
-    prompted = layer(processor.images(images))
+    prompted = tokens()
     assert prompted.shape[1] == plain.shape[1] + 5
     assert torch.equal(prompted[:, :-5], plain), "the class token stays first"
     assert torch.equal(prompted[0, -5:], encoder.prompts.tokens)
@@ -130,10 +142,64 @@ def test_wrong_lora_settings_are_named(config: dict[str, object], message: str, 
         encoder.add_adapters(AdapterConfig(**config))
 
 
-def test_prompts_on_a_tower_without_tokens_are_refused(folder_of: dict[str, str]) -> None:
-    encoder, _ = load(folder_of["open_clip"])
+def open_clip_with(vision: dict[str, object]) -> Encoder:
+    """Return an encoder of open_clip with another image tower."""
+    description = copy.deepcopy(stand_in("open_clip")[0].description)
+    description["config"]["model_cfg"]["vision_cfg"] = vision
+    return build_open_clip_encoder(description).eval().requires_grad_(False)
+
+
+def test_prompts_on_a_tower_without_tokens_are_refused() -> None:
+    encoder = open_clip_with({"image_size": 32, "layers": [1, 1, 1, 1], "width": 32})
     with pytest.raises(XcompatError, match="cannot take visual prompts"):
         encoder.add_adapters(AdapterConfig(prompts=2))
+
+
+def test_a_tower_of_timm_in_open_clip_takes_prompts_and_lora() -> None:
+    encoder = open_clip_with({"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "token"})
+    pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    before = encoder.embed_images(pixels)
+    encoder.add_adapters(AdapterConfig(lora={"rank": 2, "targets": ["qkv"], "towers": ["image"]}, prompts=2))
+    assert not torch.allclose(encoder.embed_images(pixels), before, atol=1e-4), "prompts have an effect"
+    with encoder.adapters_disabled():
+        assert torch.equal(encoder.embed_images(pixels), before)
+
+
+def test_lora_of_attention_leaves_the_weights_alone(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    encoder, processor = load(folder_of["open_clip"])
+    weights = dict(encoder.named_parameters())
+    before = {name: weight.clone() for name, weight in weights.items()}
+    encoder.add_adapters(AdapterConfig(lora={"rank": 2, "targets": ["attn"]}))
+    encoder.eval()
+    first = embed(encoder, processor, images)
+    for one, two in zip(first, embed(load(folder_of["open_clip"])[0], processor, images), strict=True):
+        assert torch.equal(one, two), "an untrained update is none"
+    after = {name.replace(".base_layer", ""): weight for name, weight in encoder.named_parameters() if "lora_" not in name}
+    assert after.keys() == weights.keys()
+    for name, weight in after.items():
+        assert weight is weights[name] and torch.equal(weight, before[name]), name
+    adapted = [name for name, _ in encoder.named_parameters() if "lora_A" in name]
+    assert len(adapted) == 4 and all(".attn." in name for name in adapted)
+
+
+def test_peft_reads_the_lora_of_attention(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    encoder, processor = load(folder_of["open_clip"])
+    settings = LoraSettings(rank=2)
+    encoder.add_adapters(AdapterConfig(lora=settings))
+    for parameter in encoder.adapter_parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    save_lora(encoder.model, settings, "base", None, tmp_path)
+    theirs = load(folder_of["open_clip"])[0]
+    plain = embed(theirs, processor, images)
+    with warnings.catch_warnings(action="ignore"):  # of out_proj, which PEFT adapts too and which stays as it was
+        adapted = PeftModel.from_pretrained(theirs.model, tmp_path)
+    theirs.eval()
+    for own, read, unadapted in zip(
+        embed(encoder.eval(), processor, images), embed(theirs, processor, images), plain, strict=True
+    ):
+        torch.testing.assert_close(own, read, atol=1e-5, rtol=0)
+        assert not torch.allclose(read, unadapted, atol=1e-3)
+    assert adapted.base_model.model is theirs.model
 
 
 def test_every_token_of_open_clip_counts(folder_of: dict[str, str]) -> None:

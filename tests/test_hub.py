@@ -107,8 +107,7 @@ def test_adapters_alone_are_the_whole_model(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     method = "bct" if architecture in image_folder_of else "xbt"
-    adapters = {"lora": {"rank": 2}} if architecture == "open_clip" else ADAPTERS
-    model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=adapters)
+    model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=ADAPTERS)
     shake(model)
     whole, alone = tmp_path / "whole", tmp_path / "alone"
     model.save_pretrained(whole)

@@ -377,7 +377,7 @@ def test_what_trains_gets_a_gradient(
     old = None if method == "independent" else describe_old(OLD, dim=8)
     options: dict[str, Any] = {} if method == "independent" else {"train_encoder": "all"}
     if method == "xbt":
-        options = {"adapters": {"lora": {"rank": 2}}}
+        options = {"adapters": ADAPTERS}
     model = METHODS[method].from_encoder(folder_of[architecture], old=old, **options).train()
     model(**batch_for(model, images)).loss.backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]

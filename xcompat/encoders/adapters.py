@@ -35,19 +35,21 @@ class VisualPrompts(nn.Module):
         return torch.cat([tokens_BNW, prompts_BnW], dim=1)
 
 
-def _block_linears(tower: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers inside the tower's repeated blocks, which excludes heads and projections."""
+def _adaptable(tower: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers and attentions inside the tower's repeated blocks, which excludes heads and projections."""
     blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return {
         name: module
         for name, module in tower.named_modules()
         # exact type: nn.MultiheadAttention bypasses the forward of its projection, a NonDynamicallyQuantizableLinear
-        if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in blocks) and "crossattention" not in name
+        if (type(module) is nn.Linear or (type(module) is nn.MultiheadAttention and module.in_proj_weight is not None))
+        and any(name.startswith(f"{block}.") for block in blocks)
+        and "crossattention" not in name
     }
 
 
 def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None:
-    """Replace linear layers of the towers by LoRA layers, in place.
+    """Replace linear layers and ``nn.MultiheadAttention`` of the towers by LoRA layers, in place.
 
     Args:
         towers: the ``image`` tower and the ``text`` tower if there is one.
@@ -58,20 +60,22 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from xcompat.encoders.attention_lora import AttentionLora
+
     for tower_name in settings.towers or towers:
         if tower_name not in towers:
             raise XcompatError(f"lora.towers: no tower {tower_name!r}; known: {', '.join(towers)}")
-        linears = _block_linears(towers[tower_name])
-        if not linears:
+        layers = _adaptable(towers[tower_name])
+        if not layers:
             raise XcompatError(
                 f"the {tower_name} tower has no linear layers in its blocks, only convolutions; leave adapters.lora out"
             )
         if settings.targets is None:
-            chosen = list(linears)
+            chosen = list(layers)
         else:
-            chosen = [name for name in linears if name.rsplit(".", 1)[-1] in settings.targets]
+            chosen = [name for name in layers if name.rsplit(".", 1)[-1] in settings.targets]
         if not chosen:
-            known = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            known = sorted({name.rsplit(".", 1)[-1] for name in layers})
             raise XcompatError(
                 f"lora.targets {settings.targets} match no linear layer of the {tower_name} tower; known: {', '.join(known)}"
             )
@@ -82,6 +86,7 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
             target_modules=chosen,
             bias="none",
         )
+        config._register_custom_module({nn.MultiheadAttention: AttentionLora})
         inject_adapter_in_model(config, towers[tower_name])
 
 
@@ -144,7 +149,7 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(module: nn.Module) -> None:
-    """Fold each LoRA update into its linear layer, and restore the plain layer."""
+    """Fold each LoRA update into its layer, and restore the plain layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in [(n, m) for n, m in module.named_modules() if isinstance(m, BaseTunerLayer)]:

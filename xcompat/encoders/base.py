@@ -146,7 +146,7 @@ class Encoder(nn.Module, EmbedsBatches):
     @property
     def image_width(self) -> int:
         """Return the width of the image tower's tokens."""
-        raise XcompatError(f"{self.name} has no token width: visual prompts need a transformers vision transformer")
+        raise XcompatError(f"{self.name} has no token width: visual prompts need a vision transformer")
 
     @property
     def shares_prefixes(self) -> bool:

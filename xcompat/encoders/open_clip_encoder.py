@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import open_clip
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from open_clip.transformer import text_global_pool
+from open_clip.transformer import VisionTransformer, text_global_pool
 from PIL.Image import Image
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
@@ -97,6 +97,21 @@ class OpenClipEncoder(Encoder):
         """See :attr:`Encoder.towers`."""
         text = self.model.transformer if isinstance(self.model, open_clip.CLIP) else self.model.text
         return {"image": self.model.visual, "text": text}
+
+    @property
+    def image_embedding_layer(self) -> nn.Module | None:
+        """See :attr:`Encoder.image_embedding_layer`: what drops patches in training, which prompts are not."""
+        visual = self.model.visual
+        if isinstance(visual, VisionTransformer):
+            return visual.patch_dropout
+        trunk = getattr(visual, "trunk", None)  # of timm, whose other towers give tokens a place in the picture at each layer
+        return trunk.patch_drop if type(trunk).__name__ == "VisionTransformer" else None
+
+    @property
+    def image_width(self) -> int:
+        """See :attr:`Encoder.image_width`."""
+        visual = self.model.visual
+        return visual.trunk.embed_dim if hasattr(visual, "trunk") else visual.conv1.out_channels
 
     @property
     def layer_classes(self) -> set[str]:
