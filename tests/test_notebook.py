@@ -108,6 +108,36 @@ def test_direct_learns_from_pairs_and_their_old_embeddings(
     assert len(list((tmp_path / "kept").iterdir())) == 2, "of images and of captions"
 
 
+def test_old_embeddings_made_of_each_batch_are_the_cached_ones(
+    pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model = built("direct", folder_of, old_folder, train_encoder="all")
+
+    def batches(how: str, data: Any = pairs) -> list[dict[str, torch.Tensor]]:
+        trainer = CompatTrainer(model, settings(tmp_path), data, old=old_folder, data={"old_embeddings": how})
+        return list(trainer.get_train_dataloader())
+
+    for cached, online in zip(batches("cached"), batches("online"), strict=True):
+        assert cached.keys() == online.keys() > {"old_embeds", "old_text_embeds"}
+        for name, column in cached.items():
+            torch.testing.assert_close(online[name], column, atol=1e-3, rtol=0)  # the cache is float16
+    with pytest.raises(XcompatError, match=r"a stream has no rows; set data\.old_embeddings: online"):
+        batches("cached", pairs.to_iterable_dataset())
+
+
+def test_direct_learns_from_a_stream(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
+    model, old = built("direct", folder_of, old_folder, train_encoder="all"), load_embedder(old_folder)
+    online = {"old_embeddings": "online", "shuffle_buffer": 4}
+    trainer = CompatTrainer(model, settings(tmp_path), pairs.to_iterable_dataset(), old=old, data=online)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert moved(model, trainer) and not (tmp_path / "cache").exists(), "nothing is embedded beforehand"
+    texts = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}  # both read CLIP's tokens here
+    torch.testing.assert_close(batch["old_text_embeds"], old.embed(texts), atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch["old_embeds"], old.embed({"pixel_values": batch["pixel_values"]}), atol=1e-5, rtol=0)
+    with pytest.raises(XcompatError, match=r"online has the old model .*leave training\.dataloader_num_workers out"):
+        CompatTrainer(model, settings(tmp_path, dataloader_num_workers=1), pairs, old=old, data={"old_embeddings": "online"})
+
+
 @pytest.mark.parametrize("given", [None, True])
 def test_processes_read_a_stream_themselves_unless_the_user_says_otherwise(
     given: bool | None, pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path

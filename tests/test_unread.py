@@ -31,8 +31,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
     "new_side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),
     "data.augmentation": ({"min_scale": 0.5}, MAP, "learns from embeddings", {"method": "direct", "data": PAIRS}),
     "data.old_embeddings": (
-        *("online", {"method": "direct", "data": PAIRS}, "reads no old embeddings of labelled images"),
-        {"method": "l2", "data": IMAGES},
+        *("online", {"method": "xbt", "data": PAIRS}, "reads no old embeddings of labelled images, or of pairs"),
+        {"method": "direct", "data": STREAM},
     ),
     "data.new_embeddings": (
         *("online", {"method": "l2", "data": IMAGES}, "reads no embeddings of an independent model"),
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
         *(2, {"method": "bct", "data": IMAGES}, "has no loss of triplets"),
         {"method": "independent", "data": IMAGES, "options": {"head": "triplet"}},
     ),
-    "data.one_per_id": (True, {"method": "direct", "data": STREAM}, "no pairs are drawn", {"method": "direct", "data": PAIRS}),
+    "data.one_per_id": (True, {"method": "xbt", "data": STREAM}, "no pairs are drawn", {"method": "direct", "data": PAIRS}),
     "data.embeddings_of": ("images", {"method": "direct"}, "does not learn from embeddings", {"method": "ridge"}),
     "data.shuffle_buffer": (5, {"method": "xbt", "data": PAIRS}, "no pairs are streamed", {"method": "xbt", "data": STREAM}),
     "data.texts_limit": (5, {"method": "xbt", "data": PAIRS}, "no texts are learned from", MAP),

@@ -104,7 +104,7 @@ class OpenClipEncoder(Encoder):
         visual = self.model.visual
         if isinstance(visual, VisionTransformer):
             return visual.patch_dropout
-        trunk = getattr(visual, "trunk", None)  # of timm, whose other towers give tokens a place in the picture at each layer
+        trunk: Any = getattr(visual, "trunk", None)  # of timm, whose other towers need the place of each token
         return trunk.patch_drop if type(trunk).__name__ == "VisionTransformer" else None
 
     @property

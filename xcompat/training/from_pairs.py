@@ -29,7 +29,7 @@ def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageD
         raise XcompatError(
             f"{settings.name}: method {settings.method} learns from images with captions; name them under data.pairs"
         )
-    old_caches = data.pair_caches(models.embedder("old")) if OLD_EMBEDS in models.method.columns else None
+    old_caches = data.pair_caches(models.embedder("old")) if _reads_cache(models) else None
     model = _model(settings, models, data, seed)
     if text_pairs is not None:
         assert model.encoder is not None
@@ -43,13 +43,19 @@ def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageD
     if not source.streaming:
         warn_of_shared_texts(data, flatten_captions(pairs)[0], "data.pairs")
     two_views = SECOND_PIXEL_VALUES in model.columns
-    return model, pair_data(settings.data, pairs, model.processor, seed, old_caches, two_views)
+    old = models.embedder("old") if settings.embeds_pairs_online else old_caches
+    return model, pair_data(settings.data, pairs, model.processor, seed, old, two_views)
 
 
 def fill_pair_caches(models: StageModels, data: StageData, role: str) -> None:
     """Embed images and captions, or passages and queries, with the old model, if the method reads its embeddings."""
-    if role == "old" and OLD_EMBEDS in models.method.columns:
+    if role == "old" and _reads_cache(models):
         data.pair_caches(models.embedder(role))
+
+
+def _reads_cache(models: StageModels) -> bool:
+    """Return whether the method reads old embeddings, and they are not made of each batch."""
+    return OLD_EMBEDS in models.method.columns and not models.settings.embeds_pairs_online
 
 
 def _model(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> CompatModel:

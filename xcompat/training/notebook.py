@@ -50,8 +50,8 @@ class CompatTrainer(StageTrainer):
         cache_dir: where embeddings of frozen models are kept; ``cache`` in the output folder unless given.
         callbacks: the Trainer's own.
         stage: what a stage of a recipe has beside ``training``: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``,
-            ``weight_decay_on``, and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class`` and, under
-            ``pairs`` or ``images``, the names of columns are read.
+            ``weight_decay_on``, and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class``, of pairs
+            ``old_embeddings``, and under ``pairs`` or ``images`` the names of columns are read.
 
     Raises:
         XcompatError: the model is solved and not trained, the old model is missing or another one than the model was made for,
@@ -113,6 +113,8 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
     training: dict[str, float] = {"per_device_train_batch_size": args.per_device_train_batch_size}
     if args.weight_decay:
         training["weight_decay"] = args.weight_decay
+    if args.dataloader_num_workers:
+        training["dataloader_num_workers"] = args.dataloader_num_workers
     try:
         settings = StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
         refuse_unread([settings])
@@ -143,12 +145,14 @@ class _Learner:
     def pairs(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401 - as CompatTrainer takes them
         """Learn from pictures with captions."""
         assert self.settings.data.pairs is not None
-        pairs, caches = load_pairs(self.settings.data.pairs, dataset), None
+        pairs = load_pairs(self.settings.data.pairs, dataset)
+        known: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None = None
         if OLD_EMBEDS in self.model.columns:
-            knows = self._old(old).require_model("holds embeddings and no model that could embed captions; give one as old")
-            images = cached_images(knows, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
-            caches = images, cached_captions(knows, flatten_captions(pairs)[0], self.cache_dir)
-        return pair_data(self.settings.data, pairs, self.model.processor, self.seed, caches, self.two_views)
+            known = self._old(old).require_model("holds embeddings and no model that could embed captions; give one as old")
+            if not self.settings.embeds_pairs_online:
+                images = cached_images(known, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
+                known = images, cached_captions(known, flatten_captions(pairs)[0], self.cache_dir)
+        return pair_data(self.settings.data, pairs, self.model.processor, self.seed, known, self.two_views)
 
     def images(self, dataset: Any, old: Any, independent: Any) -> Data:  # noqa: ANN401
         """Learn from pictures with classes."""

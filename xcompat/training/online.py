@@ -1,4 +1,4 @@
-"""Embeddings of augmented images: frozen models embed the view that the new model is trained on."""
+"""Old embeddings made of each batch: frozen models embed the view that the new model is trained on, and its caption."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.data import Augmentation, PairCollator
-from xcompat.data.schema import IMAGE, PIXEL_VALUES
+from xcompat.data.schema import CAPTION, IMAGE, OLD_TEXT_EMBEDS, PIXEL_VALUES
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 
 
 class OnlineCollator(PairCollator):
-    """Make batches in which frozen models embed the same augmented view as the new model's input.
+    """Make batches in which frozen models embed the same augmented view as the new model's input, or the same caption.
 
     Cached embeddings are of plain images and cost one pass over the data; these cost one pass of each frozen model in every
     epoch. The results of the two cannot be compared. The frozen models run in the process that makes the batches.
@@ -25,7 +25,8 @@ class OnlineCollator(PairCollator):
         processor: the new model's preprocessing.
         augmentation: random changes; None for plain images.
         two_views: see :class:`xcompat.data.PairCollator`.
-        models: the frozen models by the column that their embeddings fill, such as ``old_embeds``.
+        models: the frozen models by the column that their embeddings fill: ``old_text_embeds`` of captions, any other such as
+            ``old_embeds`` of images.
     """
 
     def __init__(
@@ -37,9 +38,12 @@ class OnlineCollator(PairCollator):
     @override
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = super().__call__(items)
+        captions = [item[CAPTION] for item in items] if OLD_TEXT_EMBEDS in self.models else []
         view = None if self.transform is None else self._augmented(items).float()  # the same view again, from the sample's seed
         for column, model in self.models.items():
-            batch[column] = model.embed({PIXEL_VALUES: self._pixels(items, view, model.processor)}).cpu()
+            is_text = column == OLD_TEXT_EMBEDS
+            read = model.processor.texts(captions) if is_text else {PIXEL_VALUES: self._pixels(items, view, model.processor)}
+            batch[column] = model.embed(read).clone().cpu()  # a tensor made in inference mode cannot be saved for gradients
         return batch
 
     @staticmethod

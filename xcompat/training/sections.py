@@ -99,8 +99,8 @@ class DataSettings(Section):
         gallery: labelled images that are searched; the queries themselves unless given.
         test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
         old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (bt2.txt §4.7).
-        old_embeddings: whether a method reads old embeddings of plain images (``cached``, computed once) or of the same augmented
-            view as the new ones (``online``, computed in every epoch).
+        old_embeddings: whether a method reads old embeddings of plain images and of captions (``cached``, computed once) or of
+            the same augmented view as the new ones (``online``, computed in every epoch), as pairs that are streamed need it.
         new_embeddings: the same for the embeddings of the independent new model, which BT² reads.
         augmentation: random changes to training images; none unless given.
         samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.

@@ -144,6 +144,18 @@ class StageRecipe(Section):
         return self.data.remembered or self.data.pairs
 
     @property
+    def compares_pairs_with_old(self) -> bool:
+        """Return whether training reads old embeddings of ``data.pairs``."""
+        method = method_class(self.method)
+        others = method.embeds_in_memory or "labels" in method.columns or self.data.images is not None
+        return self.data.pairs is not None and not others and "old_embeds" in method.columns
+
+    @property
+    def embeds_pairs_online(self) -> bool:
+        """Return whether the old model embeds each batch of ``data.pairs``."""
+        return self.compares_pairs_with_old and self.data.old_embeddings == "online"
+
+    @property
     def is_judged(self) -> bool:
         """Return whether the stage ends with a report."""
         return self.evaluation is not None and self.data.tests() and method_class(self.method).compares_with_old
@@ -202,6 +214,7 @@ class StageRecipe(Section):
         if not is_quick(info):
             self._there_is_something_to_remember()
             self._text_pairs_are_read()
+            self._old_embeddings_are_to_be_had()
             self._whole_classes_fill_a_batch()
             self._mini_batches_make_a_batch()
         return self
@@ -247,6 +260,18 @@ class StageRecipe(Section):
             )
         if (self.options.get("adapters") or {}).get("prompts"):
             raise ValueError("options.adapters.prompts are of images, and data.text_pairs has none; leave prompts out")
+
+    def _old_embeddings_are_to_be_had(self) -> None:
+        pairs = self.data.pairs
+        if self.embeds_pairs_online and self.training.get("dataloader_num_workers"):
+            raise ValueError(
+                "data.old_embeddings: online has the old model make part of each batch; leave training.dataloader_num_workers out"
+            )
+        if self.compares_pairs_with_old and not self.embeds_pairs_online and pairs is not None and pairs.streaming:
+            raise ValueError(
+                f"data.pairs: method {self.method} reads old embeddings, which are cached by row, and a stream has no rows; set "
+                "data.old_embeddings: online, or leave streaming out"
+            )
 
     def _whole_classes_fill_a_batch(self) -> None:
         each, batch = self.data.samples_per_class, self.batch_size

@@ -90,7 +90,7 @@ def pair_data(
     pairs: datasets.Dataset | datasets.IterableDataset,
     processor: Processor,
     seed: int,
-    old: tuple[EmbeddingCache, EmbeddingCache] | None,
+    old: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None,
     two_views: bool = False,
 ) -> Data:
     """Make the training set of a method that reads images and captions.
@@ -100,18 +100,19 @@ def pair_data(
         pairs: the loaded pairs.
         processor: the new encoder's preprocessing.
         seed: of everything random that happens to a sample.
-        old: cached old embeddings of the images and of all captions, for methods that read them.
+        old: for methods that read old embeddings: those of the images and of all captions, cached, or the old model, which then
+            embeds each batch anew.
         two_views: whether the method compares two augmented views of each image.
 
     Returns:
         The data set and its collator.
     """
     collator = PairCollator(processor, data.augmentation, two_views)
+    if isinstance(old, Embedder):
+        collator = OnlineCollator(processor, data.augmentation, two_views, dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old))
+        old = None
     if data.pairs is not None and data.pairs.streaming:
-        if old is not None:
-            raise XcompatError(
-                "old embeddings are fetched by row, which a stream does not have; set data.pairs.streaming to false"
-            )
+        assert old is None, "rows of a cache, which a stream does not have: the stage is refused"
         # Ranks read shards of different lengths. A stream that ended would leave them with batches of unequal size, which
         # cannot be gathered, and the Trainer does not drop a stream's last batch: so it starts again until max_steps.
         # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative.

@@ -88,7 +88,8 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
 
     yield "data.augmentation", reads_pictures, f"{what} learns from {'embeddings' if maps else 'texts'}"
     trains = labelled and not maps
-    yield "data.old_embeddings", trains and OLD_EMBEDS in method.columns, f"{what} reads no old embeddings of labelled images"
+    reads_old = (trains and OLD_EMBEDS in method.columns) or stage.compares_pairs_with_old
+    yield "data.old_embeddings", reads_old, f"{what} reads no old embeddings of labelled images, or of pairs"
     yield "data.new_embeddings", trains and NEW_EMBEDS in method.columns, f"{what} reads no embeddings of an independent model"
     yield "data.samples_per_class", stage.is_balanced, f"{what} has no loss of triplets with these options"
     yield "data.one_per_id", drawn and not maps and not labelled, "no pairs are drawn by row"
