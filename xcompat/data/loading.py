@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from xcompat.data.addresses import addresses
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
 from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
@@ -69,9 +70,11 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
     source = PairSource(path=source) if isinstance(source, str) else source
     if dataset is not None:
         return _limited(_standardise(dataset, source), source)
+    if source.streaming and (elsewhere := addresses(source.path)) is not None:
+        return _limited(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
     load = {
-        "webdataset": _load_shards,
+        "webdataset": _load_shard_files,
         "captions": _load_captions,
         "images": _load_images,
         "market1501": _load_images,
@@ -83,10 +86,13 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
     return _limited(load(source, paths), source)
 
 
-def _load_shards(source: PairSource, paths: list[Path]) -> AnyDataset:
+def _load_shard_files(source: PairSource, paths: list[Path]) -> AnyDataset:
+    return _load_shards(source, files_with(paths, SHARD_SUFFIXES))
+
+
+def _load_shards(source: PairSource, shards: Sequence[str | Path]) -> AnyDataset:
     import datasets
 
-    shards = files_with(paths, SHARD_SUFFIXES)
     label = source.label_column or (CLASS_MEMBER if source.labels else None)
     columns = ShardColumns(
         source.image_column, source.caption_column, source.id_column, label, source.camera_column, with_caption=source.captions
@@ -94,7 +100,7 @@ def _load_shards(source: PairSource, paths: list[Path]) -> AnyDataset:
     columns = replace(columns, index_label=_labels_are_indices(shards, columns))
     features = _features(source, "int64" if columns.index_label else "string")
     if source.streaming:
-        arguments = {"shards": shards, "columns": columns, "total": len(shards), "max_bad_share": source.max_bad_share}
+        arguments = {"shards": list(shards), "columns": columns, "total": len(shards), "max_bad_share": source.max_bad_share}
         return datasets.IterableDataset.from_generator(stream_rows, features, gen_kwargs=arguments)
     problems = Problems(source.max_bad_share, len(shards))
     rows = islice(read_rows(shards, columns, problems), source.limit)
@@ -107,7 +113,7 @@ def _load_shards(source: PairSource, paths: list[Path]) -> AnyDataset:
     return _cached("shards", key, rows, source, features, problems)
 
 
-def _labels_are_indices(shards: list[Path], columns: ShardColumns) -> bool:
+def _labels_are_indices(shards: Sequence[str | Path], columns: ShardColumns) -> bool:
     """Say whether ``.cls`` holds indices, as it should, or names: the first label decides for all."""
     if columns.label != CLASS_MEMBER:
         return False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import io
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from xcompat.data.addresses import is_address, opened, shown, why
 from xcompat.data.problems import Problems
 from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of
 from xcompat.data.text_files import parse_json
@@ -102,7 +105,7 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
     """Read shards one after the other as streams, skipping damaged shards and unusable samples.
 
     Args:
-        shards: tar files, plain or gzip.
+        shards: tar files, plain or gzip; where they are streamed also addresses.
         columns: the member for each column.
         problems: filled with the shards and samples that were skipped.
 
@@ -149,7 +152,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     """Read one shard as a stream.
 
     Args:
-        path: a tar file, plain or gzip.
+        path: a tar file, plain or gzip, or the address of one.
 
     Yields:
         ``{"__key__": stem, "jpg": bytes, "txt": bytes, ...}``; a sample cut in two is not yielded.
@@ -159,9 +162,10 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     """
     from webdataset.tariterators import group_by_keys
 
-    path = Path(path)
+    address = path if is_address(path) else None
+    path = Path(path) if address is None else shown(address)
     try:
-        with _open(path) as stream:
+        with _open(Path(path)) if address is None else _fetched(address) as stream:
             yield from group_by_keys(_members(stream, str(path)))
             # tarfile takes a damaged header for the end of the archive; a true end is followed by a few zeros only
             for blocks in count():
@@ -172,6 +176,8 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     except XcompatError:
         raise
     except Exception as error:  # tarfile, gzip, zlib and webdataset each raise their own kinds
+        if address is not None:
+            raise ShardError(f"{path}: {why(error)}") from None
         reason = str(error.args[0] if error.args else error)
         raise ShardError(f"{path}: {reason} ({type(error).__name__})") from error
 
@@ -217,6 +223,34 @@ def _open(path: Path) -> IO[bytes]:
                 raise ShardError(f"{path}: cut short, the end-of-archive mark is missing")
     # gzip.open checks the length and the checksum at the end, tarfile's own reader does not
     return gzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[return-value]
+
+
+@contextmanager
+def _fetched(address: str) -> Iterator[IO[bytes]]:
+    """Open a shard elsewhere; of one that is cut short the end of the archive is missed when all is read."""
+    with opened(address) as source:
+        watched = _Watched(source)
+        stream = io.BufferedReader(watched, 1 << 20)
+        compressed = stream.peek(2)[:2] == b"\x1f\x8b"
+        yield gzip.GzipFile(fileobj=stream) if compressed else stream  # type: ignore[misc]  # an IO[bytes] that has no such type
+        if not compressed and (len(watched.last) < 512 or watched.last.strip(b"\0")):
+            raise ShardError(f"{shown(address)}: cut short, the end-of-archive mark is missing")
+
+
+class _Watched(io.RawIOBase):
+    """A stream of which the last 512 bytes are remembered."""
+
+    def __init__(self, source: Any) -> None:  # noqa: ANN401 - a file of any library
+        self.source, self.last = source, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - a buffer
+        read = self.source.read(len(buffer))
+        buffer[: len(read)] = read
+        self.last = (self.last + read[-512:])[-512:]
+        return len(read)
 
 
 def _has(sample: dict[str, Any], column: str) -> bool:

@@ -91,7 +91,8 @@ class PairSource(ImageSource):
             or of a nested column.
         captions: whether captions are needed.
         labels: whether labels are needed; unless ``label_column`` is given, their column is found by name or type.
-        streaming: read on the fly, without random access and without a cache.
+        streaming: read on the fly, without random access and without a cache; ``path`` may then be addresses of shards
+            (``https:``, ``s3:``, ``gs:``, ``hf:``) or commands that print them (``pipe:``).
 
     Example:
         >>> PairSource(path="shards/*.tar", caption_column="json.title").format

@@ -1,0 +1,189 @@
+"""Shards elsewhere: read as streams from the web, object stores, the Hub and commands; broken off, missing, refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+from PIL import Image
+
+from xcompat.data import PairSource, load_pairs
+from xcompat.data.addresses import ALLOW_PIPES
+from xcompat.errors import XcompatError
+from xcompat.training.paths import check_paths
+from xcompat.training.stage_recipe import StageRecipe
+
+
+class Store(ThreadingHTTPServer):
+    """Files at addresses, with ranges; the first ``breaks`` answers stop in the middle."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.breaks = 0
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Store
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _listed(self) -> bytes:
+        """Return what the Hub says is in a data set."""
+        files = self.server.files.items()
+        return json.dumps(
+            [{"type": "file", "path": path.rpartition("/")[2], "size": len(held), "oid": "0"} for path, held in files]
+        ).encode()
+
+    def _answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        if path.startswith("/api/"):
+            self._send(200, self._listed() if "/tree/" in path else json.dumps({"id": "me/photos", "sha": "0" * 40}).encode())
+            return
+        content = self.server.files.get(path)
+        if content is None:
+            self._send(404, b"")
+            return
+        if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) is None:
+            self._send(200, content, with_body, length=len(content))
+            return
+        first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+        self._send(206, content[first : last + 1], with_body, Content_Range=f"bytes {first}-{last}/{len(content)}")
+
+    def _send(self, status: int, body: bytes, with_body: bool = True, length: int | None = None, **headers: str) -> None:
+        self.send_response(status)
+        more = {"Content-Length": str(len(body) if length is None else length), "Accept-Ranges": "bytes", "ETag": '"0"'}
+        for name, value in {**more, "X-Repo-Commit": "0" * 40, **{k.replace("_", "-"): v for k, v in headers.items()}}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body and len(body) > 1000 and self.server.breaks:
+            self.server.breaks -= 1
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+        elif with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    server = Store()
+    for key in ("STREAMING_READ_RETRY_INTERVAL", "STREAMING_OPEN_RETRY_INTERVAL"):
+        monkeypatch.setattr(datasets.config, key, 0)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def shard(number: int, mode: str = "w") -> bytes:
+    """Return a shard of two pictures, each with its caption."""
+    whole, picture = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(picture, "PNG")
+    with tarfile.open(fileobj=whole, mode=mode) as tar:
+        for key in (f"{number}a", f"{number}b"):
+            for name, content in ((f"{key}.png", picture.getvalue()), (f"{key}.txt", f"thing {key}".encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return whole.getvalue()
+
+
+def ids(path: str | list[str], **more: object) -> list[str]:
+    return [row["id"] for row in load_pairs(PairSource(path=path, streaming=True, **more))]
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_shards_of_the_web_are_streamed_and_continued_where_a_connection_broke(store: Store, breaks: int) -> None:
+    store.files = {"/0.tar": shard(0), "/1.tar": shard(1), "/2.tgz": shard(2, "w:gz")}
+    store.breaks = breaks
+    assert ids([f"http://{store.host}/{{0..1}}.tar?token=secret", f"http://{store.host}/2.tgz"]) == [
+        "0a",
+        "0b",
+        "1a",
+        "1b",
+        "2a",
+        "2b",
+    ]
+    assert store.breaks == 0
+
+
+def test_a_missing_shard_counts_as_a_bad_one_and_shows_no_secret(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.files = {f"/{number}.tar": shard(number) for number in (0, 2)}
+    path = f"http://{store.host}/{{0..2}}.tar?token=secret"
+    assert ids(path, max_bad_share=0.4) == ["0a", "0b", "2a", "2b"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "skipped 1 of 3 shards" in said and "/1.tar: it does not exist" in said and "secret" not in said
+    with pytest.raises(XcompatError, match="1 of 3 shards cannot be read") as refused:
+        ids(path)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_shard_that_is_cut_short_is_noticed(store: Store) -> None:
+    store.files = {"/0.tar": shard(0)[:-9000].rstrip(b"\0")[:2048]}  # up to the end of a member
+    with pytest.raises(XcompatError, match=r"/0\.tar: (cut short|.*ReadError)"):
+        ids(f"http://{store.host}/0.tar")
+
+
+def test_shards_of_an_object_store(store: Store) -> None:
+    store.files = {"/bucket/0.tar": shard(0)}
+    assert ids(f"s3://key:secret@bucket/0.tar?scheme=http&region=here&endpoint_override={store.host}") == ["0a", "0b"]
+
+
+def test_shards_of_the_hub(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://{store.host}")
+    at = f"http://{store.host}"
+    template = f"{at}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for name, value in {"HF_HUB_OFFLINE": False, "ENDPOINT": at, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    store.files = {f"/datasets/me/photos/resolve/main/{number}.tar": shard(number) for number in (0, 1)}
+    assert ids("hf://datasets/me/photos/*.tar") == ["0a", "0b", "1a", "1b"]
+    assert ids("hf://datasets/me/photos/{1..1}.tar") == ["1a", "1b"]
+
+
+def test_a_command_runs_where_the_environment_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0.tar").write_bytes(shard(0))
+    command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/0.tar"
+    stage = StageRecipe(method="xbt", data={"pairs": {"path": command, "streaming": True}})
+    for refused in (lambda: check_paths(stage), lambda: ids(command)):
+        with pytest.raises(XcompatError, match=f"pipe:touch .* is a command that would run on this machine; set {ALLOW_PIPES}=1"):
+            refused()
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setenv(ALLOW_PIPES, "1")
+    assert check_paths(stage) == ["pipe:touch ... (1 elsewhere)"]
+    assert ids(command) == ["0a", "0b"] and (tmp_path / "ran").exists()
+    assert ids(command, limit=1) == ["0a"]
+    with pytest.raises(XcompatError, match=r"pipe:cat \.\.\.: the command ended with 3"):
+        ids(f"pipe:cat {tmp_path}/0.tar; exit 3")
+
+
+def test_what_is_not_streamed_is_no_address(store: Store) -> None:
+    with pytest.raises(XcompatError, match="does not exist"):
+        load_pairs(f"http://{store.host}/0.tar")
+    with pytest.raises(XcompatError, match=r"here\.tar is here and http://.* is elsewhere"):
+        ids(["here.tar", f"http://{store.host}/0.tar"])
+    assert not store.asked

@@ -1,0 +1,132 @@
+"""Shards elsewhere: addresses of the web, of object stores and of the Hub, and commands, read as streams."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeGuard
+from urllib.parse import urlsplit
+
+from xcompat.errors import XcompatError
+
+WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "pipe:"
+SCHEMES = (*WEB, *STORES, HUB, PIPE)
+ALLOW_PIPES = "XCOMPAT_ALLOW_PIPES"
+"""The variable of the environment that allows ``pipe:``: a recipe, which may be a stranger's, cannot set it."""
+
+
+def is_address(path: object) -> TypeGuard[str]:
+    """Return whether a path is read from elsewhere where it is streamed; a file of that name comes first.
+
+    Example:
+        >>> is_address("https://shards.example/0.tar"), is_address("pipe:zcat 0.tar.gz"), is_address("shards/0.tar")
+        (True, True, False)
+    """
+    return isinstance(path, str) and path.startswith(SCHEMES) and not Path(path).exists()
+
+
+def addresses(path: str | list[str]) -> list[str] | None:
+    """List the shards that a path names elsewhere.
+
+    Args:
+        path: an address, with a brace range or (on the Hub) a glob, or a list of these.
+
+    Returns:
+        Addresses in order; None if the path names local files.
+
+    Raises:
+        XcompatError: some are local and some are not, a command is named and not allowed, or nothing on the Hub matches.
+    """
+    given = [path] if isinstance(path, str) else path
+    elsewhere = [each for each in given if is_address(each)]
+    if not elsewhere:
+        return None
+    if len(elsewhere) < len(given):
+        local = next(each for each in given if each not in elsewhere)
+        raise XcompatError(f"{local} is here and {shown(elsewhere[0])} is elsewhere; a stream reads one or the other")
+    import braceexpand
+
+    return [found for each in elsewhere for one in braceexpand.braceexpand(each) for found in _matching(one)]
+
+
+def _matching(address: str) -> list[str]:
+    if address.startswith(PIPE):
+        _require_pipes(address)
+    if not address.startswith(HUB) or not set(address) & set("*?["):
+        return [address]
+    from huggingface_hub import HfFileSystem
+
+    found = sorted(f"{HUB}{path}" for path in HfFileSystem().glob(address.removeprefix(HUB)))
+    if not found:
+        raise XcompatError(f"nothing on the Hub matches {address}")
+    return found
+
+
+def _require_pipes(address: str) -> None:
+    if os.environ.get(ALLOW_PIPES) != "1":
+        raise XcompatError(
+            f"{shown(address)} is a command that would run on this machine; set {ALLOW_PIPES}=1 once you have read and trust it"
+        )
+
+
+def shown(address: str) -> str:
+    """Return an address for messages: without user, password, query and fragment, which may be secrets; of a command its name.
+
+    Example:
+        >>> shown("https://me:secret@shards.example/0.tar?token=secret"), shown("pipe:aws s3 cp s3://b/0.tar - --profile me")
+        ('https://shards.example/0.tar', 'pipe:aws ...')
+    """
+    if address.startswith(PIPE):
+        return f"{PIPE}{address.removeprefix(PIPE).split(maxsplit=1)[0]} ..."
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def why(error: Exception) -> str:
+    """Return why an address could not be read, without what it holds itself."""
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    if ended := re.search(r": exit (-?\d+) \(read\)", str(error)):  # as webdataset says it, after the command
+        return f"the command ended with {ended[1]}"
+    status = getattr(error, "status", None)
+    reason = "" if "://" in str(error) or PIPE in str(error) else f": {error}"
+    return f"{type(error).__name__}{f' {status}' if status else reason}"
+
+
+@contextmanager
+def opened(address: str) -> Iterator[Any]:
+    """Open an address for reading from its beginning.
+
+    Reads are repeated where a connection breaks, from where it broke: by ``datasets`` on the web and on the Hub, by Arrow in
+    object stores. A command is not run again.
+
+    Args:
+        address: one of :func:`addresses`.
+    """
+    stream = _open(address)
+    try:
+        yield stream
+    except BaseException:
+        with suppress(Exception):
+            stream.close()
+        raise
+    stream.close()  # a command that failed says so here
+
+
+def _open(address: str) -> Any:  # noqa: ANN401 - files of many libraries
+    if address.startswith(PIPE):
+        from webdataset.gopen import gopen_pipe
+
+        _require_pipes(address)
+        return gopen_pipe(address)
+    if address.startswith(STORES):
+        from pyarrow import fs
+
+        system, path = fs.FileSystem.from_uri(address)
+        return system.open_input_stream(path, compression=None)
+    from datasets.download.streaming_download_manager import xopen
+
+    return xopen(address, "rb")
