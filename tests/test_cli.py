@@ -33,7 +33,22 @@ from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("train", "map", "compare", "embed", "evaluate", "recipes", "report", "push", "find", "lineage", "serve", "quickstart")
+VERBS = (
+    "train",
+    "map",
+    "compare",
+    "embed",
+    "caption",
+    "evaluate",
+    "recipes",
+    "classes",
+    "report",
+    "push",
+    "find",
+    "lineage",
+    "serve",
+    "quickstart",
+)
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 Run = Callable[..., tuple[int, str, str]]

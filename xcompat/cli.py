@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from xcompat import __version__, failures
-from xcompat.data_cli import caption, recipes
+from xcompat.data_cli import caption, classes, recipes
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
@@ -28,6 +28,7 @@ app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")
 app.command()(caption)
+app.command()(classes)
 app.command()(recipes)
 
 

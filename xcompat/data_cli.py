@@ -1,4 +1,4 @@
-"""Verbs that write what others read: captions, recipes. Nothing is computed here."""
+"""Verbs that write what others read: captions, class files, recipes. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ def caption(
     from xcompat.captioning import caption as caption_images
 
     caption_images(images, model, out, max_tokens, batch_size, max_bad_share, overwrite)
+
+
+def classes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Such as imagenet-r; all that are known unless given.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it, a name a line; nothing is overwritten.")] = None,
+) -> None:
+    """Write the class names of a public data set for zero-shot classification (data.zero_shot.classes)."""
+    from xcompat.training.class_files import print_classes
+
+    print_classes(name, to)
 
 
 def recipes(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Image
 from typing_extensions import override
 
@@ -22,13 +23,14 @@ from xcompat.data import (
     select,
 )
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
-from xcompat.errors import XcompatError, nearest
+from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
+from xcompat.training.class_files import class_indices
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name
 from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.judged_texts import load_judged_texts
@@ -96,13 +98,13 @@ class PairTestSet(EvaluationSet):
         if self.zero_shot is None:
             return None
         settings, labelled = self.zero_shot
-        classes = load_classes(settings.classes)
-        prompts = [template.format(name) for name in classes for template in settings.templates]
+        classes, templates = load_classes(settings.classes), settings.prompts()
+        prompts = [template.format(name) for name in classes for template in templates]
         embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
-        class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(settings.templates), -1))
+        class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(templates), -1))
         image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
         kept_N = np.isfinite(image_embeds_ND[:, 0])  # an unreadable picture is unreadable for every model
-        labels_N = np.array([label_index(label, classes) for label in labelled[LABEL]])
+        labels_N = _zero_shot_labels(settings, labelled)
         return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
     @override
@@ -249,30 +251,26 @@ def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = 
 
 
 def check_zero_shot(settings: ZeroShotSettings) -> None:
-    """Refuse labels that the class file does not name.
+    """Refuse a class file that is of another length than the labels, or does not name one.
 
     Args:
         settings: the classification.
 
     Raises:
-        XcompatError: naming a label, the images and the class file.
+        XcompatError: naming the images and the class file.
     """
-    classes = load_classes(settings.classes)
-    for label in dict.fromkeys(load_pairs(settings.images)[LABEL]):
-        try:
-            label_index(label, classes)
-        except XcompatError as error:
-            raise XcompatError(f"data.zero_shot: {settings.images.path} and {settings.classes} do not fit: {error}") from None
+    labelled = load_pairs(settings.images)
+    try:
+        _zero_shot_labels(settings, labelled)
+    except XcompatError as error:
+        raise XcompatError(f"data.zero_shot: {settings.images.path} and {settings.classes} do not fit: {error}") from None
 
 
-def label_index(label: int | str, classes: list[str]) -> int:
-    """Return the index of the class that a label stands for: an index, an index as text, or the class's name.
+def _zero_shot_labels(settings: ZeroShotSettings, labelled: datasets.Dataset) -> NDArray[np.int64]:
+    """Return which class of the class file each image is of.
 
     Raises:
-        XcompatError: there is no such class.
+        XcompatError: the labels are of another number of classes than the file.
     """
-    if isinstance(label, str) and label in classes:
-        return classes.index(label)
-    if str(label).isdigit() and int(label) < len(classes):
-        return int(label)
-    raise XcompatError(f"the label {label!r} is none of the {len(classes)} classes; {nearest(str(label), classes)}")
+    limited = settings.images.limit is not None
+    return class_indices(labelled[LABEL][:], load_classes(settings.classes), limited)

@@ -9,8 +9,10 @@ from pathlib import Path
 from xcompat.checksums import file_record
 from xcompat.data import CorpusSource, TextSource
 from xcompat.data.addresses import addresses, shown
+from xcompat.data.captions import require_market1501_names
 from xcompat.data.judgements import require_qrels
-from xcompat.data.sources import ImageSource, PairSource, files_digest, local_files
+from xcompat.data.sources import ImageSource, PairSource, files_digest, image_files, local_files, locate
+from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.paths import nearest_path
@@ -49,10 +51,14 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     for key, source in _sources(data):
         with _said_of(f"{settings.name}: data.{key}.path"):
             elsewhere = addresses(source.path) if isinstance(source, PairSource) and source.streaming else None
-            files = local_files(source.path) if elsewhere is None else None
-        if elsewhere is not None:
-            described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
-            continue
+            if elsewhere is not None:
+                described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
+                continue
+            files = local_files(source.path)
+            if isinstance(source, ImageSource) and source.format == "market1501":
+                require_market1501_names(files or [])
+            if files is not None and isinstance(source, ImageSource):
+                locate(source)
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     _check_lists(settings.name, data)
     return list(dict.fromkeys(described))

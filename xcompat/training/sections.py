@@ -24,13 +24,21 @@ class ZeroShotSettings(Section):
 
     Args:
         images: labelled images (with ``label_column``).
-        classes: file with one class name a line, in the order of the labels.
-        templates: prompts, ``{}`` standing for the class; their embeddings are averaged.
+        classes: file with one class name a line, in the order of the labels, or of the sorted folders (``xcompat classes`` writes
+            those of ImageNet and its kin).
+        templates: prompts, ``{}`` standing for the class, or ``openai`` for CLIP's 80 and ``simple`` for seven of them; their
+            embeddings are averaged.
     """
 
     images: PairSource
     classes: str
-    templates: list[str] = ["a photo of a {}"]
+    templates: list[str] | Literal["openai", "simple"] = ["a photo of a {}"]
+
+    def prompts(self) -> list[str]:
+        """Return the prompts themselves."""
+        from xcompat.encoders.class_names import prompt_templates
+
+        return prompt_templates(self.templates) if isinstance(self.templates, str) else self.templates
 
 
 class JudgedTexts(Section):

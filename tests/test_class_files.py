@@ -1,0 +1,106 @@
+"""Class files for zero-shot classification: public names, written once; labels that do not fit are refused before training."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from xcompat.cli import app
+from xcompat.data import load_classes
+from xcompat.encoders.class_names import SETS, class_names, prompt_templates
+from xcompat.errors import XcompatError
+from xcompat.training.class_files import class_indices
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
+from xcompat.training.sections import ZeroShotSettings
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_names_are_in_the_order_of_the_folders(name: str) -> None:
+    """By what timm knows of the same classes: WordNet's numbers in order, nearly each with a word of the name."""
+    of_timm = importlib.resources.files("timm.data").joinpath("_info")
+    folders = of_timm.joinpath("imagenet_synsets.txt").read_text().split()
+    if (listed := SETS[name]) is not None:
+        folders = [folders[int(row)] for row in of_timm.joinpath(listed).read_text().split()]
+    assert folders == sorted(folders) and len(class_names(name)) == len(folders)
+    lemmas = dict(line.split("\t") for line in of_timm.joinpath("imagenet_synset_to_lemma.txt").read_text().splitlines())
+    known = [
+        any(part in lemmas[folder].lower() for part in re.findall(r"\w+", own.lower()))
+        for own, folder in zip(class_names(name), folders, strict=True)
+    ]
+    assert np.mean(known) > 0.9
+
+
+def test_a_class_file_is_written_and_never_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "lists" / "r.txt"
+    run = CliRunner().invoke
+    assert run(app, ["classes", "imagenet-r", "--to", str(file)]).exit_code == 0
+    assert load_classes(file) == class_names("imagenet-r") and len(load_classes(file)) == 200
+    assert run(app, ["classes", "imagenet-r"]).stdout == file.read_text()
+    assert "imagenet-sketch  1000 classes" in run(app, ["classes"]).stdout
+    for arguments, message in (
+        (["imagenet", "--to", str(file)], "exists and is not overwritten"),
+        (["imagenet-x"], "did you mean 'imagenet-a'|no class names of 'imagenet-x'"),
+        (["--to", str(tmp_path / "all.txt")], "name it: xcompat classes NAME --to FILE"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            run(app, ["classes", *arguments], catch_exceptions=False)
+
+
+def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
+    classes = ["tench", "goldfish", "shark"]
+    assert class_indices(["shark", "tench"], classes).tolist() == [2, 0]
+    assert class_indices([2, 0, 1], classes).tolist() == class_indices(["2", "0", "1"], classes).tolist() == [2, 0, 1]
+    folders = ["n01484850", "n01440764", "n01443537", "n01440764"]
+    assert class_indices(folders, classes).tolist() == [2, 0, 1, 0]
+    assert class_indices([0, 1], classes, is_limited=True).tolist() == [0, 1]
+    for labels, message in (
+        (folders[:2], "3 classes, and the images are in 2 folders"),
+        ([0, 1], "3 classes, and the labels of the images are 0 to 1"),
+        ([0, 5], "the label 5 is none of the 3 classes"),
+        (["shark", "gold fish"], "the label 'gold fish' is none of the 3 classes; did you mean 'goldfish'"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            class_indices(labels, classes)
+
+
+def test_a_class_file_of_another_length_stops_a_run_before_it_trains(
+    folder_of: dict[str, str], pairs_folder: str, tmp_path: Path
+) -> None:
+    for folder in ("n01440764", "n01443537"):
+        (tmp_path / "images" / folder).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "images" / folder / "0.png")
+    (tmp_path / "classes.txt").write_text("tench\ngoldfish\nshark\n")
+    shot = {
+        "images": {"path": str(tmp_path / "images"), "captions": False, "labels": True},
+        "classes": str(tmp_path / "classes.txt"),
+    }
+    pairs = {"path": pairs_folder}
+    raw = {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "old": folder_of["clip"],
+        "new": folder_of["clip"],
+        "method": "direct",
+        "data": {"pairs": pairs, "test": pairs, "zero_shot": shot},
+        "training": {"max_steps": 1},
+    }
+    with pytest.raises(XcompatError, match=r"classes\.txt do not fit: 3 classes, and the images are in 2 folders"):
+        run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    assert not (tmp_path / "cache").exists(), "nothing was embedded"
+
+
+def test_prompts_may_be_a_librarys_list() -> None:
+    settings = {"images": {"path": "x"}, "classes": "c.txt"}
+    assert ZeroShotSettings(**settings).prompts() == ["a photo of a {}"]
+    openai = ZeroShotSettings(**settings, templates="openai").prompts()
+    assert len(set(openai)) == 80 and all(prompt.count("{}") == 1 for prompt in openai)
+    assert set(prompt_templates("simple")) <= set(openai)
+    with pytest.raises(ValueError, match="openai"):
+        ZeroShotSettings(**settings, templates="opnai")
