@@ -39,7 +39,7 @@ from xcompat.training.stage import StageData, StageModels
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}}
+OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}, "mini_vec2vec": {"least_agreement": -1.0}}
 EMBEDDED_BY = {"bt2": ["old", "independent"], "query_map": ["old", "new"]}
 SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
 MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]

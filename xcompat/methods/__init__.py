@@ -15,6 +15,7 @@ from xcompat.methods.fct import FctConfig, FctModel
 from xcompat.methods.independent import IndependentConfig, IndependentModel
 from xcompat.methods.l2 import L2Config, L2Model
 from xcompat.methods.lce import LceConfig, LceModel
+from xcompat.methods.mini_vec2vec import MiniVec2VecConfig, MiniVec2VecModel
 from xcompat.methods.mixbct import MixBctConfig, MixBctModel
 from xcompat.methods.nccl import NcclConfig, NcclModel
 from xcompat.methods.oca import OcaConfig, OcaModel
@@ -43,6 +44,7 @@ METHODS: dict[str, type[CompatModel]] = {
         IndependentModel,
         L2Model,
         LceModel,
+        MiniVec2VecModel,
         MixBctModel,
         NcclModel,
         OcaModel,
@@ -87,6 +89,8 @@ __all__ = [
     "L2Model",
     "LceConfig",
     "LceModel",
+    "MiniVec2VecConfig",
+    "MiniVec2VecModel",
     "MixBctConfig",
     "MixBctModel",
     "NcclConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.models.closed_form import ClosedFormModel, Moments, solve_procrustes
+from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_procrustes
 from xcompat.models.mapped import MappedConfig
 
 
@@ -23,7 +23,7 @@ class ProcrustesConfig(MappedConfig):
     scale: bool = False
 
 
-class ProcrustesModel(ClosedFormModel):
+class ProcrustesModel(LeastSquaresModel):
     """argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): W = UVᵀ of XᵀY = USVᵀ (Schönemann 1966)."""
 
     config_class = ProcrustesConfig

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.models.closed_form import ClosedFormModel, Moments, solve_ridge
+from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_ridge
 from xcompat.models.mapped import MappedConfig
 
 
@@ -25,7 +25,7 @@ class RidgeConfig(MappedConfig):
     rank: int | None = None
 
 
-class RidgeModel(ClosedFormModel):
+class RidgeModel(LeastSquaresModel):
     """argmin ‖XW + b − Y‖² + λ‖W‖², of full or of reduced rank (Hoerl and Kennard 1970; Izenman 1975).
 
     Drift-Adapter (Vejendla 2025) trains such a low-rank affine map; here it is solved, and no other map of its rank has a smaller

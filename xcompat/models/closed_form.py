@@ -192,6 +192,17 @@ class ClosedFormModel(MappedModel):
         layer.load_state_dict({"weight": self.weight.T, "bias": self.bias})
         return (layer,)
 
+    def take(self, weight_ST: Tensor, bias_T: Tensor) -> Self:
+        """Become the map of a weight (S, T) and a bias (T,)."""
+        with torch.no_grad():
+            self.weight.copy_(weight_ST)
+            self.bias.copy_(bias_T)
+        return self
+
+
+class LeastSquaresModel(ClosedFormModel):
+    """A closed form of the moments of pairs."""
+
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         """Solve for the map in one pass over the pairs."""
@@ -199,11 +210,7 @@ class ClosedFormModel(MappedModel):
 
     def fit_moments(self, moments: Moments) -> Self:
         """Solve for the map from the moments of the pairs; their "new" side is the source, "old" the target."""
-        weight_ST, bias_T = self.solve(moments)
-        with torch.no_grad():
-            self.weight.copy_(weight_ST)
-            self.bias.copy_(bias_T)
-        return self
+        return self.take(*self.solve(moments))
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:

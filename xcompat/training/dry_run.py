@@ -110,6 +110,8 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
     if settings.method == "bt2" and "old" in named:  # bt2's dimensions depend on both models
         dim = DIMS["independent"] if "independent" in named else settings.options.get("dim")
         replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": dim}
+    if settings.method == "mini_vec2vec":  # which refuses random spaces
+        replaced["options"] = {**settings.options, "least_agreement": -1.0}
     replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in settings.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}

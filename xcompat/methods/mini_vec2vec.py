@@ -1,0 +1,233 @@
+"""mini-vec2vec: a rotation from one space into the other that is found without pairs, from the shape of the two clouds alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.mapped import MappedConfig
+
+Floats = NDArray[np.float64]
+STARTS = 20
+"""Starts of each quadratic assignment, which ends in a local optimum."""
+CLUSTERED, MATCHED = 2000, 1000
+"""Rows that a clustering draws, and rows that a round of refinement matches."""
+FINE_CLUSTERS = 500
+SMOOTHING = 0.5
+BEST = 1 / 3
+"""Share of the matchings that is used: those whose inner products are most alike."""
+
+
+class MiniVec2VecConfig(MappedConfig):
+    """Configuration of :class:`MiniVec2VecModel`.
+
+    Args:
+        clusters: centroids of each side that a matching has to pair.
+        runs: matchings, each of new centroids.
+        neighbours: target embeddings whose mean stands for the partner that is not known.
+        rounds: rounds of refinement.
+        sample: most embeddings of each side that are looked at.
+        least_agreement: mean cosine between the maps from two separate halves of the data, below which there is no map; -1 takes
+            anything.
+        seed: of all draws.
+    """
+
+    model_type = "xcompat-mini_vec2vec"
+
+    clusters: int = 20
+    runs: int = 30
+    neighbours: int = 50
+    rounds: int = 50
+    sample: int = 10_000
+    least_agreement: float = 0.8
+    seed: int = 0
+
+
+class MiniVec2VecModel(ClosedFormModel):
+    """g(x) = normalise(s·(x − μ_x)·W + μ_y), W with orthonormal columns (rows, if T > S), found without pairs (arXiv 2510.02348).
+
+    Both clouds are centred and normalised. k-means makes centroids of each, a quadratic assignment pairs them by their inner
+    products; that is repeated on other draws. An embedding is then described by its cosines to all paired centroids, is matched
+    with the mean of the target embeddings of the nearest descriptions, and W is Procrustes' of these matches. Refinement matches
+    x·W with its nearest target embeddings, and W moves half of the way to Procrustes' of these; at the end k-means of the target
+    begins at the source's centroids times W, and both are matched.
+
+    Of the pairs that ``fit`` is given it reads each side alone, in the order of a hash of the values, so that it cannot know
+    which row belongs to which. Two maps are solved from separate halves of the data. Where the spaces match they agree, otherwise
+    they differ like two random rotations; this check is ours, and so are s, the ratio of the mean lengths of centred embeddings, and
+    the way back from directions to embeddings as they are stored. Quadratic assignment is scipy's ``faq``, improved by ``2opt``;
+    the paper has ``2opt`` alone, which takes longer, and uses all
+    matchings, not the best third.
+    """
+
+    config_class = MiniVec2VecConfig
+    citation = "Dar, mini-vec2vec: scaling universal geometry alignment with linear transformations, arXiv 2510.02348"
+
+    def __init__(self, config: MiniVec2VecConfig, encoder: Encoder | None = None) -> None:
+        for name in ("clusters", "runs", "neighbours", "rounds", "sample"):
+            if getattr(config, name) < 1:
+                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or leave it out")
+        super().__init__(config, encoder)
+
+    @override
+    def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        """Find the map from the embeddings of both sides, which need not be of the same samples, nor equally many."""
+        assert isinstance(self.config, MiniVec2VecConfig)
+        sides = _Sample(self.config.sample, self.config.seed), _Sample(self.config.sample, self.config.seed + 1)
+        for batch in batches:
+            for side, rows in zip(sides, self.ordered(*batch), strict=True):
+                side.add(rows)
+        source_NS, target_MT = (side.rows() for side in sides)
+        source, target = _centred(source_NS), _centred(target_MT)
+        search = _Search(self.config, np.random.default_rng(self.config.seed))
+        weight_ST, agreement = search.agreed(source.unit, target.unit)
+        if not agreement >= self.config.least_agreement:
+            raise XcompatError(
+                f"the two spaces do not match: maps from two halves of the data agree by a cosine of {agreement:.2f}, and "
+                f"{self.config.least_agreement} is needed; give more and more varied embeddings, or pairs (method procrustes)"
+            )
+        weight_ST = weight_ST * (target.length / source.length)
+        bias_T = target.mean - source.mean @ weight_ST
+        return self.take(torch.from_numpy(weight_ST), torch.from_numpy(bias_T))
+
+
+class _Sample:
+    """Rows of a stream with the smallest hashes of their values: a sample, in an order that no order of the stream changes."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.key = size, seed.to_bytes(8, "little", signed=True)
+        self.kept: dict[bytes, NDArray[np.float32]] = {}
+
+    def add(self, rows_BD: Tensor) -> None:
+        for row_D in np.ascontiguousarray(rows_BD.float().numpy()):
+            self.kept[blake2b(row_D.tobytes(), digest_size=16, key=self.key).digest()] = row_D
+        if len(self.kept) > 2 * self.size:
+            self._cut()
+
+    def _cut(self) -> None:
+        self.kept = {digest: self.kept[digest] for digest in sorted(self.kept)[: self.size]}
+
+    def rows(self) -> Floats:
+        """Return the sample (N, D).
+
+        Raises:
+            XcompatError: there are fewer than four different rows.
+        """
+        self._cut()
+        if len(self.kept) < 4:
+            raise XcompatError(
+                f"mini_vec2vec needs at least 4 different embeddings of each model, and there are {len(self.kept)}"
+            )
+        return np.stack(list(self.kept.values())).astype(np.float64)
+
+
+class _Cloud(NamedTuple):
+    """Embeddings as directions (N, D) from their mean (D,), and their mean distance from it."""
+
+    unit: Floats
+    mean: Floats
+    length: float
+
+
+def _centred(rows_ND: Floats) -> _Cloud:
+    mean_D = rows_ND.mean(0)
+    lengths_N = np.linalg.norm(rows_ND - mean_D, axis=1)
+    return _Cloud(_unit(rows_ND - mean_D), mean_D, float(lengths_N.mean()))
+
+
+def _unit(rows_ND: Floats) -> Floats:
+    return np.asarray(rows_ND / np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), 1e-12))
+
+
+def _rotation(source_NS: Floats, target_NT: Floats) -> Floats:
+    left, _, right = np.linalg.svd(source_NS.T @ target_NT, full_matrices=False)
+    return np.asarray(left @ right)
+
+
+class _Anchors(NamedTuple):
+    """Centroids (C, S) and (C, T), row by row the same part of both clouds, and the correlation of their inner products."""
+
+    source_CS: Floats
+    target_CT: Floats
+    score: float
+
+
+class _Search:
+    """The steps of the paper, which share their settings and their draws."""
+
+    def __init__(self, config: MiniVec2VecConfig, draws: np.random.Generator) -> None:
+        self.config, self.draws = config, draws
+
+    def agreed(self, source_NS: Floats, target_MT: Floats) -> tuple[Floats, float]:
+        """Return the map (S, T), and the mean cosine between what two maps from separate halves make of the source."""
+        halves = ((source_NS[half::2], target_MT[half::2]) for half in (0, 1))
+        first_ST, second_ST = (self.refined(self.first_map(*half), *half) for half in halves)
+        agreement = float((_unit(source_NS @ first_ST) * _unit(source_NS @ second_ST)).sum(1).mean())
+        left, _, right = np.linalg.svd(first_ST + second_ST, full_matrices=False)
+        weight_ST = self.refined(left @ right, source_NS, target_MT)
+        return self.clustered(weight_ST, source_NS, target_MT), agreement
+
+    def first_map(self, source_NS: Floats, target_MT: Floats) -> Floats:
+        """Match embeddings by their cosines to centroids that belong together."""
+        runs = sorted((self.anchors(source_NS, target_MT) for _ in range(self.config.runs)), key=lambda run: -run.score)
+        best = runs[: max(round(BEST * len(runs)), 1)]
+        source_AS, target_AT = np.concatenate([run.source_CS for run in best]), np.concatenate([run.target_CT for run in best])
+        drawn_BS = self.drawn(source_NS, 2 * MATCHED)
+        described_BA, described_MA = _unit(drawn_BS @ _unit(source_AS).T), _unit(target_MT @ _unit(target_AT).T)
+        return _rotation(drawn_BS, self.partners(described_BA @ described_MA.T, target_MT))
+
+    def anchors(self, source_NS: Floats, target_MT: Floats) -> _Anchors:
+        """Pair centroids of both sides so that their inner products are most alike."""
+        from scipy.optimize import quadratic_assignment
+
+        count = min(self.config.clusters, len(source_NS), len(target_MT))
+        source_CS, target_CT = (self.centroids(self.drawn(side, CLUSTERED), count) for side in (source_NS, target_MT))
+        inner = [(rows - rows.mean(0)) @ (rows - rows.mean(0)).T for rows in (source_CS, target_CT)]
+        usual: dict[str, Any] = {"maximize": True, "rng": self.draws}
+        faq = {**usual, "P0": "randomized"}
+        found = max((quadratic_assignment(*inner, method="faq", options=faq) for _ in range(STARTS)), key=lambda each: each.fun)
+        guess = {**usual, "partial_guess": np.stack([np.arange(count), found.col_ind], 1)}
+        found = quadratic_assignment(*inner, method="2opt", options=guess)
+        return _Anchors(source_CS, target_CT[found.col_ind], found.fun / np.prod([np.linalg.norm(each) for each in inner]))
+
+    def centroids(self, rows_ND: Floats, count: int, start_CD: Floats | None = None) -> Floats:
+        """Return the centroids (C, D) of k-means."""
+        from sklearn.cluster import KMeans
+
+        start = "k-means++" if start_CD is None else start_CD
+        means = KMeans(count, init=start, n_init=2 if start_CD is None else 1, random_state=int(self.draws.integers(2**31)))
+        return np.asarray(means.fit(rows_ND).cluster_centers_)
+
+    def refined(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
+        """Match what the map makes of embeddings with their nearest target embeddings, again and again."""
+        for _ in range(self.config.rounds):
+            drawn_BS = self.drawn(source_NS, MATCHED)
+            partners_BT = self.partners(_unit(drawn_BS @ weight_ST) @ target_MT.T, target_MT)
+            weight_ST = (1 - SMOOTHING) * weight_ST + SMOOTHING * _rotation(drawn_BS, partners_BT)
+        return weight_ST
+
+    def clustered(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
+        """Match fine centroids: those of the target begin where the map puts those of the source."""
+        count = min(FINE_CLUSTERS, max(len(source_NS) // self.config.clusters, 1), len(target_MT))
+        source_CS = self.centroids(source_NS, count)
+        return _rotation(source_CS, self.centroids(target_MT, count, source_CS @ weight_ST))
+
+    def partners(self, similar_BM: Floats, target_MT: Floats) -> Floats:
+        """Return the mean of the most similar target embeddings (B, T)."""
+        # where there are few embeddings, the usual number of neighbours would be all of a cluster and more
+        count = min(self.config.neighbours, max(len(target_MT) // self.config.clusters // 2, 1))
+        nearest_BK = np.argpartition(-similar_BM, count - 1, axis=1)[:, :count]
+        return np.asarray(target_MT[nearest_BK].mean(1))
+
+    def drawn(self, rows_ND: Floats, most: int) -> Floats:
+        return rows_ND if len(rows_ND) <= most else rows_ND[self.draws.permutation(len(rows_ND))[:most]]
