@@ -161,6 +161,7 @@ PICTURES: dict[str, Picture] = {
     "ridge": of_a_map(solved("x·W + b"), "squared distance"),
     "procrustes": of_a_map(solved("rotation W"), "squared distance"),
     "mini_vec2vec": of_a_map(solved("rotation W, without pairs"), "shapes of the clouds"),
+    "lambda_orthogonality": of_a_map(solved("x·W + b, nearly a rotation"), "squared distance"),
     "residual_mlp": of_a_map(trained("ridge, and a network beside it"), "angle"),
     "drift_adapter": of_a_map(trained("rotation, network, factors"), "angle"),
     "query_map": of_a_map(trained("x·W + b, begun at Procrustes"), "which of all y are of its class?"),

@@ -31,6 +31,8 @@ from xcompat.methods import (
     FctConfig,
     FctModel,
     IndependentModel,
+    LambdaOrthogonalityConfig,
+    LambdaOrthogonalityModel,
     LceConfig,
     LceModel,
     RbtConfig,
@@ -157,6 +159,32 @@ def test_unreadable_rows_are_left_out_of_both_sides() -> None:
     new[2], old[5] = np.nan, np.nan
     ((kept_new, kept_old),) = readable_pairs(new, old)
     assert kept_new.shape == (7, 4) and kept_old.shape == (7, 3) and kept_new.isfinite().all() and kept_old.isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "old_dim"), [(7, 7), (7, 4), (4, 7)])
+def test_lambda_orthogonality_lies_between_least_squares_and_procrustes(dim: int, old_dim: int) -> None:
+    new, old = unit(80, dim), F.normalize(unit(80, dim, 1)[:, :old_dim] if dim >= old_dim else unit(80, old_dim, 1), dim=-1)
+    pairs = Moments.of([(new, F.normalize(old + 2 * F.pad(new, (0, max(old_dim - dim, 0)))[:, :old_dim], dim=-1))])
+
+    def solved(strength: float) -> torch.Tensor:
+        config = LambdaOrthogonalityConfig(old=OLD | {"dim": old_dim}, embedding_dim=dim, strength=strength)
+        return LambdaOrthogonalityModel(config).solve(pairs)[0]
+
+    def excess(weight: torch.Tensor) -> float:
+        gram = weight.T @ weight if dim >= old_dim else weight @ weight.T
+        return float((gram - torch.eye(len(gram), dtype=gram.dtype)).norm())
+
+    covariance, cross = pairs.centred()
+    torch.testing.assert_close(solved(0.0), torch.linalg.solve(covariance, cross), atol=1e-5, rtol=1e-5)
+    found = [excess(solved(strength)) for strength in (0.0, 1e-3, 1e-2, 1.0, 1e3)]
+    assert found == sorted(found, reverse=True) and found[-1] < 1e-3 < 0.1 < found[0]
+    if dim <= old_dim:
+        torch.testing.assert_close(solved(1e3), solve_procrustes(pairs, centre=True)[0], atol=1e-3, rtol=1e-3)
+
+
+def test_lambda_orthogonality_refuses_a_penalty_below_zero() -> None:
+    with pytest.raises(XcompatError, match="options.strength is -1; give 0"):
+        LambdaOrthogonalityModel(LambdaOrthogonalityConfig(old=OLD, embedding_dim=7, strength=-1))
 
 
 # ------------------------------------------------------------------------------------------------- maps that are trained

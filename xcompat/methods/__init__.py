@@ -14,6 +14,7 @@ from xcompat.methods.drift_adapter import DriftAdapterConfig, DriftAdapterModel
 from xcompat.methods.fct import FctConfig, FctModel
 from xcompat.methods.independent import IndependentConfig, IndependentModel
 from xcompat.methods.l2 import L2Config, L2Model
+from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityConfig, LambdaOrthogonalityModel
 from xcompat.methods.lce import LceConfig, LceModel
 from xcompat.methods.mini_vec2vec import MiniVec2VecConfig, MiniVec2VecModel
 from xcompat.methods.mixbct import MixBctConfig, MixBctModel
@@ -43,6 +44,7 @@ METHODS: dict[str, type[CompatModel]] = {
         FctModel,
         IndependentModel,
         L2Model,
+        LambdaOrthogonalityModel,
         LceModel,
         MiniVec2VecModel,
         MixBctModel,
@@ -87,6 +89,8 @@ __all__ = [
     "IndependentModel",
     "L2Config",
     "L2Model",
+    "LambdaOrthogonalityConfig",
+    "LambdaOrthogonalityModel",
     "LceConfig",
     "LceModel",
     "MiniVec2VecConfig",

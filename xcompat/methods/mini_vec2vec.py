@@ -64,10 +64,9 @@ class MiniVec2VecModel(ClosedFormModel):
 
     Of the pairs that ``fit`` is given it reads each side alone, in the order of a hash of the values, so that it cannot know
     which row belongs to which. Two maps are solved from separate halves of the data. Where the spaces match they agree, otherwise
-    they differ like two random rotations; this check is ours, and so are s, the ratio of the mean lengths of centred embeddings, and
-    the way back from directions to embeddings as they are stored. Quadratic assignment is scipy's ``faq``, improved by ``2opt``;
-    the paper has ``2opt`` alone, which takes longer, and uses all
-    matchings, not the best third.
+    they differ like two random rotations. This check is ours, and so are s, the ratio of the mean lengths of centred embeddings,
+    and the way back from directions to embeddings as they are stored. Quadratic assignment is scipy's ``faq``, improved by
+    ``2opt``; the paper has ``2opt`` alone, which takes longer, and uses all matchings, not the best third.
     """
 
     config_class = MiniVec2VecConfig
