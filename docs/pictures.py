@@ -162,6 +162,7 @@ PICTURES: dict[str, Picture] = {
     "procrustes": of_a_map(solved("rotation W"), "squared distance"),
     "mini_vec2vec": of_a_map(solved("rotation W, without pairs"), "shapes of the clouds"),
     "lambda_orthogonality": of_a_map(solved("x·W + b, nearly a rotation"), "squared distance"),
+    "geometry_residual": of_a_map(trained("Procrustes, and a network beside it"), "nearer than its neighbours?"),
     "residual_mlp": of_a_map(trained("ridge, and a network beside it"), "angle"),
     "drift_adapter": of_a_map(trained("rotation, network, factors"), "angle"),
     "query_map": of_a_map(trained("x·W + b, begun at Procrustes"), "which of all y are of its class?"),

@@ -44,6 +44,8 @@ def build(method: str, encoder: str, **options: Any) -> CompatModel:
         options = {"adapters": LORA, **options}
     if method == "projection":
         options = {"noise_std": 0.0, **options}
+    if method == "geometry_residual":
+        options = {"margin": 2.0, **options}  # which nothing holds
     torch.manual_seed(0)
     model = METHODS[method].from_encoder(encoder, old=OLD if METHODS[method].compares_with_old else None, **options)
     model.prepare(OldKnowledge(3, LABELS_B.numpy(), unit(8, 8, seed=1).numpy()), unit(8, 16, seed=2).numpy())

@@ -30,6 +30,8 @@ from xcompat.methods import (
     DriftAdapterModel,
     FctConfig,
     FctModel,
+    GeometryResidualConfig,
+    GeometryResidualModel,
     IndependentModel,
     LambdaOrthogonalityConfig,
     LambdaOrthogonalityModel,
@@ -324,6 +326,49 @@ DRIFT_ADAPTER = {
 def test_drift_adapter_refuses_sizes_below_one(option: str, value: int) -> None:
     with pytest.raises(XcompatError, match=f"options.{option} is {value}; give a number from 1, or leave it out"):
         DriftAdapterModel(DriftAdapterConfig(old=OLD, embedding_dim=7, **{option: value}))
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+@pytest.mark.parametrize("start", ["procrustes", "ridge"])
+def test_geometry_residual_begins_at_the_closed_form(start: str, direction: str) -> None:
+    model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=7, start=start, direction=direction)).eval()
+    model.prepare(*knowledge())
+    backward = direction == "old_to_new"
+    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
+    moments = Moments.of([(source, target)])
+    weight, bias = solve_ridge(moments, 0.01) if start == "ridge" else solve_procrustes(moments, centre=True)
+    mapped = model.upgrade(source) if backward else model.view(source)
+    torch.testing.assert_close(mapped, F.normalize(source @ weight.float() + bias.float(), dim=-1))
+    assert {name for name, part in model.named_parameters() if part.requires_grad} == {
+        f"residual.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_geometry_residual_loss_is_a_double_loop_over_near_triplets(classes: bool) -> None:
+    model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=7, margin=0.3, neighbours=2)).eval()
+    model.prepare(*knowledge())
+    given = {name: rows for name, rows in batch().items() if classes or name != "labels"}
+    mapped, target = model.view(given["new_embeds"]).detach(), given["old_embeds"]
+    terms = []
+    for i in range(8):
+        others = [j for j in range(8) if (LABELS[i] != LABELS[j] if classes else i != j)]
+        for j in sorted(others, key=lambda j: -float(target[i] @ target[j]))[:2]:
+            terms.append(max(0.0, 0.3 + float(mapped[i] @ target[j]) - float(mapped[i] @ target[i])))
+    assert model(**given).loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+
+
+def test_geometry_residual_stops_where_every_triplet_holds() -> None:
+    """A rotation is solved: what is left has neither loss nor gradient, until the margin is one that nothing holds."""
+    rotation = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0))).Q
+    old = unit(8, 6, 1)
+    for margin, stops in ((0.01, True), (2.0, False)):
+        model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=6, margin=margin)).train()
+        model.prepare(OldKnowledge(4, LABELS, old.numpy()), (old @ rotation).numpy())
+        loss = model(new_embeds=old @ rotation, old_embeds=old).loss
+        loss.backward()
+        moved = sum(float(part.grad.abs().sum()) for part in model.residual.parameters() if part.grad is not None)
+        assert (loss.item() == 0.0 and moved == 0.0) is stops
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -12,6 +12,7 @@ from xcompat.methods.contrast import ContrastConfig, ContrastModel
 from xcompat.methods.direct import DirectConfig, DirectModel
 from xcompat.methods.drift_adapter import DriftAdapterConfig, DriftAdapterModel
 from xcompat.methods.fct import FctConfig, FctModel
+from xcompat.methods.geometry_residual import GeometryResidualConfig, GeometryResidualModel
 from xcompat.methods.independent import IndependentConfig, IndependentModel
 from xcompat.methods.l2 import L2Config, L2Model
 from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityConfig, LambdaOrthogonalityModel
@@ -42,6 +43,7 @@ METHODS: dict[str, type[CompatModel]] = {
         DirectModel,
         DriftAdapterModel,
         FctModel,
+        GeometryResidualModel,
         IndependentModel,
         L2Model,
         LambdaOrthogonalityModel,
@@ -85,6 +87,8 @@ __all__ = [
     "DriftAdapterModel",
     "FctConfig",
     "FctModel",
+    "GeometryResidualConfig",
+    "GeometryResidualModel",
     "IndependentConfig",
     "IndependentModel",
     "L2Config",
