@@ -512,11 +512,12 @@ def test_a_hub_that_is_not_there_or_not_open(run: Run, done: Path, hub: Hub, mon
     assert f"me/gated is gated on {hub.url}: ask for access" in refused(run("lineage", "me/gated"))
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         down = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", down)
-    for verb in (("push", done / "run", "me/pair"), ("lineage", "me/pair")):
-        assert f"{down} cannot be reached for me/pair" in refused(run(*verb))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused(run("push", done / "run", "me/pair"))
+    with monkeypatch.context() as cut_off:  # undone before the Hub goes: else tests after this one would be online
+        cut_off.setattr("huggingface_hub.constants.ENDPOINT", down)
+        for verb in (("push", done / "run", "me/pair"), ("lineage", "me/pair")):
+            assert f"{down} cannot be reached for me/pair" in refused(run(*verb))
+        cut_off.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE is set" in refused(run("push", done / "run", "me/pair"))
 
 
 def test_what_cannot_be_pulled_is_one_line(done: Path, hub: Hub) -> None:
