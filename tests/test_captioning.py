@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,28 @@ def test_a_killed_run_continues_and_writes_the_same(
     write_captions(source, captioner, tmp_path / "cut.jsonl")
     assert asked == 3 - done and done == at
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_ids_may_hold_what_unicode_calls_a_line_separator(captioner_folder: str, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "a\u2028b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
+    source = PairSource(path=str(tmp_path / "odd"), captions=False)
+    assert write_captions(source, Captioner(captioner_folder, max_tokens=4), tmp_path / "out.jsonl") == 1
+    assert json.loads((tmp_path / "out.jsonl").read_text())["id"] == "a\u2028b.png"
+
+
+def test_another_captioner_in_the_same_folder_does_not_continue(
+    captioner_folder: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(captioner_folder, tmp_path / "captioner"))
+    source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(captioning, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write_captions(source, Captioner(str(folder), max_tokens=4), out)
+    (folder / "model.safetensors").touch()
+    with pytest.raises(XcompatError, match="parts with other captioner"):
+        write_captions(source, Captioner(str(folder), max_tokens=4), out)
 
 
 def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folder: str, photos: Path, tmp_path: Path) -> None:

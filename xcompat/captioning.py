@@ -16,12 +16,14 @@ import torch
 from PIL.Image import Image
 
 from xcompat.data import PairSource, load_pairs
+from xcompat.data.cache import file_stamps
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import CAPTION, ID, IMAGE
+from xcompat.data.text_files import json_lines
 from xcompat.distributed import barrier, device, is_main_process, process_state, rank, world_size
 from xcompat.errors import XcompatError, what_failed
-from xcompat.files import atomic_path, make_folder, read_json, write_json
-from xcompat.progress import console, literal, notice, progress_bar, rate_of, shortened, silence_libraries
+from xcompat.files import atomic_path, listed, make_folder, read_json, write_json
+from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import MOST_THREADS, map_in_threads
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Captioner:
         if getattr(self.tokenizer, "chat_template", None):
             raise XcompatError(f"{name} answers in a chat, and captions are asked without a prompt; name a captioner")
         self.name, self.max_tokens = name, max_tokens
-        self.digest = f"{name}@{getattr(config, '_commit_hash', None)}"
+        self.digest = getattr(config, "_commit_hash", None) or _digest_of(Path(name))
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image]) -> list[str]:
@@ -75,6 +77,11 @@ class Captioner:
         pixels = self.images(list(images), return_tensors="pt")["pixel_values"].to(self.model.device)
         tokens = self.model.generate(pixel_values=pixels, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
         return [" ".join(text.split()) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+def _digest_of(folder: Path) -> str:
+    """Tell the files of a local captioner from those of another one in its place."""
+    return hashlib.sha256(repr(file_stamps(listed(folder))).encode()).hexdigest()
 
 
 def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_size: int = 16, overwrite: bool = False) -> int:
@@ -103,13 +110,17 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
     _require_plan(folder, _plan(source, images, captioner))
     parts = {start: folder / f"{start:012}.jsonl" for start in range(0, len(images), ROWS)}
     mine = list(parts)[rank() :: world_size()]
+
+    def rows_of(start: int) -> int:
+        return min(ROWS, len(images) - start)
+
     with progress_bar() as bar:
-        task = bar.add_task(f"captions by {shortened(captioner.name)}", total=len(mine) * ROWS, rate="")
+        task = bar.add_task(f"captions by {captioner.name}", total=sum(map(rows_of, mine)), rate="")
         for start in mine:
             if not parts[start].exists():
                 with atomic_path(parts[start]) as temporary:
                     temporary.write_text("".join(_lines(images, start, captioner, batch_size)), encoding="utf-8")
-            rate_of(bar, task, ROWS, "images")
+            rate_of(bar, task, rows_of(start), "images")
     barrier()
     if is_main_process():
         _join(parts.values(), out, source.max_bad_share)
@@ -149,7 +160,11 @@ def _lines(images: datasets.Dataset, start: int, captioner: Captioner, batch_siz
         readable = [image for _, image in batch if image is not None]
         captions = iter(captioner(readable) if readable else [])
         for name, image in batch:
-            yield json.dumps({ID: name, CAPTION: next(captions) if image is not None else None}, ensure_ascii=False) + "\n"
+            yield _line({ID: name, CAPTION: next(captions) if image is not None else None})
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _opened(row: dict[str, Any]) -> tuple[str, Image | None]:
@@ -162,14 +177,12 @@ def _opened(row: dict[str, Any]) -> tuple[str, Image | None]:
 
 def _join(parts: Iterable[Path], out: Path, max_bad_share: float) -> None:
     """Write the lines of all parts into one file, without those of images that cannot be read."""
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
-    written = [line for line in lines if json.loads(line)[CAPTION] is not None]
-    if len(lines) - len(written) > max_bad_share * len(lines):
-        raise XcompatError(
-            f"{len(lines) - len(written)} of {len(lines)} images cannot be read; mend them, or raise --max-bad-share"
-        )
+    rows = [row for part in parts for _, row in json_lines(part)]
+    written = [row for row in rows if row[CAPTION] is not None]
+    if (bad := len(rows) - len(written)) > max_bad_share * len(rows):
+        raise XcompatError(f"{bad} of {len(rows)} images cannot be read; mend them, or raise --max-bad-share")
     with atomic_path(out) as temporary:
-        temporary.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
+        temporary.write_text("".join(map(_line, written)), encoding="utf-8")
 
 
 def caption(images: str, model: str, out: Path, max_tokens: int, batch_size: int, max_bad_share: float, overwrite: bool) -> None:
