@@ -78,6 +78,21 @@ def test_a_method_of_classes_learns_from_labelled_pictures(
     assert again.fingerprint() == model.fingerprint() and again.config.classes == CLASSES
 
 
+def test_a_batch_of_classes_is_embedded_by_the_old_model_where_that_is_asked_for(
+    photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model, data = built("contrast", folder_of, old_folder, classes=CLASSES), {"augmentation": {"min_scale": 0.3}}
+    cached, online = (
+        next(iter(CompatTrainer(model, settings(tmp_path), photos, old=old_folder, data=data | given).get_train_dataloader()))
+        for given in ({}, {"old_embeddings": "online"})
+    )
+    assert torch.equal(cached["labels"], online["labels"]) and cached["old_embeds"].shape == online["old_embeds"].shape
+    assert not torch.allclose(cached["old_embeds"], online["old_embeds"], atol=1e-2), "of plain pictures, and of the views"
+    with pytest.raises(XcompatError, match="online a frozen model makes part of each batch: leave out dataloader_num_workers"):
+        arguments = settings(tmp_path, dataloader_num_workers=1)
+        CompatTrainer(model, arguments, photos, old=old_folder, data={"old_embeddings": "online"})
+
+
 def test_xbt_learns_from_pairs(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
     model = built("xbt", folder_of, old_folder, adapters={"lora": {"rank": 2}, "prompts": 2})
     model.start_from(built("projection", folder_of, old_folder))

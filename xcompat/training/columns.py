@@ -10,9 +10,12 @@ import numpy as np
 from xcompat.data import LabelledImages
 from xcompat.data.schema import INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
 from xcompat.embedding import EmbeddingCache
+from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import Data, embedding_data
 
 
@@ -44,25 +47,65 @@ def map_data(
     return embedding_data(new, old, {name: column for name, column in known.items() if name in wanted})
 
 
-def labelled_columns(model: CompatModel, old: OldKnowledge, new_ND: Rows | None) -> dict[str, Any]:
+def labelled_columns(
+    model: CompatModel,
+    settings: StageRecipe,
+    images: LabelledImages,
+    old: FrozenModel,
+    independent: Callable[[], Embedder],
+    cache: Callable[[FrozenModel], EmbeddingCache],
+) -> tuple[dict[str, Any], dict[str, Embedder]]:
     """Tell a method that trains on labelled images what is known of the old model, and return the columns that follow from it.
 
     Args:
         model: as its method built it.
-        old: what is known.
-        new_ND: embeddings of the independent new model, for a method that reads them.
+        settings: the stage.
+        images: the labelled images.
+        old: the old model, or what is left of it.
+        independent: loads the independent new model, for a method that reads its embeddings.
+        cache: embeds the images with a model.
 
     Returns:
-        More columns, one row for each image.
+        More columns, one row for each image, and the models that embed each batch anew, by the column that they fill.
 
     Raises:
-        XcompatError: the method reads old embeddings, and only prototypes are known.
+        XcompatError: the method reads old embeddings, and only prototypes are known, or a model cannot embed batches.
     """
-    model.prepare(old, new_ND)
-    extra: dict[str, Any] = {} if new_ND is None else {NEW_EMBEDS: new_ND}
-    if OLD_EMBEDS in model.columns:
-        extra[OLD_EMBEDS] = old.embeddings(model.config.model_type.removeprefix("xcompat-"))
-    return extra | model.extra_columns(old)
+    online = _online(model, settings, old, independent)  # refuses before anything is embedded
+    knowledge = old_knowledge(images, old, cache)
+    new_ND: Rows | None = None
+    if NEW_EMBEDS in online:
+        new_ND = np.empty((0, online[NEW_EMBEDS].dim), np.float32)  # no row, but its dimension, which is checked
+    elif NEW_EMBEDS in model.columns:
+        new_ND = cache(independent())
+    model.prepare(knowledge, new_ND)
+    extra: dict[str, Any] = {}
+    if NEW_EMBEDS in model.columns and NEW_EMBEDS not in online:
+        extra[NEW_EMBEDS] = new_ND
+    if OLD_EMBEDS in model.columns and OLD_EMBEDS not in online:
+        extra[OLD_EMBEDS] = knowledge.embeddings(model.config.model_type.removeprefix("xcompat-"))
+    return extra | model.extra_columns(knowledge), online
+
+
+def _online(
+    model: CompatModel, settings: StageRecipe, old: FrozenModel, independent: Callable[[], Embedder]
+) -> dict[str, Embedder]:
+    """Return the frozen models that embed the augmented images of each batch, by the column they fill."""
+    chosen = {OLD_EMBEDS: settings.data.old_embeddings, NEW_EMBEDS: settings.data.new_embeddings}
+    columns = [column for column, how in chosen.items() if how == "online" and column in model.columns]
+    if columns and settings.training.get("dataloader_num_workers"):
+        raise XcompatError(
+            f"with data.{columns[0].replace('embeds', 'embeddings')} online a frozen model makes part of each batch: leave out "
+            "dataloader_num_workers"
+        )
+    online: dict[str, Embedder] = {}
+    if OLD_EMBEDS in columns:
+        online[OLD_EMBEDS] = old.require_model("holds embeddings and no model: set data.old_embeddings to cached")
+        if online[OLD_EMBEDS].reads == "captions":
+            raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")
+    if NEW_EMBEDS in columns:
+        online[NEW_EMBEDS] = independent()
+    return online
 
 
 def old_knowledge(images: LabelledImages, old: FrozenModel, cache: Callable[[FrozenModel], EmbeddingCache]) -> OldKnowledge:

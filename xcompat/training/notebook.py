@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from transformers import TrainerCallback, TrainingArguments
 
 from xcompat.data import flatten_captions, load_labelled, load_pairs
-from xcompat.data.schema import LABEL_COLUMNS, LABELS, NEW_EMBEDS, OLD_EMBEDS, SECOND_PIXEL_VALUES, TEXT
+from xcompat.data.schema import LABEL_COLUMNS, LABELS, OLD_EMBEDS, SECOND_PIXEL_VALUES, TEXT
 from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource
@@ -23,7 +24,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
-from xcompat.training.columns import labelled_columns, map_data, old_knowledge
+from xcompat.training.columns import labelled_columns, map_data
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.trainer import DEFAULTS, NEEDED, Data, StageTrainer, labelled_data, pair_data
@@ -166,10 +167,11 @@ class _Learner:
         if model.embeds_in_memory:
             return map_data(model, cache(self._new()), cache(self._old(old)), images)
         extra: dict[str, Any] = {}
+        online: dict[str, Embedder] = {}
         if model.config.old is not None:
-            new_ND = cache(self._independent(independent)) if NEW_EMBEDS in model.columns else None
-            extra = labelled_columns(model, old_knowledge(images, self._old(old), cache), new_ND)
-        return labelled_data(self.settings, images, model.processor, self.seed, extra, self.two_views)
+            alone = partial(self._independent, independent)
+            extra, online = labelled_columns(model, self.settings, images, self._old(old), alone, cache)
+        return labelled_data(self.settings, images, model.processor, self.seed, extra, self.two_views, online)
 
     def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         """Learn a map from pictures alone."""
