@@ -5,27 +5,25 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
-from xcompat.models.mapped import LearnedMapModel, MappedConfig
-from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.closed_form import Moments, solve_procrustes, solve_ridge
+from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel
 from xcompat.outputs import Batch, CompatOutput
 
 DAMPING = 0.01
 """λ of the ridge regression, in units of the mean variance of the source's dimensions."""
 
 
-class GeometryResidualConfig(MappedConfig):
+class GeometryResidualConfig(ResidualMapConfig):
     """Configuration of :class:`GeometryResidualModel`.
 
     Args:
         start: the closed form that stays fixed: centred ``procrustes``, or ``ridge``.
-        hidden: width of the network.
         margin: by how much the own target embedding must be nearer, in cosine, than its neighbours.
         neighbours: target embeddings of other items that each is compared with, the nearest to its own in the batch.
     """
@@ -33,12 +31,11 @@ class GeometryResidualConfig(MappedConfig):
     model_type = "xcompat-geometry_residual"
 
     start: Literal["procrustes", "ridge"] = "procrustes"
-    hidden: int = 256
     margin: float = 0.05
     neighbours: int = 5
 
 
-class GeometryResidualModel(LearnedMapModel):
+class GeometryResidualModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean max(0, m + cos(g(x_i), y_n) − cos(g(x_i), y_i)).
 
     After Zhao 2026 (arXiv 2605.05674): a residual that begins at 0, triplets among near neighbours, unit vectors. A and c are
@@ -55,34 +52,14 @@ class GeometryResidualModel(LearnedMapModel):
     )
 
     def __init__(self, config: GeometryResidualConfig, encoder: Encoder | None = None) -> None:
-        for name in ("hidden", "neighbours"):
-            if getattr(config, name) < 1:
-                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or leave it out")
+        if config.neighbours < 1:
+            raise XcompatError(f"options.neighbours is {config.neighbours}; give a number from 1, or leave it out")
         super().__init__(config, encoder)
-        self.skip = nn.Linear(self.source_dim, self.target_dim)
-        last = nn.Linear(config.hidden, self.target_dim)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.residual = nn.Sequential(nn.Linear(self.source_dim, config.hidden), nn.GELU(), last)
-        self.set_trainable()
-        self.post_init()
-
-    def set_trainable(self) -> None:
-        """Train the network alone; the linear part is solved."""
-        self.skip.requires_grad_(False)
 
     @override
-    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the linear part."""
-        assert new_ND is not None
-        moments = Moments.of(readable_pairs(*self.ordered(new_ND, old.embeddings("geometry_residual"))))
+    def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
         ridge = self.config.start == "ridge"
-        weight_ST, bias_T = solve_ridge(moments, DAMPING) if ridge else solve_procrustes(moments, centre=True)
-        self.skip.load_state_dict({"weight": weight_ST.T, "bias": bias_T})
-
-    @override
-    def map(self, embeds: Tensor) -> Tensor:
-        return F.normalize((self.skip(embeds) + self.residual(embeds)).float(), dim=-1)
+        return solve_ridge(moments, DAMPING) if ridge else solve_procrustes(moments, centre=True)
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:

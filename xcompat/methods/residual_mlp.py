@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
 from xcompat.losses import angular_alignment_loss
-from xcompat.models.closed_form import Moments, readable_pairs, solve_ridge
-from xcompat.models.mapped import LearnedMapModel, MappedConfig
-from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.closed_form import Moments, solve_ridge
+from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel
 from xcompat.outputs import Batch, CompatOutput
 
 
-class ResidualMlpConfig(MappedConfig):
+class ResidualMlpConfig(ResidualMapConfig):
     """Configuration of :class:`ResidualMlpModel`.
 
     Args:
-        hidden: width of the network.
         regularisation: λ of the ridge regression, in units of the mean variance of the source's dimensions.
     """
 
     model_type = "xcompat-residual_mlp"
 
-    hidden: int = 256
     regularisation: float = 0.01
 
 
-class ResidualMlpModel(LearnedMapModel):
+class ResidualMlpModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
 
     A and c are the ridge solution and stay fixed; W2 and b2 start at 0, so that training begins at the linear map. The paper has
@@ -39,31 +34,9 @@ class ResidualMlpModel(LearnedMapModel):
     config_class = ResidualMlpConfig
     citation = "Vejendla, Drift-Adapter: near zero-downtime embedding model upgrades in vector databases, EMNLP 2025"
 
-    def __init__(self, config: ResidualMlpConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        self.skip = nn.Linear(self.source_dim, self.target_dim)
-        last = nn.Linear(config.hidden, self.target_dim)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.residual = nn.Sequential(nn.Linear(self.source_dim, config.hidden), nn.GELU(), last)
-        self.set_trainable()
-        self.post_init()
-
-    def set_trainable(self) -> None:
-        """Train the network alone; the linear part is solved."""
-        self.skip.requires_grad_(False)
-
     @override
-    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the linear part."""
-        assert new_ND is not None
-        pairs = readable_pairs(*self.ordered(new_ND, old.embeddings("residual_mlp")))
-        weight_ST, bias_T = solve_ridge(Moments.of(pairs), self.config.regularisation)
-        self.skip.load_state_dict({"weight": weight_ST.T, "bias": bias_T})
-
-    @override
-    def map(self, embeds: Tensor) -> Tensor:
-        return F.normalize((self.skip(embeds) + self.residual(embeds)).float(), dim=-1)
+    def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        return solve_ridge(moments, self.config.regularisation)
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
