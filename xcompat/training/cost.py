@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from xcompat.distributed import is_main_process, sum_over_ranks
-from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.report.content import Cost
+from xcompat.training.record import damage_told
 
 FILE = "cost.json"
 _COST = TypeAdapter(Cost)
@@ -115,9 +115,5 @@ def cost_of(folder: Path) -> Cost | None:
     file = folder / FILE
     if not file.exists():
         return None
-    try:
+    with damage_told(file, "costs"):
         return _COST.validate_python(read_json(file))
-    except ValidationError as error:
-        raise XcompatError(
-            f"{file} is not as it was written ({error.errors()[0]['msg']}); delete it to go without costs"
-        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +100,17 @@ def read_record(file: Path, kind: type[R]) -> R:
         ) from None
 
 
+@contextmanager
+def damage_told(file: Path, without: str) -> Iterator[None]:
+    """Say in one line that a file which a run can go without is not as it was written."""
+    try:
+        yield
+    except ValidationError as error:
+        raise XcompatError(
+            f"{file} is not as it was written ({error.errors()[0]['msg']}); delete it to go without {without}"
+        ) from None
+
+
 def logged_losses(folder: Path) -> list[LossPoint]:
     """Return the losses that were logged while a stage was trained, in steps that ascend.
 
@@ -115,14 +126,10 @@ def logged_losses(folder: Path) -> list[LossPoint]:
     file = folder / LOG
     if not file.exists():
         return []
-    try:
+    with damage_told(file, "a curve"):
         entries = [entry for entry in _LOG.validate_python(read_json(file)) if "loss" in entry]
         known = [{key: entry[key] for key in LossPoint._fields if key in entry} for entry in entries]
         points = _POINTS.validate_python(known)
-    except ValidationError as error:
-        raise XcompatError(
-            f"{file} is not as it was written ({error.errors()[0]['msg']}); delete it to go without a curve"
-        ) from None
     every = -(-len(points) // _MOST_POINTS)
     return points if every <= 1 else points[-1::-every][::-1]
 
