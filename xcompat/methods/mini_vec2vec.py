@@ -109,7 +109,8 @@ class _Sample:
 
     def add(self, rows_BD: Tensor) -> None:
         for row_D in np.ascontiguousarray(rows_BD.float().numpy()):
-            self.kept[blake2b(row_D.tobytes(), digest_size=16, key=self.key).digest()] = row_D
+            digest = blake2b(row_D.tobytes(), digest_size=16, key=self.key).digest()
+            self.kept[digest] = row_D.copy()  # a view would keep its whole batch in memory
         if len(self.kept) > 2 * self.size:
             self._cut()
 
