@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from store_places import MilvusPlace, map_of_galleries, milvus_place, unit_vecto
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import RidgeModel
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.milvus_index import connect
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
@@ -112,6 +115,45 @@ def test_everything_beside_the_vector_is_copied(place: MilvusPlace, vectors: np.
     }
     assert place.client.insert("items", [service])["insert_count"] == 1
     assert migration.rollback(store)[1] == 1
+
+
+def half_written(folder: Path) -> int:
+    """End the Milvus Lite of a folder and cut its indexes in half, as a kill in the middle of a write does; count them."""
+    from milvus_lite.server_manager import server_manager_instance
+
+    server_manager_instance.release_server(str(folder / "milvus.db"))
+    indexes = list((folder / "milvus.db").rglob("*.idx"))
+    for index in indexes:
+        index.write_bytes(index.read_bytes()[: index.stat().st_size // 2])
+    return len(indexes)
+
+
+@pytest.mark.parametrize("name", ["items", "an_alias"])
+def test_an_index_that_a_killed_process_left_in_half_is_made_anew(tmp_path: Path, vectors: np.ndarray, name: str) -> None:
+    with closing(pymilvus.MilvusClient(str(tmp_path / "milvus.db"))) as client:
+        place = MilvusPlace(f"milvus://{tmp_path / 'milvus.db'}", client)
+        place.fill(vectors)
+        client.flush("items")
+        client.create_alias("items", "an_alias")
+    assert half_written(tmp_path) == 1
+    with closing(pymilvus.MilvusClient(str(tmp_path / "milvus.db"))) as client, pytest.raises(pymilvus.MilvusException):
+        client.load_collection("items")  # else Milvus Lite has learned it, and our mending can go
+    store = xcompat.stores.open(f"milvus://{tmp_path / 'milvus.db'}?collection={name}&field=vector")
+    assert [hits[0].id for hits in store.search(vectors, top_k=1)] == [str(row) for row in range(N)]
+    store.close()
+
+
+def test_a_gallery_too_survives_half_an_index(tmp_path: Path, vectors: np.ndarray) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus=str(tmp_path / "milvus.db"))
+    gallery.add(vectors, [str(row) for row in range(N)])
+    gallery.commit()
+    assert len(Gallery.open(gallery.path)) == N
+    gallery.verify()
+    connect.cache_clear()
+    assert half_written(tmp_path) == 1
+    gallery = Gallery.open(gallery.path)
+    gallery.verify()
+    assert [hits[0].id for hits in gallery.search(vectors, gallery.versions[0], top_k=1)] == [str(row) for row in range(N)]
 
 
 def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric, SegmentRecord
+from xcompat.retrieval.milvus_lite import load_collection
 
 INDEX = "AUTOINDEX"
 ROWS_PER_CALL = 4096  # keeps messages well below Milvus's limit of 64 MB
@@ -75,7 +76,7 @@ class MilvusBackend:
     @_answered
     def open(self, record: SegmentRecord, folder: Path) -> MilvusIndex:
         """Open the collection of a segment."""
-        return MilvusIndex(connect(self.uri), record, self.metric)
+        return MilvusIndex(self.uri, record, self.metric)
 
     def keeps(self, index: str) -> bool:
         """Return True: a collection returns its vectors unchanged."""
@@ -91,7 +92,7 @@ class MilvusBackend:
     def damaged(self, record: SegmentRecord) -> list[str]:
         """Return one line if a collection is gone or holds another number of vectors; they are counted, not compared."""
         try:
-            rows = MilvusIndex(connect(self.uri), record, self.metric).rows
+            rows = MilvusIndex(self.uri, record, self.metric).rows
         except XcompatError as error:
             return [str(error)]
         held = f"Milvus holds {rows} vectors in {_collection(record.name)}, it was given {record.rows}"
@@ -106,12 +107,12 @@ class MilvusIndex:
     """
 
     @_answered
-    def __init__(self, client: Any, record: SegmentRecord, metric: Metric) -> None:  # noqa: ANN401 - pymilvus has no types
-        self.client, self.record, self.metric = client, record, metric
+    def __init__(self, uri: str, record: SegmentRecord, metric: Metric) -> None:
+        self.client, self.record, self.metric = connect(uri), record, metric
         self.collection = _collection(record.name)
-        if not client.has_collection(self.collection):
+        if not self.client.has_collection(self.collection):
             raise XcompatError(f"Milvus has no collection {self.collection}; point the gallery to the Milvus it was built with")
-        client.load_collection(self.collection)
+        load_collection(self.client, self.collection, Path(uri) if Path(uri).exists() else None)
 
     @property
     @_answered

@@ -19,9 +19,10 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
+from xcompat.retrieval.milvus_lite import load_collection
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
-from xcompat.stores.milvus_client import connect, explained
+from xcompat.stores.milvus_client import connect, explained, lite_file
 from xcompat.stores.milvus_schema import MARK, STATE, indexes_like, mark_of, records, require_copyable, schema_like
 from xcompat.stores.uri import StoreUri
 
@@ -47,7 +48,7 @@ class MilvusStore(Store):
         with explained(uri):
             for name in {self.space, *self.added_spaces()}:
                 if self._is_there(name):
-                    self.client.load_collection(name)
+                    load_collection(self.client, name, lite_file(uri))
         halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # between the two names of a switch
         made = self._described(self.space + BEFORE if halfway else self.space)
         self.key, self.numeric = next(

@@ -19,16 +19,20 @@ LOST = 2
 """The code by which pymilvus says that nothing answers."""
 
 
+def lite_file(uri: StoreUri) -> Path | None:
+    """Return the file of Milvus Lite; None where a server is named."""
+    return None if uri.parts.hostname is not None else Path(uri.parts.path).resolve()
+
+
 def connect(uri: StoreUri) -> MilvusClient:
     """Open a file or a server."""
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints the traceback of each error that it raises
     parts = uri.parts
     with explained(uri):
-        if parts.hostname is not None:
+        if (file := lite_file(uri)) is None:
             scheme = "https" if uri.options.get("ssl") == "true" else "http"
             who = {"user": unquote(parts.username or ""), "password": unquote(parts.password or "")}
             return MilvusClient(f"{scheme}://{parts.hostname}:{parts.port or 19530}", db_name=parts.path.strip("/"), **who)
-        file = Path(parts.path).resolve()
         if file.suffix != ".db" or not file.exists():
             raise XcompatError(f"{uri}: {file} is no file of Milvus Lite; name one that ends in .db by its full path")
         logging.getLogger("grpc._server").setLevel(logging.CRITICAL)  # and Milvus Lite that of each call that it lacks
