@@ -837,6 +837,7 @@ WORKER = "Caught OSError in a worker.\nOriginal Traceback:\n  File x\nOSError: [
         (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
         (KeyboardInterrupt(), "interrupted; start again to continue"),
         (ModuleNotFoundError("No module named 'wandb.sdk'", name="wandb.sdk"), "wandb is not installed; `pip install wandb`"),
+        (ModuleNotFoundError("No module named 'faiss'", name="faiss"), "`pip install xcompat[cpu]`, or `pip"),
         (_pydantic_error(), "_Sized.size: Input should be a valid integer"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

@@ -75,10 +75,19 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
     third_party = {called.get(name, name) for name in imported - set(sys.stdlib_module_names) - {"xcompat"}}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    optional = [requirement for extra in extras.keys() - {"dev"} for requirement in extras[extra]]
+    optional = [requirement for extra in extras.keys() - {"dev", "gpu"} for requirement in extras[extra]]
     both = project["dependencies"], optional
     known, extra = ({re.split("[>[]", requirement)[0] for requirement in listed} for listed in both)
     assert known <= third_party and third_party - known <= extra and set(optional) <= set(extras["dev"])
+
+
+def test_the_extra_gpu_brings_one_faiss() -> None:
+    """Each faiss overwrites the other's files, and pip can leave out nothing that the package itself asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = project["dependencies"], extras["cpu"], extras["gpu"]
+    faiss = [[name for name in names if name.startswith("faiss")] for names in asked]
+    assert faiss == [[], ["faiss-cpu>=1.15"], ["faiss-gpu>=1.15"]]
 
 
 def test_the_package_shows_every_class_of_a_method() -> None:

@@ -38,7 +38,9 @@ WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
 }
 """Words by which libraries not written in Python report an error of the operating system -> its number."""
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-LIBRARIES = ("torch", "transformers", "faiss-cpu")
+LIBRARIES = ("torch", "transformers", "faiss-cpu", "faiss-gpu")
+INSTALLED_BY = {"faiss": "`pip install xcompat[cpu]`, or `pip install xcompat[gpu]` for CUDA"}
+"""Module -> what installs it, where that is not a package of its name."""
 
 
 def explain(error: BaseException) -> str | None:
@@ -81,7 +83,7 @@ def _explain_library(error: BaseException) -> str | None:
     """Explain a missing library, or a value that pydantic refuses."""
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "xcompat":
         name = error.name.partition(".")[0]
-        return f"the library {name} is not installed; `pip install {name}`"
+        return f"the library {name} is not installed; {INSTALLED_BY.get(name, f'`pip install {name}`')}"
     pydantic = sys.modules.get("pydantic")  # imported already if it raised the error
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]

@@ -209,7 +209,7 @@ def _say_if_overwritten() -> None:
     if find_spec("faiss._gpu_build") is not None and not hasattr(faiss, "StandardGpuResources"):
         notice(
             "faiss-cpu has overwritten files of faiss-gpu, so no GPU is used: "
-            "`pip uninstall -y faiss-cpu faiss-gpu && pip install faiss-gpu`"
+            "`pip uninstall -y faiss-cpu faiss-gpu && pip install xcompat[gpu]`"
         )
 
 
