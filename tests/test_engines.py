@@ -24,8 +24,10 @@ from pyarrow import fs
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.embedding import embed_in_memory
-from xcompat.engines import TableModel, models, parts, places
-from xcompat.engines.parts import Job, Part, Source
+from xcompat.engines import TableModel, models, places, sources
+from xcompat.engines.kinds import read_source
+from xcompat.engines.parts import Job
+from xcompat.engines.sources import Part
 from xcompat.engines.workers import ENGINES
 from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
@@ -66,7 +68,7 @@ def lists(rows: np.ndarray, name: str = "vector") -> pa.Table:
 @pytest.fixture
 def source(tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write two files of row groups of 20, of which three make a part, and what is not to be read."""
-    monkeypatch.setattr(parts, "PART_ROWS", 60)
+    monkeypatch.setattr(sources, "PART_ROWS", 60)
     folder = tmp_path / "items"
     for name, rows in (("a.parquet", slice(0, 130)), ("deeper/b.parquet", slice(130, ROWS))):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -76,8 +78,7 @@ def source(tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch)
     return folder
 
 
-@pytest.fixture
-def run(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Return a function that runs ``xcompat embed``."""
     from xcompat import cli
 
@@ -88,6 +89,24 @@ def run(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         return int(stop.value.code or 0), *capsys.readouterr()
 
     return called
+
+
+@pytest.fixture
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return typed(monkeypatch, capsys)
+
+
+def write_lance(place: Path | str, rows: np.ndarray) -> Any:
+    """Write a table of LanceDB in three fragments, of which each has lost rows, and return it."""
+    import lancedb
+
+    folder, _, name = str(place).rpartition("/")
+    table = lists(np.concatenate([rows, rows[:40]]))
+    made = lancedb.connect(folder).create_table(name.removesuffix(".lance"), table[:100])
+    made.add(table[100:130])
+    made.add(table[130:])
+    made.delete(f"price % 100 < 15 AND price < {len(rows)} OR price >= {len(rows)}")
+    return made
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -273,7 +292,7 @@ def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, sourc
         (("{source}",), "name the model with --model, and the folder of what is made with --out"),
         (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a value of a recipe"),
         (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "are of an engine: name one with --engine"),
-        (("recipe.yaml", "--engine", "ray"), "--engine is of Parquet files"),
+        (("recipe.yaml", "--engine", "ray"), "--engine is of tables"),
         (
             ("{source}", "--model", "{model}", "--out", "out", "--column", "prices"),
             "has no column 'prices'; did you mean 'price'?",
@@ -335,7 +354,7 @@ def test_other_file_systems_get_whole_files(
 
 def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: Path, tmp_path: Path) -> None:
     assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
-    code = "import sys; from xcompat import cli; from xcompat.engines import parts; parts.PART_ROWS = 60; cli.main()"
+    code = "import sys; from xcompat import cli; from xcompat.engines import sources; sources.PART_ROWS = 60; cli.main()"
     done = warm.run("-c", code, "embed", source, "--model", model, "--out", tmp_path / "two", folder=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
@@ -344,16 +363,28 @@ def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: P
 # ------------------------------------------------------------------------------------------------------ engines
 
 
+@pytest.mark.parametrize("kind", ["parquet", "lance"])
 @pytest.mark.parametrize("engine", ["daft", "ray"])
 def test_an_engine_writes_the_same_bytes(
-    run: Run, model: str, source: Path, tmp_path: Path, engine: str, request: pytest.FixtureRequest
+    run: Run,
+    model: str,
+    source: Path,
+    vectors: np.ndarray,
+    tmp_path: Path,
+    engine: str,
+    kind: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     pytest.importorskip(engine)
     if engine == "ray":
         request.getfixturevalue("cluster")
+    if kind == "lance":
+        pytest.importorskip("lancedb")
+        source = tmp_path / "items.lance"
+        write_lance(source, np.concatenate([vectors, vectors[:45]]))
     assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
     (tmp_path / "many").mkdir()
-    for name in ("_plan.json", "part-000003.parquet"):  # as a run that was stopped leaves them
+    for name in ("_plan.json", "part-000001.parquet"):  # as a run that was stopped leaves them
         shutil.copy(tmp_path / "one" / name, tmp_path / "many")
     code, out, error = run(source, "--model", model, "--out", tmp_path / "many", "--engine", engine, "--workers", 2)
     assert code == 0 and "170 made in" in out, error
@@ -375,7 +406,7 @@ class DyingJob(Job):
     def _tables(self, part: Part) -> Iterator[pa.Table]:
         import ray
 
-        notes = Path(self.source).parent / "notes"
+        notes = Path(self.out).parent / "notes"
         (notes / f"node-{ray.get_runtime_context().get_node_id()}").touch()
         while len(list(notes.glob("node-*"))) < 2:
             time.sleep(0.05)
@@ -399,11 +430,11 @@ def test_a_worker_that_is_killed_in_the_middle_changes_nothing(
     cloudpickle.register_pickle_by_value(sys.modules[DyingJob.__module__])  # workers do not find tests
     assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
     (tmp_path / "notes").mkdir()
-    found = Source.read(str(source))
+    found = read_source(str(source))
     plan = re.search(r'"plan": "(\w+)"', pq.read_schema(tmp_path / "one" / "part-000000.parquet").metadata[b"xcompat"].decode())
     function = TableModel.open(model, "vectors", "vector")
     assert plan is not None
-    job = DyingJob(function, found.uri, str(tmp_path / "two"), "id", plan[1])
+    job = DyingJob(function, found.reader, str(tmp_path / "two"), "id", plan[1])
     done = list(on_ray.run(job, found.parts, workers=2))
     assert sorted(each.number for each in done) == list(range(5)) and not any(each.error for each in done)
     assert len(list((tmp_path / "notes").glob("node-*"))) == 2 and (tmp_path / "notes" / "killed").exists()
@@ -427,9 +458,9 @@ def test_a_worker_of_daft_that_is_killed_ends_it_in_one_line(model: str, source:
     from xcompat.engines import daft as on_daft
 
     cloudpickle.register_pickle_by_value(sys.modules[EndingJob.__module__])
-    found = Source.read(str(source))
+    found = read_source(str(source))
     (tmp_path / "out").mkdir()
-    job = EndingJob(TableModel.open(model, "vectors", "vector"), found.uri, str(tmp_path / "out"), "id", "a plan")
+    job = EndingJob(TableModel.open(model, "vectors", "vector"), found.reader, str(tmp_path / "out"), "id", "a plan")
     with pytest.raises(XcompatError, match=r"a worker of Daft ended \(.*\); start again to continue"):
         list(on_daft.run(job, found.parts, workers=1))
     names = {file.name for file in (tmp_path / "out").glob("*.parquet")}

@@ -55,7 +55,7 @@ MISTAKES = {
     "compare nowhere.yaml": "the recipe nowhere.yaml does not exist",
     "compare lost.yaml": f"procrustes: old: {NO_MODEL}",
     "embed lost.yaml": f"procrustes: old: {NO_MODEL}",
-    "embed good.yaml --model x": "--model is of Parquet files; a recipe says what it embeds: leave it out",
+    "embed good.yaml --model x": "--model is of tables; a recipe says what it embeds: leave it out",
     "evaluate nowhere.yaml": "the recipe nowhere.yaml does not exist",
     "quickstart --output q training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
     "quickstart --output q stages.9.method=x": "stages.9.method: there is no stage 9",

@@ -137,7 +137,10 @@ def map_(
 @app.command()
 def embed(
     source: Annotated[
-        str, typer.Argument(metavar="RECIPE_OR_SOURCE", help="A recipe; or Parquet: a file, a folder, a URI (s3://bucket/items).")
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_SOURCE", help="A recipe; or Parquet, a Lance table, Iceberg's metadata: a path or a URI."
+        ),
     ],
     overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")] = "",
@@ -149,7 +152,7 @@ def embed(
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Embed texts or pictures, or map stored vectors, from Parquet to Parquet; or fill the caches that a recipe will read.
+    """Embed texts or pictures, or map stored vectors, of tables into Parquet; or fill the caches that a recipe will read.
 
     Started again, it continues. A column of vectors needs a model that maps galleries.
     """
@@ -159,7 +162,7 @@ def embed(
     given = [name for name, value in about_files.items() if value]
     if source.endswith((".yaml", ".yml")):
         if given:
-            raise XcompatError(f"{given[0]} is of Parquet files; a recipe says what it embeds: leave it out")
+            raise XcompatError(f"{given[0]} is of tables; a recipe says what it embeds: leave it out")
         from xcompat.training.beforehand import load_checked
 
         recipe = load_checked(source, overrides or [], every_stage=True)
@@ -173,13 +176,13 @@ def embed(
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
-    from xcompat.engines.places import files_at
+    from xcompat.engines.kinds import require_source
 
-    files_at(source)
+    require_source(source)
     require_model(model)
-    from xcompat.engines.commands import embed as embed_parquet
+    from xcompat.engines.commands import embed as embed_table
 
-    embed_parquet(source, model, out, where, column, id_column, dtype)
+    embed_table(source, model, out, where, column, id_column, dtype)
 
 
 @app.command()

@@ -25,7 +25,9 @@ from measuring import KEPT, Row, in_fresh_process, main, not_installed, peak_mem
 
 from xcompat.engines import TableModel, parts
 from xcompat.engines.commands import Workers
-from xcompat.engines.parts import Job, Source
+from xcompat.engines.kinds import read_source
+from xcompat.engines.parts import Job
+from xcompat.engines.sources import Source
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
@@ -51,7 +53,7 @@ def write(folder: Path, items: int) -> Path:
 def job_of(model: Path, source: Source, out: Path) -> Job:
     """Return what maps the vectors."""
     out.mkdir(exist_ok=True)
-    return Job(TableModel.open(str(model), "vectors"), source.uri, str(out), "id", "a benchmark")
+    return Job(TableModel.open(str(model), "vectors"), source.reader, str(out), "id", "a benchmark")
 
 
 def finished(workers: Workers, job: Job, source: Source) -> Iterator[tuple[float, int]]:
@@ -69,7 +71,7 @@ def timed_alone(model: CompatModel, embeds_ND: torch.Tensor) -> tuple[torch.Tens
 
 def in_one_process(model: Path, items: Path, out: Path) -> None:
     """Map all, for a fresh process whose memory is looked at."""
-    source = Source.read(str(items))
+    source = read_source(str(items))
     list(Workers().run(job_of(model, source, out), source.parts))
 
 
@@ -87,7 +89,7 @@ def measure(items: int = 100_000, workers: int = 1, most: int = 400_000) -> list
     KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=KEPT.resolve()) as name:
         folder = Path(name)
-        source = Source.read(str(write(folder / "items", items)))
+        source = read_source(str(write(folder / "items", items)))
         embeds_ND = torch.from_numpy(np.stack(pq.read_table(source.uri)["embedding"].to_numpy()))
         for map_name, make in MAPS.items():
             make().eval().save_pretrained(folder / map_name)

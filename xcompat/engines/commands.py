@@ -13,8 +13,11 @@ from rich.filesize import decimal
 
 from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
 from xcompat.distributed import barrier, gather_objects, is_main_process, process_state, rank, world_size
-from xcompat.engines.parts import FOOTERS_AT_ONCE, Job, Part, Source
+from xcompat.engines.kinds import read_source
+from xcompat.engines.parquet import FOOTERS_AT_ONCE
+from xcompat.engines.parts import Job
 from xcompat.engines.places import is_local, located, names_in, opened, path_in, write_to
+from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
 from xcompat.errors import XcompatError
@@ -38,10 +41,10 @@ def embed(
     id_column: str | None = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Map or embed a column of Parquet files into other Parquet files; started again, it continues.
+    """Map or embed a column of a table into Parquet files; started again, it continues.
 
     Args:
-        uri: the files, or a folder of them.
+        uri: Parquet files or a folder of them, a Lance table, or the metadata of an Iceberg table.
         model: a run's folder, a checkpoint, or any model by name.
         out: the folder of the files that are made; what is in there is never replaced.
         workers: where the work is done.
@@ -54,7 +57,7 @@ def embed(
     """
     process_state()
     silence_libraries()
-    source = Source.read(uri)
+    source = read_source(uri)
     column, reads = _column(source, column)
     id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)
     if id_column == column:
@@ -101,7 +104,7 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
     names = names_in(out)
     if PLAN in names:
         with opened(out, path_in(out, PLAN)) as file:
-            _require_same(out, file.read(), plan)
+            _require_same(out, file.read(), plan, source.uri)
     elif names:
         raise XcompatError(f"{out} holds {names[0]}, which `xcompat embed` did not write; choose another folder")
     barrier()
@@ -114,17 +117,22 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
                 file.write(json.dumps(plan | {"source": source.uri, "model": model.made.name}, indent=2).encode() + b"\n")
     barrier()
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    return Job(model, source.uri, out if "://" in out else path, id_column, digest)
+    return Job(model, source.reader, out if "://" in out else path, id_column, digest)
 
 
-def _require_same(out: str, written: bytes, plan: dict[str, Any]) -> None:
+def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> None:
     try:
         begun = json.loads(written)
         different = [key for key in plan if begun[key] != plan[key]]
+        of = begun["source"]
     except (ValueError, TypeError, KeyError):
         raise XcompatError(f"{out} holds a {PLAN} that `xcompat embed` did not write; choose another folder") from None
     if different:
         key = different[0]
+        if key == "files" and of != uri:
+            raise XcompatError(
+                f"{out} was begun with {of}, and this is {uri}; name the first to continue, or choose another folder"
+            )
         raise XcompatError(
             f"{out} was begun with another {key.replace('_', ' ')} ({begun[key]!r}, now {plan[key]!r}); choose another folder"
         )

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from xcompat.engines.parts import Done, Job, Part
+from xcompat.engines.parts import Done, Job
+from xcompat.engines.sources import Part
 from xcompat.errors import XcompatError, what_failed
 from xcompat.threads import usable_cores
 

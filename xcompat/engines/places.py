@@ -17,6 +17,9 @@ from xcompat.vectors import PARQUET
 if TYPE_CHECKING:
     from pyarrow import fs
 
+ICEBERG = ".metadata.json"
+"""How the names of files end that describe a version of an Iceberg table."""
+
 
 def located(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the file system of a path or URI, and the path in it.
@@ -42,7 +45,7 @@ def files_at(uri: str) -> list[fs.FileInfo]:
     Names that begin with a dot or an underscore are left out, as Spark and others do.
 
     Raises:
-        XcompatError: there are none.
+        XcompatError: there are none, or some that are no rows any more.
     """
     from pyarrow import fs
 
@@ -53,6 +56,13 @@ def files_at(uri: str) -> list[fs.FileInfo]:
     if found.type == fs.FileType.File:
         return [found]
     inside = system.get_file_info(fs.FileSelector(path, recursive=True))
+    metadata = [info for info in inside if info.path.startswith(f"{path.rstrip('/')}/metadata/") and _is_metadata(info)]
+    if metadata:
+        newest = max(metadata, key=lambda info: info.mtime_ns or 0).base_name
+        raise XcompatError(
+            f"{uri} is an Iceberg table, and files of its older versions are in there too; name the metadata of a version, "
+            f"such as {uri.rstrip('/')}/metadata/{newest}"
+        )
     files = [info for info in inside if info.type == fs.FileType.File and _is_data(PurePosixPath(info.path), path)]
     if not files:
         raise XcompatError(f"{uri} holds no files *{PARQUET}; name a file, or a folder of them")
@@ -115,6 +125,10 @@ def _info(system: fs.FileSystem, path: str, uri: str) -> fs.FileInfo:
         return system.get_file_info(path)
     except OSError as error:
         raise XcompatError(f"{uri} cannot be read ({what_failed(error)})") from None
+
+
+def _is_metadata(info: fs.FileInfo) -> bool:
+    return str(info.base_name).endswith(ICEBERG)
 
 
 def _is_data(file: PurePosixPath, folder: str) -> bool:

@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import Any, Self
 
 from xcompat.engines.models import NamedModel
-from xcompat.engines.parts import Done, Job, Part
+from xcompat.engines.parts import Done, Job
+from xcompat.engines.sources import Part
 from xcompat.errors import XcompatError, what_failed
 from xcompat.spreading import Block, Kept, Result, answered, taken
 

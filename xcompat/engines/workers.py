@@ -12,7 +12,8 @@ from xcompat.distributed import world_size
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
-    from xcompat.engines.parts import Done, Job, Part
+    from xcompat.engines.parts import Done, Job
+    from xcompat.engines.sources import Part
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.spreading import Spread

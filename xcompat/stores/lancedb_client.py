@@ -43,7 +43,7 @@ def place(uri: StoreUri) -> tuple[str, Path | None]:
 
 
 @contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
+def explained(uri: StoreUri | str) -> Iterator[None]:
     """Turn the errors of LanceDB into one line."""
     try:
         yield

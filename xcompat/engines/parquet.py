@@ -1,0 +1,93 @@
+"""Parquet files, wherever Arrow's file systems reach."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xcompat.engines.places import files_at, opened
+from xcompat.engines.sources import Part, Source, cut
+from xcompat.errors import XcompatError, what_failed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from pyarrow import fs
+
+FOOTERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class ParquetFiles:
+    """Reads parts of Parquet files, which are row groups.
+
+    Args:
+        uri: whose file system they are in.
+    """
+
+    uri: str
+
+    def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
+        """Read a part, as :class:`~xcompat.engines.sources.Reader` says."""
+        import pyarrow.parquet as pq
+
+        with opened(self.uri, part.file) as file:
+            content = pq.ParquetFile(file, buffer_size=2**20)
+            yield from content.iter_batches(rows, range(*part.groups), wanted(content.schema_arrow.names))
+
+
+def require(uri: str) -> None:
+    """Refuse a path or URI without Parquet files."""
+    files_at(uri)
+
+
+def read(uri: str) -> Source:
+    """Read the footers of all files at a path or URI.
+
+    Raises:
+        XcompatError: a file is damaged, there are no rows, or no files.
+    """
+    return read_files(uri, files_at(uri))
+
+
+def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.Schema], None] | None = None) -> Source:
+    """Read the footers of files.
+
+    Args:
+        uri: what they are of, in whose file system they are.
+        files: in the order of the parts.
+        check: refuses a file by its path and schema.
+
+    Returns:
+        Them as a source.
+
+    Raises:
+        XcompatError: a file is damaged or refused, or there are no rows.
+    """
+    from xcompat.threads import map_in_threads
+
+    footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
+    parts, schema = list[Part](), None
+    for info, footer in zip(files, footers, strict=True):
+        own = footer.schema.to_arrow_schema()
+        if check is not None:
+            check(info.path, own)
+        schema = schema or own
+        parts += cut(len(parts), info.path, (footer.row_group(group).num_rows for group in range(footer.num_row_groups)))
+    if not parts or schema is None:
+        raise XcompatError(f"{uri} holds no rows; there is nothing to embed")
+    told = "\n".join(f"{info.path} {info.size} {info.mtime_ns}" for info in files)
+    return Source(uri, schema, parts, hashlib.sha256(told.encode()).hexdigest(), ParquetFiles(uri))
+
+
+def _footer(uri: str, path: str) -> pq.FileMetaData:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with opened(uri, path) as file:
+            return pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        raise XcompatError(f"{path} cannot be read ({what_failed(error)}); mend it, or write it again") from error
