@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,129 +120,86 @@ def test_mistakes_about_a_lance_table_are_one_line(
 
 # ------------------------------------------------------------------------------------------------------- Iceberg
 
-STAND_IN = {
-    "__init__.py": "",
-    "io/__init__.py": "",
-    "io/pyarrow.py": "class PyArrowFileIO:\n    def new_input(self, location):\n        return location",
-    "serializers.py": """
-import json
-from types import SimpleNamespace
-
-def named(values):
-    return SimpleNamespace(**values)
-
-class FromInputFile:
-    @staticmethod
-    def table_metadata(location):
-        with open(location) as file:
-            told = json.load(file, object_hook=named)
-        return SimpleNamespace(schema=lambda: told.schema, tasks=told.tasks)
-""",
-    "table.py": """
-class DataScan:
-    def __init__(self, table_metadata, io):
-        self.tasks = table_metadata.tasks
-
-    def plan_files(self):
-        return self.tasks
-""",
-}
-"""What is used of PyIceberg, by its names; it keeps in one JSON file what Iceberg keeps in several files of Avro."""
-
 
 @pytest.fixture
-def pyiceberg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, code in STAND_IN.items():
-        file = tmp_path / "site" / "pyiceberg" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pyiceberg"]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def table(tmp_path: Path, vectors: np.ndarray) -> dict[str, Any]:
-    """Write a table's files in its folder, one of them of an older version, and return what its metadata say."""
+def table(tmp_path: Path, vectors: np.ndarray) -> Any:
+    """A table of two files, in its third version."""
+    catalogs = pytest.importorskip("pyiceberg.catalog.memory")
+    catalog = catalogs.InMemoryCatalog("here", warehouse=f"file://{tmp_path}")
+    catalog.create_namespace("shop")
     rows = lists(vectors)
-    fields = [field.with_metadata({"PARQUET:field_id": str(number)}) for number, field in enumerate(rows.schema, 1)]
-    rows = rows.cast(pa.schema(fields))
-    folder = tmp_path / "items" / "data"
-    folder.mkdir(parents=True)
-    for name, part in (("b", rows[:130]), ("a", rows[130:]), ("0-old", rows[:50])):
-        pq.write_table(part, folder / f"{name}.parquet", row_group_size=20)
-    tasks = [
-        {"file": {"file_path": place, "file_format": "PARQUET"}, "delete_files": []}
-        for place in (f"file://{folder}/b.parquet", f"{folder}/a.parquet")
-    ]
-    schema = {"fields": [{"name": name, "field_id": number} for number, name in enumerate(rows.schema.names, 1)]}
-    return {"schema": schema, "tasks": tasks}
+    made = catalog.create_table("shop.items", schema=rows.schema)
+    made.append(rows[:130])
+    made.append(rows[130:])
+    return made
 
 
-def write_metadata(tmp_path: Path, table: dict[str, Any]) -> Path:
-    file = tmp_path / "items" / "metadata" / "v3.metadata.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(table))
-    return file
+def ids_of(folder: Path) -> list[str]:
+    return sorted(pq.read_table(folder)["id"].to_pylist())
 
 
-@pytest.mark.usefixtures("pyiceberg")
 def test_the_files_of_one_version_of_an_iceberg_table_are_read(
-    embed: Run, model: str, vectors: np.ndarray, table: dict[str, Any], tmp_path: Path
+    embed: Run, model: str, vectors: np.ndarray, table: Any, tmp_path: Path
 ) -> None:
-    metadata = write_metadata(tmp_path, table)
-    code, out, error = embed(metadata, "--model", model, "--out", tmp_path / "out")
-    assert code == 0 and not error and f"holds {ROWS} embeddings" in out and "in 5 files" in out
-    order = [*range(130, ROWS), *range(130)]
+    before = table.metadata_location
+    table.delete("id = 'item-7'")
+    now = table.metadata_location
+    code, out, error = embed(now, "--model", model, "--out", tmp_path / "out")
+    assert code == 0 and not error and f"holds {ROWS - 1} embeddings" in out
     made = pq.read_table(tmp_path / "out")
-    assert made["id"].to_pylist() == [f"item-{row}" for row in order], "in the order of the files' names"
+    order = [int(name.removeprefix("item-")) for name in made["id"].to_pylist()]
+    assert sorted(order) == [row for row in range(ROWS) if row != 7]
     truth = Mapping(load_checkpoint(model))(vectors[order])
     np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), truth, atol=1e-6)
-    assert "all were there" in embed(metadata, "--model", model, "--out", tmp_path / "out")[1]
+    assert "all were there" in embed(now, "--model", model, "--out", tmp_path / "out")[1]
+    assert embed(before.removeprefix("file://"), "--model", model, "--out", tmp_path / "older")[0] == 0
+    assert ids_of(tmp_path / "older") == sorted(f"item-{row}" for row in range(ROWS))
+    code, _, error = embed(before, "--model", model, "--out", tmp_path / "out")
+    assert code == 2 and "was begun with" in error
 
 
-def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(
-    embed: Run, model: str, table: dict[str, Any], tmp_path: Path
-) -> None:
-    write_metadata(tmp_path, table)
-    code, _, error = embed(tmp_path / "items", "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and f"name the metadata of a version, such as {tmp_path}/items/metadata/v3.metadata.json" in error
+def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
+    code, _, error = embed(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "out")
+    newest = table.metadata_location.removeprefix("file://")
+    assert code == 2 and f"name the metadata of a version, such as {newest}" in error
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        ("deleted rows", "marks rows of"),
-        ("another format", "b.parquet, which is no Parquet; rewrite its data files as Parquet"),
-        ("a lost file", "c.parquet, which does not exist"),
+        ("deleted rows", "as deleted; rewrite its data files"),
+        ("another format", "which is no Parquet; rewrite its data files as Parquet"),
         ("another place", "which is in another file system; keep a table in one"),
-        ("a renamed column", "a.parquet, where 'vector' is a column that has another name now; rewrite its data files"),
+        ("a lost file", ".parquet, which does not exist"),
+        ("a renamed column", "where 'vector' is a column that has another name now; rewrite its data files"),
         ("no metadata", "cannot be read as metadata of an Iceberg table"),
         ("no files", "holds no rows; there is nothing to embed"),
     ],
 )
-@pytest.mark.usefixtures("pyiceberg")
 def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
-    embed: Run, model: str, table: dict[str, Any], tmp_path: Path, spoil: str, said: str
+    embed: Run, model: str, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, said: str
 ) -> None:
-    first = table["tasks"][0]["file"]
-    if spoil == "deleted rows":
-        table["tasks"][0]["delete_files"] = ["deletes.parquet"]
-    elif spoil == "another format":
-        first["file_format"] = "ORC"
+    planned = iceberg._planned(table.metadata_location)
+    file = {"file_path": planned[1][0][0].file_path, "file_format": "PARQUET"}
+    written_by_others = {  # PyIceberg writes none of these
+        "deleted rows": [(SimpleNamespace(**file), ["deletes.parquet"])],
+        "another format": [(SimpleNamespace(**file | {"file_format": "ORC"}), [])],
+        "another place": [(SimpleNamespace(**file | {"file_path": "mock:///c.parquet"}), [])],
+    }
+    if spoil in written_by_others:
+        monkeypatch.setattr(iceberg, "_planned", lambda uri: (planned[0], written_by_others[spoil]))
     elif spoil == "a lost file":
-        first["file_path"] = str(tmp_path / "items" / "data" / "c.parquet")
-    elif spoil == "another place":
-        first["file_path"] = "mock:///c.parquet"
+        Path(file["file_path"].removeprefix("file://")).unlink()
     elif spoil == "a renamed column":
-        table["schema"]["fields"][1]["field_id"] = 7
+        with table.update_schema() as update:
+            update.rename_column("vector", "before")
+        with table.update_schema() as update:
+            update.add_column("vector", table.schema().find_type("before"))
+    elif spoil == "no metadata":
+        Path(table.metadata_location.removeprefix("file://")).write_text("[")
     elif spoil == "no files":
-        table["tasks"] = []
-    metadata = write_metadata(tmp_path, table)
-    if spoil == "no metadata":
-        metadata.write_text("[")
-    code, _, error = embed(metadata, "--model", model, "--out", tmp_path / "out")
+        table.delete("price >= 0")
+    code, _, error = embed(table.metadata_location, "--model", model, "--out", tmp_path / "out")
     assert code == 2 and said in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
@@ -255,7 +210,7 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
     ("package", "named", "advice"),
     [
         ("lancedb", "s3://bucket/items.lance", "pip install 'xcompat[lancedb]'"),
-        ("pyiceberg", "s3://bucket/items/metadata/v3.metadata.json", "pip install 'pyiceberg[pyarrow]'"),
+        ("pyiceberg", "s3://bucket/items/metadata/v3.metadata.json", "pip install 'xcompat[iceberg]'"),
     ],
 )
 def test_what_reads_a_table_is_named_where_it_is_missing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ FIELD_ID = b"PARQUET:field_id"
 def require(uri: str) -> None:
     """Refuse an address without a metadata file, or a machine without PyIceberg."""
     if find_spec("pyiceberg") is None:
-        raise XcompatError(f"{uri} is an Iceberg table, which PyIceberg reads: pip install 'pyiceberg[pyarrow]'")
+        raise XcompatError(f"{uri} is an Iceberg table, which PyIceberg reads: pip install 'xcompat[iceberg]'")
     parquet.require(uri)
 
 
@@ -60,12 +59,17 @@ def _planned(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
 
     Arrow reads all files: metadata may name a class that PyIceberg would import to read them.
     """
-    reader = import_module("pyiceberg.io.pyarrow").PyArrowFileIO()
+    from pyiceberg.exceptions import ValidationError
+    from pyiceberg.io.pyarrow import PyArrowFileIO
+    from pyiceberg.serializers import FromInputFile
+    from pyiceberg.table import DataScan
+
+    reader = PyArrowFileIO()
     try:
-        metadata = import_module("pyiceberg.serializers").FromInputFile.table_metadata(reader.new_input(uri))
-        scan = import_module("pyiceberg.table").DataScan(table_metadata=metadata, io=reader)
+        metadata = FromInputFile.table_metadata(reader.new_input(uri))
+        scan = DataScan(table_metadata=metadata, io=reader)
         return metadata, [(task.file, task.delete_files) for task in scan.plan_files()]
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ValidationError) as error:
         raise XcompatError(f"{uri} cannot be read as metadata of an Iceberg table ({what_failed(error)})") from error
 
 
