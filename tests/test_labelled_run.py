@@ -137,7 +137,7 @@ def test_upgrades_of_galleries_remember_classes(
         assert said == {"chosen": f"{method} + memory, β 30, λ 0.5", "memory": {"entries": 4, "sharpness": 30.0, "share": 0.5}}
     table = {case.label: case.metrics for case in report.cases}
     rows = ["without memory/old", "new+memory/new+memory"] if said["memory"] is not None else []
-    wanted = ["old/old", "independent/old", "new/old", *rows, "new/new", "independent/independent"]
+    wanted = ["old/old", "independent/old", "new/old", *rows, "mapped/mapped", "new/new", "independent/independent"]
     assert list(table) == wanted and (model.memory is not None) == bool(rows)
     if not rows:
         return
@@ -152,9 +152,10 @@ def test_upgrades_of_galleries_remember_classes(
     assert both is not None
     side = [stored] if method == "fct" else []
     with torch.inference_mode():
-        leaning = both(asked, asked)
+        leaning, mapped = both(asked, asked), model.upgrade(stored, *side)
         searches = {
-            "new/old": (asked, model.upgrade(stored, *side)),
+            "new/old": (asked, mapped),
+            "mapped/mapped": (mapped, mapped),
             "without memory/old": (asked, model.own_upgrade(stored, *side)),
             "new+memory/new+memory": (leaning, leaning),
         }

@@ -729,7 +729,7 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
     embed_recipe(recipe)
     run_recipe(recipe)
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
-    assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"}
+    assert set(cases) == {"old/old", "independent/old", "new/old", "mapped/mapped", "new/new", "independent/independent"}
     assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
     cka = naive_cka(*(embeds_of(folder, raw) for folder in (raw["old"], folders[side])))
     (note,) = [note for note in load_report(tmp_path / "run").notes if "CKA" in note]

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import NEW_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.cases import MAPPED, NEW_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
@@ -134,7 +134,8 @@ class Contestants(Generic[C]):
         independent: the new model without any training for compatibility. For ``independent/old`` its first dimensions are
             compared (zero-padded if it has fewer).
         extra: other query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
-        upgraded: the old gallery mapped towards the new model (FCT), of the dimension of ``new_view``, which searches it.
+        upgraded: the old model's items mapped towards the new model (FCT), of the dimension of ``new_view``, which searches them.
+            Mapped old queries search them too, the case ``mapped/mapped``: what the map makes of the old model alone.
         forgetful: the same gallery, mapped without the map's memory.
         ceiling: the new model in its own space, with the same kind of memory for its queries and its gallery.
         side_info: side-information that is stored beside the old gallery and mapped with it.
@@ -194,6 +195,7 @@ class Contestants(Generic[C]):
             ("new", "old", self.new_view, stays),
             (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
             (NEW_WITH_MEMORY, NEW_WITH_MEMORY, self.ceiling, self.ceiling),
+            (MAPPED, MAPPED, self.upgraded, self.upgraded),
             ("old", "new", old, self.new_view if old_on_new else None),
             ("new", "new", self.new, self.new),
             ("independent", "independent", plain, plain),

@@ -22,6 +22,7 @@ _MEANINGS = {
     "without memory/old": "the same without what is remembered: what the map alone gives",
     "old+memory/old": "old queries that remember likewise, old gallery: what of it needs no new model",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
+    "mapped/mapped": "old queries and the old gallery, both mapped: what the map makes of the old model by itself",
     "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",
     "new+memory/new+memory": "new queries and a new gallery that remember likewise: the ceiling of a gallery that remembers",
