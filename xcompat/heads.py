@@ -76,42 +76,49 @@ class ForwardTransform(nn.Module):
 
     Each input passes Linear-BN-ReLU twice, 256 wide; their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
     Without side-information there is one branch; the paper feeds zeros to a second, whose output is then constant. The output is
-    normalised in training and inference, as in Appendix D.7, because caches hold unit vectors and galleries are searched by
-    cosine. d = S = D = 128 give 5.72 M parameters.
+    normalised in training and inference, as in Appendix D.7, unless embeddings are compared by L2 distance, as in the other
+    experiments. d = S = D = 128 give 5.72 M parameters.
 
     Args:
         old_dim: d, dimension of the old embeddings.
         side_dim: S, dimension of the side-information; None for none.
         new_dim: D, dimension of the output.
         mixer: width of the layers behind the branches; Table 11 has 512 to 4096.
+        unit: whether the output has length 1.
+        unit_side: whether side-information is brought to length 1 first.
 
     Example:
         >>> sum(p.numel() for p in ForwardTransform(128, 128, 128).parameters())
         5717120
     """
 
-    def __init__(self, old_dim: int, side_dim: int | None, new_dim: int, mixer: int = 2048) -> None:
+    def __init__(
+        self, old_dim: int, side_dim: int | None, new_dim: int, mixer: int = 2048, *, unit: bool = True, unit_side: bool = True
+    ) -> None:
         super().__init__()
+        self.unit, self.unit_side = unit, unit_side
         self.old_branch = _normed_layers(old_dim, 256)
         self.side_branch = _normed_layers(side_dim, 256) if side_dim is not None else None
         self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, mixer), nn.Linear(mixer, new_dim))
 
     def forward(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
-        """Map and normalise.
+        """Map and, with ``unit``, normalise.
 
         Args:
-            old_Bd: old embeddings, L2-normalised.
+            old_Bd: old embeddings, L2-normalised unless they are compared by L2 distance.
             side_BS: side-information of the same items, of any length; bits are fine.
 
         Returns:
-            (B, D) float32, L2-normalised.
+            (B, D) float32.
         """
         dtype = next(self.parameters()).dtype
         inside = self.old_branch(old_Bd.to(dtype))
         if self.side_branch is not None:
             assert side_BS is not None
-            inside = torch.cat([inside, self.side_branch(F.normalize(side_BS.float(), dim=-1).to(dtype))], dim=-1)
-        return F.normalize(self.mixer(inside).float(), dim=-1)
+            side_BS = F.normalize(side_BS.float(), dim=-1) if self.unit_side else side_BS
+            inside = torch.cat([inside, self.side_branch(side_BS.to(dtype))], dim=-1)
+        mapped_BD = self.mixer(inside).float()
+        return F.normalize(mapped_BD, dim=-1) if self.unit else mapped_BD
 
 
 def _normed_layers(width: int, hidden: int) -> nn.Sequential:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
-from xcompat.evaluation.scores import Embeddings
+from xcompat.evaluation.scores import Embeddings, lifted
 from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
 from xcompat.fingerprint import Fingerprint
 
@@ -36,6 +37,7 @@ class EmbeddedImages:
         query_cameras: Q hashables: what took each image. A query does not find items of its own class and camera, as in
             re-identification; None if cameras do not matter.
         gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
+        metric: how embeddings are compared: ``cosine``, or ``l2`` for L2 distances.
     """
 
     name: str
@@ -48,6 +50,7 @@ class EmbeddedImages:
     gallery_labels: Ids
     query_cameras: Ids | None = None
     gallery_cameras: Ids | None = None
+    metric: Literal["cosine", "l2"] = "cosine"
 
     @property
     def dim(self) -> int:
@@ -100,10 +103,20 @@ class EmbeddedImages:
         without_match = "queries have no image of their class in the gallery"
         return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
 
+    def compared(self, gallery: EmbeddedImages) -> tuple[Embeddings, Embeddings]:
+        """Return the queries, and another model's gallery, as rows that are compared by cosine (:func:`lifted`)."""
+        rows = self.query_embeds_QD, gallery.gallery_embeds_GD
+        if self.metric != gallery.metric:
+            raise XcompatError(
+                f"{self.name} compares by {self.metric} and {gallery.name} by {gallery.metric}; train both with the same metric"
+            )
+        return lifted(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
+
     def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
         """Rank the gallery images of each query's class, and verify and identify at the rates that are asked for."""
-        queries = Items(self.query_embeds_QD, self.query_labels, self.query_ids, self.query_cameras)
-        searched = Items(gallery.gallery_embeds_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
+        queries_QD, gallery_GD = self.compared(gallery)
+        queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
+        searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
         pairs = LabelledPairs(queries, searched, options.chunk_size)
         ranked = rank(pairs, options.shared)
         values, shares = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}, {}

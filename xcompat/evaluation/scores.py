@@ -121,6 +121,38 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     return np.where(norms_B1 > 0, norms_B1, 1.0)
 
 
+def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows whose cosines order all pairs as their L2 distances do, the nearest first.
+
+    Rows are centred and scaled, so that ‖x‖ ≤ 1. With n = ‖x‖²/2, x ↦ (x, 1, -n, ρ, 0) and y ↦ (y, -n, 1, 0, ρ) have the product
+    -‖x - y‖²/2, and ρ = √(5/4 - 2n - n²) gives every row the length 3/2. Rows that are equal stay equal.
+
+    Args:
+        queries_QD: ``(Q, D)`` numbers.
+        gallery_GD: ``(G, D)`` numbers.
+
+    Returns:
+        float64 ``(Q, D + 4)`` and ``(G, D + 4)``.
+
+    Example:
+        >>> queries, gallery = lifted(np.array([[0.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
+        >>> (queries @ gallery.T / 2.25)[0].argsort()[::-1].tolist()
+        [1, 0]
+    """
+    sides = [np.asarray(as_rows(rows_ND, "embeddings"), dtype=np.float64) for rows_ND in (queries_QD, gallery_GD)]
+    sides = [rows_ND - sides[1].mean(axis=0) for rows_ND in sides]
+    longest = max(float(np.square(rows_ND).sum(axis=1).max()) for rows_ND in sides) ** 0.5 or 1.0
+    lifts = []
+    for rows_ND, (one, half) in zip(sides, ((0, 1), (1, 0)), strict=True):
+        scaled_ND = rows_ND / longest
+        n_N = np.square(scaled_ND).sum(axis=1) / 2
+        more_N4 = np.zeros((len(n_N), 4))
+        more_N4[:, one], more_N4[:, half] = 1, -n_N
+        more_N4[:, 2 + one] = np.sqrt(np.maximum(1.25 - 2 * n_N - n_N**2, 0))
+        lifts.append(np.concatenate([scaled_ND, more_N4], axis=1))
+    return lifts[0], lifts[1]
+
+
 def copy_score(dim: int) -> float:
     """Return the lowest score that a row of D dimensions can have with a copy of itself.
 

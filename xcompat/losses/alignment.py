@@ -96,17 +96,19 @@ def ace_loss(
     return ce_weight * cross_entropy + angle_weight * mean_of_known(angles_B, known_B)
 
 
-def classifier_kl_loss(mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float, *, reverse: bool = False) -> Tensor:
+def classifier_kl_loss(
+    mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float | None, *, reverse: bool = False
+) -> Tensor:
     """KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both embeddings (fct.txt Appendix E; Wang et al. 2020).
 
-    p = softmax(s·cos(W, x)): the classifier's own logits would need lengths, and cached embeddings are unit vectors. Logits are
+    p = softmax(s·cos(W, x)), as unit vectors have no lengths, or softmax(W·x), the classifier's own predictions. Logits are
     computed for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.
 
     Args:
         mapped_BD: mapped embeddings, of any length.
         target_BD: the embeddings that they approximate.
         weight_CD: rows of the classifier, or prototypes; rows of NaN are left out.
-        scale: s.
+        scale: s; None for products in place of cosines.
         reverse: whether to take KL(p_mapped ‖ p_target).
 
     Returns:
@@ -116,19 +118,20 @@ def classifier_kl_loss(mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, 
         >>> classifier_kl_loss(torch.eye(2), torch.eye(2), torch.eye(2), 10.0).item()
         0.0
     """
-    rows_CD = F.normalize(weight_CD[weight_CD[:, 0].isfinite()].float(), dim=-1)
+    rows_CD = weight_CD[weight_CD[:, 0].isfinite()].float()
+    rows_CD = rows_CD if scale is None else F.normalize(rows_CD, dim=-1)
     first_BD, second_BD = (mapped_BD, target_BD) if reverse else (target_BD, mapped_BD)
     block = functools.partial(_divergence, rows_CD=rows_CD, scale=scale)
     rows = max(1, LOGITS_AT_ONCE // max(1, len(rows_CD)))
     return torch.stack(in_blocks(block, rows, first_BD, second_BD)).sum() / len(mapped_BD)
 
 
-def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: float) -> Tensor:
+def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: float | None) -> Tensor:
     """Return the sum of KL(p_first ‖ p_second) over the rows."""
     with torch.autocast(first_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/16 at scale 14
         first_BC, second_BC = (
-            F.log_softmax(scale * F.normalize(embeds_BD.float(), dim=-1) @ rows_CD.T, dim=-1)
-            for embeds_BD in (first_BD, second_BD)
+            F.log_softmax((x_BD if scale is None else scale * F.normalize(x_BD, dim=-1)) @ rows_CD.T, dim=-1)
+            for x_BD in (first_BD.float(), second_BD.float())
         )
         return F.kl_div(second_BC, first_BC, log_target=True, reduction="sum")
 

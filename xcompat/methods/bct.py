@@ -22,6 +22,7 @@ class BctModel(PrototypedModel):
     """
 
     config_class = BctConfig
+    compares_by_l2 = True
     citation = "Shen et al., Towards backward-compatible representation learning, CVPR 2020"
 
     @override

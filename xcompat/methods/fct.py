@@ -12,7 +12,7 @@ from xcompat.errors import XcompatError
 from xcompat.heads import ForwardTransform
 from xcompat.losses import classifier_kl_loss
 from xcompat.models.base import CompatModel
-from xcompat.models.config import CompatConfig
+from xcompat.models.config import Compares, CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
@@ -41,10 +41,11 @@ class FctConfig(CompatConfig):
 class FctModel(CompatModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (fct.txt §3.3, §4.4).
 
-    h and g have unit length (the form of Appendix D.7), as the cached embeddings have; the paper's ImageNet tables compare raw
-    embeddings by distance. After half of the training, batch norms use their running statistics and still train their affine
-    part. ``kl`` is KL(p_new ‖ p_h) of softmaxes over cosines times ``logit_scale``; the paper does not state the direction. The
-    paper's Adam adds weight decay to the gradient; ours is decoupled.
+    h and g have unit length (the form of Appendix D.7) where the embeddings that they approximate have; between models that are
+    trained with ``metric: l2`` they are raw and compared by L2 distance, as in the paper's other tables. After half of the
+    training, batch norms use their running statistics and still train their affine part. ``kl`` is KL(p_new ‖ p_h) of softmaxes
+    over the classifier's logits, or over cosines times ``logit_scale`` where embeddings have unit length; the paper does not
+    state the direction. The paper's Adam adds weight decay to the gradient; ours is decoupled.
 
     Args:
         config: the configuration.
@@ -65,6 +66,7 @@ class FctModel(CompatModel):
     embedded = ("old_embeds", "side_info")
     embeds_in_memory = True
     maps_galleries = True
+    compares_by_l2 = True
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"
 
     classifier_CD: Tensor | None
@@ -74,16 +76,27 @@ class FctModel(CompatModel):
         assert config.old is not None
         if config.new_side_info is not None and config.side_info is None:
             raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
-        dims = config.old["dim"], config.side_info["dim"] if config.side_info is not None else None
         if (width := config.mixer_width) < 1:
             raise XcompatError(f"options.mixer_width is {width}; a layer is at least 1 wide")
-        self.transform = ForwardTransform(*dims, config.embedding_dim, width)
+        self.transform = self._transform(config.embedding_dim, self.metric)
         new_side = config.new_side_info
-        self.side_transform = ForwardTransform(*dims, new_side["dim"], width) if new_side is not None else None
+        self.side_transform = self._transform(new_side["dim"], new_side.get("metric")) if new_side is not None else None
         known = (name for name in self.columns_if_known if getattr(config, name) is not None)
         self.columns = (*self.columns, *known)  # type: ignore[misc]  # the configuration decides which columns it reads
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
         self.post_init()
+
+    def _transform(self, dim: int, metric: str | None) -> ForwardTransform:
+        """Return h or g, with an output (B, ``dim``) that is compared by that metric."""
+        config, side = self.config, self.config.side_info or {}
+        raw = {"unit": metric != "l2", "unit_side": side.get("metric") != "l2"}
+        return ForwardTransform(config.old["dim"], side.get("dim"), dim, config.mixer_width, **raw)
+
+    @property
+    @override
+    def metric(self) -> Compares:
+        """Return how old embeddings are compared, and so the mapped ones."""
+        return (self.config.old or {}).get("metric", "cosine")
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
@@ -140,18 +153,20 @@ class FctModel(CompatModel):
         loss = self._loss(output["image_embeds"], batch["new_embeds"])
         if self.side_transform is not None:
             mapped = self.side_transform(batch["old_embeds"], batch["side_info"])
-            loss = loss + _squared_distance(mapped, batch["new_side_info"])
+            loss = loss + _squared_distance(mapped, batch["new_side_info"], self.side_transform.unit)
         return loss
 
     def _loss(self, mapped_BD: Tensor, new_BD: Tensor) -> Tensor:
         if self.config.loss == "mse":
-            return _squared_distance(mapped_BD, new_BD)
+            return _squared_distance(mapped_BD, new_BD, self.transform.unit)
         if self.classifier_CD is None:
             raise XcompatError("FctModel has not been told the new classifier; call prepare(OldKnowledge(...)) first")
         reverse = self.config.loss == "reversed_kl"
-        return classifier_kl_loss(mapped_BD, new_BD, self.classifier_CD, self.config.logit_scale, reverse=reverse)
+        scale = self.config.logit_scale if self.transform.unit else None
+        return classifier_kl_loss(mapped_BD, new_BD, self.classifier_CD, scale, reverse=reverse)
 
 
-def _squared_distance(mapped_BD: Tensor, target_BD: Tensor) -> Tensor:
-    """Return mean ‖x − t/‖t‖‖²; targets may have any length, as side-information does."""
-    return (mapped_BD - nn.functional.normalize(target_BD.float(), dim=-1)).square().sum(dim=-1).mean()
+def _squared_distance(mapped_BD: Tensor, target_BD: Tensor, unit: bool) -> Tensor:
+    """Return mean ‖x − t‖², of targets of any length, such as bits, brought to length 1 if ``unit``."""
+    target_BD = nn.functional.normalize(target_BD.float(), dim=-1) if unit else target_BD
+    return (mapped_BD - target_BD).square().sum(dim=-1).mean()

@@ -59,10 +59,13 @@ class IndependentModel(ClassifiedModel):
     columns_if_known = PASSAGES
     loss_of_embeddings = True
     compares_with_old = False
+    compares_by_l2 = True
     citation = "Radford et al., Learning transferable visual models from natural language supervision, ICML 2021"
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
+        if config.metric == "l2" and config.classes is None:
+            raise XcompatError("captions are compared by cosine; leave options.metric out, or train on classes")
         if config.mixup and self.balances_batches(vars(config)):
             raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets")
         if config.classes is not None:

@@ -58,5 +58,6 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        first_BD = F.normalize(output["features"], dim=-1)
         second_BD = F.normalize(self.features(batch["second_pixel_values"]).float(), dim=-1)
-        return nt_xent_loss(output["image_embeds"], second_BD, self.config.temperature)
+        return nt_xent_loss(first_BD, second_BD, self.config.temperature)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.models.base import CompatModel
-from xcompat.models.config import CompatConfig
+from xcompat.models.config import Compares, CompatConfig
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -24,11 +23,14 @@ class BackboneConfig(CompatConfig):
         dim: dimension of the embedding without extra dimensions; None for the old model's, or without one the backbone's.
         batch_norm: whether a batch norm without a slope follows the projection, as face recognition has it: each dimension of the
             features has mean 0 and variance 1 over the training set. Not of BT².
+        metric: how embeddings are compared: by ``cosine``, of length 1, or by ``l2`` distance, as they are; of independent, BCT,
+            SimCLR and the autoencoder. Maps of them by FCT, galleries and evaluations follow.
         for_training: whether the model has the parts that only training needs; False in a finished model.
     """
 
     dim: int | None = None
     batch_norm: bool = False
+    metric: Compares = "cosine"
     for_training: bool = True
 
 
@@ -88,17 +90,19 @@ class BackboneModel(CompatModel):
         """Embed images, and keep their features."""
         self.require_columns(batch, ("pixel_values",))
         features = self.features(batch["pixel_values"]).float()
-        return CompatOutput(image_embeds=F.normalize(features, dim=-1), features=features)
+        return CompatOutput(image_embeds=self.of_metric(features), features=features)
 
     @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        return F.normalize(self.features(pixel_values).float(), dim=-1)
+        return self.of_metric(self.features(pixel_values))
 
     @property
     @override
     def embed_layers(self) -> Iterable[nn.Module] | None:
         """Return the projection, which embeds images only."""
-        if not self.ends_linearly or self.config.batch_norm or (isinstance(self.neck, nn.Linear) and self.embeds_texts):
+        if self.metric == "l2" or not self.ends_linearly or self.config.batch_norm:
+            return None
+        if isinstance(self.neck, nn.Linear) and self.embeds_texts:
             return None
         return (self.neck,) if isinstance(self.neck, nn.Linear) else ()
 

@@ -44,6 +44,7 @@ class CompatModel(PushableModel, EmbedsBatches):
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config)
         self.encoder = None
+        self._require_one_metric()
         self._processor: Processor | None = None
         self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
         self.memory: QueryMemory | None = None

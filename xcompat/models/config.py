@@ -16,6 +16,8 @@ from xcompat.paths import model_folder
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
 
+Compares = Literal["cosine", "l2"]
+"""How embeddings are compared: by cosine, of length 1, or by L2 distance, of any length."""
 QUERIES = "queries"
 """The role, in the description of an encoder, of a model that put before texts what it puts before queries."""
 _OF_A_VERSION = {"name", "fingerprint", "dim"}

@@ -22,7 +22,7 @@ from xcompat.encoders.text_files import PREFIX
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
-from xcompat.models.config import QUERIES, describe_old
+from xcompat.models.config import QUERIES, Compares, describe_old
 from xcompat.models.old_knowledge import rows_by_class
 
 
@@ -91,6 +91,11 @@ class Embedder:
         return (self.passages or self).fingerprint
 
     @property
+    def metric(self) -> Compares:
+        """Return how its embeddings are compared."""
+        return self.model.metric if isinstance(self.model, CompatModel) else "cosine"
+
+    @property
     def device(self) -> torch.device:
         """Return where the model computes."""
         return next(self.model.parameters()).device
@@ -151,6 +156,8 @@ class Embedder:
         described = describe_old(self.version, self.dim, self.logit_scale)
         if (revision := getattr(self.model, "description", {}).get("revision")) is not None:
             described["revision"] = revision
+        if self.metric == "l2":
+            described["metric"] = "l2"
         if self.compatible_with:
             model: Any = self.model
             nearest = model.config.old
@@ -168,6 +175,8 @@ class Embedder:
         """
         model: Any = self.model
         known = {**model.description, "fingerprint": self.version.digest, "dim": self.dim}
+        if self.metric == "l2":
+            known["metric"] = "l2"
         return known | {"role": QUERIES} if self.passages is not None else known
 
 

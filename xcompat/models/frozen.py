@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from xcompat.encoders import EncoderSource
 from xcompat.fingerprint import Fingerprint
+from xcompat.models.config import Compares
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.stored import StoredModel
 from xcompat.vectors import is_stored
@@ -26,6 +27,10 @@ class FrozenModel(Protocol):
     dim: int
     reads: Literal["images", "captions"]
     """Whether the model embeds the image or the caption of a captioned image."""
+
+    @property
+    def metric(self) -> Compares:
+        """Return how the model's embeddings are compared."""
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
+from xcompat.models.config import Compares
 from xcompat.models.query_memory import QueryMemory
 
 
@@ -23,8 +24,36 @@ class SpacesModel(CheckpointModel):
     """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
     maps_galleries: bool = False
     """True for a map of stored old embeddings into the new space (:meth:`upgrade`), which leaves queries unchanged."""
+    compares_by_l2: ClassVar[bool] = False
+    """Whether the method can make embeddings of any length, which are compared by L2 distance."""
     memory: QueryMemory | None
     _hashed: tuple[Any, str, str] | None = None
+
+    @property
+    def metric(self) -> Compares:
+        """Return how the model's embeddings are compared."""
+        return getattr(self.config, "metric", "cosine")
+
+    def of_metric(self, embeds: Tensor) -> Tensor:
+        """Return embeddings (B, D) float32 as they are compared: of length 1, unless they are compared by L2 distance."""
+        return embeds.float() if self.metric == "l2" else F.normalize(embeds.float(), dim=-1)
+
+    def _require_one_metric(self) -> None:
+        """Refuse embeddings that are compared otherwise than the method, or the old model, compares its own."""
+        sides = {"the old model": self.config.old, "the new model": self.config.encoder if self.embeds_in_memory else None}
+        known = {side: described.get("metric", "cosine") for side, described in sides.items() if described is not None}
+        if not self.compares_by_l2 and "l2" in (self.metric, *known.values()):
+            which = next((side for side, metric in known.items() if metric == "l2"), "its own")
+            raise XcompatError(
+                f"{type(self).__name__} gives unit vectors, and embeddings of {which} are to be compared by L2 distance; "
+                "set options.metric of the stage that trains them to cosine"
+            )
+        for side, metric in known.items():
+            if metric != self.metric:
+                raise XcompatError(
+                    f"embeddings of {side} are compared by {metric}, and those of {type(self).__name__} by {self.metric}; train "
+                    "both with the same options.metric"
+                )
 
     def fingerprint(self) -> Fingerprint:
         """Return the identity of this model: encoder, adapters, heads, preprocessing and memory."""
@@ -73,6 +102,8 @@ class SpacesModel(CheckpointModel):
         own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
+        if self.metric == "l2":
+            own["metric"] = "l2"
         # digests identify models, whatever their names; an outside encoder's digest covers its preprocessing
         seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
         return json.dumps(own | seen, default=str)
@@ -129,7 +160,7 @@ class SpacesModel(CheckpointModel):
         """
         view = self.nearest_view(embeds)
         dim = view.shape[1] if version is None else dict(self.version_dims()).get(version, view.shape[1])
-        return view if dim == view.shape[1] else F.normalize(view[:, :dim], dim=-1)
+        return view if dim == view.shape[1] else self.of_metric(view[:, :dim])
 
     def nearest_view(self, embeds: Tensor) -> Tensor:
         """Bring own embeddings into the space of the old model; by default their first d dimensions, normalised.
@@ -141,7 +172,7 @@ class SpacesModel(CheckpointModel):
             (B, d) float32, L2-normalised.
         """
         assert self.config.old is not None
-        return F.normalize(embeds[:, : self.config.old["dim"]].float(), dim=-1)
+        return self.of_metric(embeds[:, : self.config.old["dim"]])
 
     def remember(self, memory: QueryMemory | None) -> Self:
         """Give queries a metric and a memory, or take them away; in a map of galleries, the mapped stored embeddings get them.
@@ -156,6 +187,8 @@ class SpacesModel(CheckpointModel):
             XcompatError: the model has no old space, or the memory has other dimensions.
         """
         dims = self._dims_remembered()
+        if memory is not None and self.metric == "l2":
+            raise XcompatError("a memory keeps unit vectors, and these embeddings are compared by L2 distance; leave memory out")
         if memory is not None and memory.dims != dims:
             raise XcompatError(
                 f"a memory from {memory.dims[0]} to {memory.dims[1]} dimensions does not fit {type(self).__name__}, which maps "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from xcompat.arrays import read_lines
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.models.config import describe_old
+from xcompat.models.config import Compares, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, rows_by_class
 from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, read_vectors, require_names, stored_at
 
@@ -31,6 +31,8 @@ class StoredModel:
     Raises:
         XcompatError: a file is missing or no matrix of numbers, or ids or names do not match its rows.
     """
+
+    metric: Compares = "cosine"
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)

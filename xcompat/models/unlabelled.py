@@ -13,6 +13,7 @@ class UnlabelledModel(BackboneModel):
 
     columns: ClassVar[tuple[str, ...]] = ("pixel_values",)
     compares_with_old = False
+    compares_by_l2 = True
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:

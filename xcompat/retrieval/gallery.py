@@ -20,7 +20,7 @@ from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_m
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
-from xcompat.retrieval.versions import stored_embeddings, stored_version
+from xcompat.retrieval.versions import own_metric, require_metric, stored_embeddings, stored_version
 from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Gallery(Snapshot):
         path: str | Path,
         model_or_fingerprint: Model,
         dim: int | None = None,
-        metric: Metric = "cosine",
+        metric: Metric | None = None,
         index: str = "Flat",
         milvus: str | None = None,
     ) -> Self:
@@ -74,7 +74,8 @@ class Gallery(Snapshot):
             path: a folder that does not exist or is empty.
             model_or_fingerprint: the model whose embeddings :meth:`add` takes by default.
             dim: dimension of its embeddings; needed with a fingerprint only.
-            metric: ``cosine``, ``ip`` or ``l2``.
+            metric: ``cosine``, ``ip`` or ``l2``; None for how the model's embeddings are compared, by cosine if only its
+                fingerprint is known.
             index: faiss factory string: ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64``, ``SQ8`` ...
             milvus: URI of a Milvus (a file for milvus-lite, or ``http://host:19530``) that holds the vectors; None for faiss.
 
@@ -89,6 +90,8 @@ class Gallery(Snapshot):
         version = stored_version(model_or_fingerprint, dim)
         if dim is not None and dim != version.dim:
             raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; leave dim out")
+        metric = metric or own_metric(model_or_fingerprint)
+        require_metric(model_or_fingerprint, metric)
         milvus = check_place(metric, index, version.dim, milvus)
         manifest = Manifest(metric=metric, index=index, milvus=milvus, versions=(version,))
         with making(folder):
@@ -192,6 +195,8 @@ class Gallery(Snapshot):
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; another process writes.
         """
+        if version is not None:
+            require_metric(version, self.metric)
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
         if len(items):

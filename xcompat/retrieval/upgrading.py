@@ -20,7 +20,7 @@ from xcompat.retrieval.manifest import SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
-from xcompat.retrieval.versions import fits, identity, upgraded_version
+from xcompat.retrieval.versions import fits, identity, require_metric, upgraded_version
 from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
             f"{type(model).__name__} maps queries, not galleries: its queries search this gallery as it is; "
             "to store its own embeddings, re-embed with --backfill"
         )
+    require_metric(model, gallery.manifest.metric)
     nearest, dim = model.compatible_with[0], model.config.old["dim"]
     mapped, left = set(), []
     for version in gallery.manifest.present():
@@ -151,7 +152,7 @@ def map_block(model: CompatModel, block: Block) -> Block:
 
     with torch.inference_mode():
         old = torch.from_numpy(block.embeds_nd).to(model.device)
-        if not block.unit:
+        if not block.unit and model.metric == "cosine":
             old = torch.nn.functional.normalize(old, dim=-1)
         side = torch.from_numpy(block.side_nS).to(model.device) if block.side_nS is not None else None
         mapped = model.upgrade(old, side if model.reads_side_info else None)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.retrieval.manifest import Manifest, VersionRecord
+from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.models.base import CompatModel
+    from xcompat.models.config import Compares
     from xcompat.models.embedder import Embedder
 
     Model: TypeAlias = CompatModel | Embedder | Fingerprint
@@ -87,6 +88,20 @@ def identity(model: Model) -> Fingerprint:
             f"{model!r} is a name: give Fingerprint.from_string({model!r}), or the model as load_embedder loads it"
         )
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
+
+
+def own_metric(model: Model) -> Compares:
+    """Return how a model's embeddings are compared; by cosine if only a fingerprint is known."""
+    return "cosine" if isinstance(model, Fingerprint) else model.metric
+
+
+def require_metric(model: Model, metric: Metric) -> None:
+    """Refuse embeddings of any length, which are compared by L2 distance, where a gallery compares otherwise."""
+    if own_metric(model) == "l2" and metric != "l2":
+        raise XcompatError(
+            f"embeddings of {identity(model)} are compared by L2 distance, and this gallery compares by {metric}; make one with "
+            "metric l2, as `xcompat gallery build` does with that model"
+        )
 
 
 def stored_embeddings(
@@ -173,6 +188,7 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
     Raises:
         FingerprintMismatchError: the queries cannot be compared with a version; names the model, the version and the remedy.
     """
+    require_metric(model, manifest.metric)
     views = []
     for version in manifest.present():
         view = query_view(model, embeds_QD, version)

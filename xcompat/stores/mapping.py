@@ -44,6 +44,11 @@ class Mapping(Filling[Block, Block]):
                 f"{identity(self.model)} maps queries, so nothing needs to be written: search with it as the store is "
                 "(`xcompat gallery search URI … --model RUN`)"
             )
+        if self.model.metric == "l2":
+            raise XcompatError(
+                f"{identity(self.model)} maps embeddings of any length, and only galleries keep these; train its models with "
+                "metric: cosine"
+            )
         if self.model.reads_side_info:
             raise XcompatError(
                 f"{identity(self.model)} also reads side-information, which a store of vectors alone does not hold"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
 from xcompat.evaluation.contestants import C
 from xcompat.evaluation.scores import Embeddings
@@ -52,6 +53,15 @@ def best_rows(gallery_ND: Embeddings, query_D: Embeddings) -> list[int]:
     scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # an unreadable picture is never found
     found: list[int] = np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist()
     return found
+
+
+def require_cosine(embedder: FrozenModel) -> None:
+    """Refuse a model whose embeddings are compared by L2 distance, which only labelled images are."""
+    if embedder.metric == "l2":
+        raise XcompatError(
+            f"{embedder.name} compares by L2 distance, and only labelled images (data.queries) are judged so; train it with "
+            "metric: cosine"
+        )
 
 
 def display_name(name: str) -> str:

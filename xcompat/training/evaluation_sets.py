@@ -31,7 +31,7 @@ from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.class_files import class_indices
-from xcompat.training.contestants import EvaluationSet, best_rows, display_name
+from xcompat.training.contestants import EvaluationSet, best_rows, display_name, require_cosine
 from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
@@ -88,6 +88,7 @@ class PairTestSet(EvaluationSet):
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedPairs:
+        require_cosine(embedder)
         model = embedder.require_model(NO_CAPTIONS)
         images = cached_images(model, self.pairs, cache_dir, self.max_bad_share)
         texts = cached_captions(model, self.texts, cache_dir)
@@ -182,9 +183,13 @@ class LabelledTestSet(EvaluationSet):
             embedder.fingerprint,
             queries_QD,
             gallery_GD,
-            *(list(side.dataset[ID]) for side in (self.queries, self.gallery)),
-            *(side.class_names() for side in (self.queries, self.gallery)),
-            *(side.cameras() for side in (self.queries, self.gallery)),
+            list(self.queries.dataset[ID]),
+            list(self.gallery.dataset[ID]),
+            self.queries.class_names(),
+            self.gallery.class_names(),
+            self.queries.cameras(),
+            self.gallery.cameras(),
+            embedder.metric,
         )
 
     @override
@@ -202,13 +207,14 @@ class LabelledTestSet(EvaluationSet):
             same_camera = taken_by is not None and cameras is not None and taken_by[query] == cameras[image]
             return gallery_ids[image] != query_ids[query] and not (same_camera and found[image] == asked[query])
 
+        sides = {"old query": _multiplied(old, old), "new query": _multiplied(new_view, searched)}
         examples = []
         for query in chosen.tolist():
             rows = []
-            for label, queries, gallery in (("old query", old, old), ("new query", new_view, searched)):
+            for label, (queries_QD, gallery_GD) in sides.items():
                 hits = [
                     Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
-                    for image in best_rows(gallery.gallery_embeds_GD, np.asarray(queries.query_embeds_QD)[query])
+                    for image in best_rows(gallery_GD, queries_QD[query])
                     if counts(query, image)
                 ]
                 rows.append(ExampleRow(label, hits))
@@ -236,6 +242,15 @@ class LabelledTestSet(EvaluationSet):
             return open_image(dataset[row][IMAGE])
 
         return {IMAGE_TO_IMAGE: Questions(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
+
+
+def _multiplied(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return queries and gallery as rows whose products order the gallery for each query; rows of NaN stay such rows."""
+    queries_QD, gallery_GD = np.asarray(asking.query_embeds_QD), np.asarray(searched.gallery_embeds_GD)
+    if asking.metric == "cosine":
+        return queries_QD, gallery_GD
+    halves_G1 = np.square(gallery_GD).sum(axis=1, keepdims=True) / 2  # ‖x - y‖² = ‖x‖² - 2·(x·y - ‖y‖²/2)
+    return np.pad(queries_QD, ((0, 0), (0, 1)), constant_values=1), np.concatenate([gallery_GD, -halves_G1], axis=1)
 
 
 def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:

@@ -17,7 +17,7 @@ from xcompat.evaluation import EmbeddedTemplates, TemplateProtocol
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example
 from xcompat.training.caches import cached_images
-from xcompat.training.contestants import EvaluationSet, display_name
+from xcompat.training.contestants import EvaluationSet, display_name, require_cosine
 from xcompat.training.sections import JudgedTemplates
 from xcompat.training.test_items import GalleryItems, Questions
 
@@ -45,6 +45,7 @@ class TemplateTestSet(EvaluationSet):
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTemplates:
+        require_cosine(embedder)
         embeds_ID = cached_images(embedder, self.images, cache_dir, self.max_bad_share)[:]
         row_of = {name: row for row, name in enumerate(self.images[ID])}
         rows_N = np.array([row_of[name] for name in self.names])

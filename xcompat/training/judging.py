@@ -185,6 +185,8 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
     Returns:
         The same items; NaN if either model could not read the item.
     """
+    if "l2" in (getattr(model, "metric", "cosine") for model in (new_view, old)):
+        raise XcompatError("evaluation.slerp mixes directions, and these embeddings are compared by L2 distance; set it to null")
     fingerprint = new_view.fingerprint.derived(f"slerp {share} {old.fingerprint.digest}")
     return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
 

@@ -1,0 +1,174 @@
+"""Embeddings of any length, compared by L2 distance: judged, mapped by FCT, stored in galleries, refused elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.scores import lifted
+from xcompat.fingerprint import Fingerprint
+from xcompat.methods import BctModel, FctModel, IndependentModel, OcaModel
+from xcompat.methods.fct import FctConfig
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.report import load_report
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.commands import build
+from xcompat.retrieval.originals import load_originals
+from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.run import run_recipe
+
+TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+RAW = {"metric": "l2"}
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return a recipe whose old model, new model and side-information are trained already, all of any length."""
+    base = tmp_path_factory.mktemp("distances")
+    generator = np.random.default_rng(0)
+    for side, count in (("train", 8), ("test", 4)):
+        for number in range(3):
+            (base / side / f"class {number}").mkdir(parents=True)
+            for picture in range(count):
+                pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
+                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{picture}.png")
+    made = {
+        "output_dir": str(base / "run"),
+        "cache_dir": str(base / "cache"),
+        "new": {"model": TINY, "image_size": 16, "stem": "small"},
+        "data": {"images": {"path": str(base / "train")}, "queries": {"path": str(base / "test")}},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
+        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
+    }
+    stages = [
+        {"name": "old", "method": "independent", "options": RAW | {"dim": 6}},
+        {"name": "fresh", "method": "independent", "options": RAW | {"dim": 7}},
+        {"name": "unit", "method": "independent", "options": {"dim": 7}},
+        {"name": "views", "method": "simclr", "options": RAW | {"dim": 5}, "data": {"augmentation": {}}},
+    ]
+    run_recipe(recipe_of(made, stages=stages))
+    return made | {"old": f"{base}/run/old/model"}
+
+
+def embedded(folder: str, raw: dict[str, Any]) -> torch.Tensor:
+    embedder = load_embedder(folder)
+    files = sorted(Path(raw["data"]["queries"]["path"]).rglob("*.png"))
+    return embedder.embed({"pixel_values": embedder.processor.images([Image.open(file) for file in files])})
+
+
+def nearest_is_right(queries_QD: torch.Tensor, gallery_GD: torch.Tensor) -> float:
+    """Return CMC@1 by L2 distance, each query left out of the gallery; four pictures of each class lie in order."""
+    right = 0
+    for query, row_D in enumerate(queries_QD):
+        distances = [(float(((row_D - item_D) ** 2).sum()), item) for item, item_D in enumerate(gallery_GD) if item != query]
+        right += min(distances)[1] // 4 == query // 4
+    return right / len(queries_QD)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.floats(1e-3, 1e3), st.floats(-20, 20))
+def test_cosines_of_lifted_rows_are_distances(seed: int, scale: float, shift: float) -> None:
+    generator = np.random.default_rng(seed)
+    queries, gallery = (scale * (generator.normal(size=(rows, 3)) + shift) for rows in (4, 9))
+    gallery[1] = gallery[0]
+    lifts = lifted(queries, gallery)
+    for rows in lifts:
+        np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.5)
+    naive = np.array([[np.sum((query - item) ** 2) for item in gallery] for query in queries])
+    cosines = lifts[0] @ lifts[1].T / 2.25
+    longest = max(np.sum((row - gallery.mean(axis=0)) ** 2) for row in (*queries, *gallery))
+    np.testing.assert_allclose(-cosines * 4.5 * longest, naive, rtol=1e-6, atol=1e-9 * longest)
+    assert np.array_equal(lifts[1][0], lifts[1][1])
+
+
+def test_rows_that_are_all_equal_are_lifted_too() -> None:
+    assert np.isfinite(np.concatenate(lifted(np.ones((2, 3)), np.ones((2, 3))))).all()
+
+
+def test_h_learns_raw_embeddings() -> None:
+    torch.manual_seed(0)
+    old, side, new_side = (
+        describe_old(Fingerprint.from_string(name), dim=dim) | RAW for name, dim in (("old", 6), ("ψ", 5), ("ψ'", 4))
+    )
+    model = FctModel(FctConfig(old=old, side_info=side, new_side_info=new_side, embedding_dim=7)).eval().requires_grad_(False)
+    old_B, new_B, side_B, new_side_B = (3 * torch.randn(5, dim) for dim in (6, 7, 5, 4))
+    mapped, carried = model.upgrade(old_B, side_B), model.upgrade_side(old_B, side_B)
+    assert (mapped.norm(dim=-1) - 1).abs().min() > 1e-3, "h keeps lengths"
+    assert not torch.allclose(mapped, model.upgrade(old_B, 9 * side_B)), "as ψ does"
+    total = 0.0
+    for row in range(5):
+        total += sum(float(a - b) ** 2 for a, b in zip(mapped[row], new_B[row], strict=True))
+        total += sum(float(a - b) ** 2 for a, b in zip(carried[row], new_side_B[row], strict=True))
+    given = {"old_embeds": old_B, "new_embeds": new_B, "side_info": side_B, "new_side_info": new_side_B}
+    assert model(**given).loss.item() == pytest.approx(total / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["mse", "kl"])
+def test_raw_embeddings_are_mapped_and_judged_by_distance(loss: str, raw: dict[str, Any], tmp_path: Path) -> None:
+    run = Path(raw["output_dir"])
+    changes = {"method": "fct", "new": f"{run}/fresh/model", "side_info": f"{run}/views/model", "options": {"loss": loss}}
+    run_recipe(recipe_of(raw, **changes, output_dir=str(tmp_path / "run")))
+    table = {case.label: case.metrics["cmc@1"] for case in load_report(tmp_path / "run").cases}
+    old, new, side = (embedded(f"{run}/{name}/model", raw) for name in ("old", "fresh", "views"))
+    assert (old.norm(dim=-1) - 1).abs().min() > 1e-3
+    model = load_checkpoint(str(tmp_path / "run" / "model"))
+    assert model.metric == "l2" and model.config.side_info["metric"] == "l2"
+    with torch.inference_mode():
+        mapped = model.upgrade(old, side)
+    searches = {"old/old": (old, old), "new/old": (new, mapped), "mapped/mapped": (mapped, mapped), "new/new": (new, new)}
+    for label, sides in searches.items():
+        assert table[label] == pytest.approx(nearest_is_right(*sides), abs=0.1)  # caches are float16
+
+
+def test_bct_is_judged_by_distance_too(raw: dict[str, Any], tmp_path: Path) -> None:
+    run_recipe(recipe_of(raw, method="bct", options=RAW | {"extra_dim": 2}, output_dir=str(tmp_path / "run")))
+    table = {case.label: case.metrics["cmc@1"] for case in load_report(tmp_path / "run").cases}
+    new, old = embedded(str(tmp_path / "run" / "model"), raw), embedded(raw["old"], raw)
+    assert new.shape[1] == 8
+    assert table["new/old"] == pytest.approx(nearest_is_right(new[:, :6], old), abs=0.1)
+
+
+def test_a_gallery_keeps_lengths_and_is_upgraded(raw: dict[str, Any], tmp_path: Path) -> None:
+    run = Path(raw["output_dir"])
+    run_recipe(recipe_of(raw, method="fct", new=f"{run}/fresh/model", output_dir=str(tmp_path / "run")))
+    build(tmp_path / "gallery", load_originals(raw["data"]["queries"]["path"]), load_embedder(raw["old"]), None, None)
+    gallery, model = Gallery.open(tmp_path / "gallery"), load_checkpoint(str(tmp_path / "run" / "model"))
+    assert gallery.metric == "l2"
+    gallery.upgrade(model)
+    with torch.inference_mode():
+        mapped = model.upgrade(embedded(raw["old"], raw))
+    asked = embedded(f"{run}/fresh/model", raw)
+    for query, hits in zip(asked, gallery.search(asked.numpy(), model, top_k=1), strict=True):
+        assert hits[0].score == pytest.approx(-float(((mapped - query) ** 2).sum(dim=1).min()), rel=1e-3)
+    with pytest.raises(XcompatError, match="compared by L2 distance, and this gallery compares by cosine"):
+        Gallery.create(tmp_path / "other", load_embedder(raw["old"]), metric="cosine")
+    unit = Gallery.create(tmp_path / "unit", Fingerprint.from_string("unit"), 7)
+    with pytest.raises(XcompatError, match="this gallery compares by cosine"):
+        unit.add(asked, [str(row) for row in range(12)], version=load_embedder(f"{run}/fresh/model"))
+
+
+def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    run = Path(raw["output_dir"])
+    with pytest.raises(XcompatError, match="new model are compared by cosine, and those of FctModel by l2"):
+        run_recipe(recipe_of(raw, method="fct", new=f"{run}/unit/model", output_dir=str(tmp_path / "a")))
+    with pytest.raises(XcompatError, match="RidgeModel gives unit vectors, and embeddings of the old model are"):
+        run_recipe(recipe_of(raw, method="ridge", new=f"{run}/fresh/model", output_dir=str(tmp_path / "b")))
+    with pytest.raises(XcompatError, match="OcaModel gives unit vectors, and embeddings of its own are"):
+        OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
+    with pytest.raises(XcompatError, match="embeddings of the old model are compared by l2, and those of BctModel by cosine"):
+        BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
+    with pytest.raises(XcompatError, match="captions are compared by cosine"):
+        IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")
