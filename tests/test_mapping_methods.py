@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,7 @@ from transformers import AutoModel
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import IMAGE, SEED
-from xcompat.evaluation import Contestants, EmbeddedImages
+from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import alignment, classifier_kl_loss, nt_xent_loss
 from xcompat.methods import (
@@ -746,6 +747,39 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
     model.config.side_info["name"] = folders["drawing" if side == "views" else "views"]
     with pytest.raises(FingerprintMismatchError, match="embeddings of different models cannot be compared"):
         side_info_of(model, None, tmp_path)  # before the test set is embedded
+
+
+def test_a_gallery_that_was_mapped_is_mapped_again(raw: dict[str, Any], tmp_path: Path) -> None:
+    views, drawing = (f"{raw['run']}/{name}/model" for name in ("views", "drawing"))
+    last = {"name": "last", "method": "independent", "options": {"dim": 5}}
+    last["new"] = {"model": TINY, "image_size": 16, "stem": "small"}
+    stages = [
+        last,
+        {"name": "h2", "method": "fct", "side_info": views, "new_side_info": drawing},
+        {"name": "h2_alone", "method": "fct"},
+        {"name": "h3", "method": "fct", "old": raw["new"], "new": "stage:last", "side_info": drawing},
+        {"name": "h3_alone", "method": "fct", "old": raw["new"], "new": "stage:last"},
+    ]
+    run_recipe(recipe_of(raw, stages=stages, output_dir=str(tmp_path / "run")))
+    table = pd.read_csv(tmp_path / "run" / "sequence.csv").query("metric == 'cmc@1'")
+    found = {(row.query, row.gallery): row.value for row in table.itertuples()}
+    asked, old, side = (
+        torch.from_numpy(embeds_of(folder, raw)).float() for folder in (f"{tmp_path}/run/last/model", raw["old"], views)
+    )
+    maps = {
+        name: AutoModel.from_pretrained(tmp_path / "run" / name / "model").eval() for name in ("h2", "h3", "h2_alone", "h3_alone")
+    }
+    with torch.inference_mode():
+        again = {
+            "h3": maps["h3"].upgrade(maps["h2"].upgrade(old, side), maps["h2"].upgrade_side(old, side)),
+            "h3_alone": maps["h3_alone"].upgrade(maps["h2_alone"].upgrade(old)),
+        }
+    labels, ids = np.repeat(np.arange(3), 3), np.arange(9)
+    for name, mapped in again.items():
+        wanted = cmc(asked.numpy(), mapped.numpy(), labels, labels, ids, ids, ks=(1,))[1]
+        assert found[name, "old"] == pytest.approx(wanted, abs=0.12)  # caches are float16
+        assert (name, "fresh") in found
+    assert {gallery for query, gallery in found if query == "h2"} == {"old", "h2"}, "nothing was mapped before it"
 
 
 def test_a_map_of_galleries_leaves_queries_alone(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -195,9 +195,9 @@ class Gallery(Snapshot):
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; another process writes.
         """
+        record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         if version is not None:
             require_metric(version, self.metric)
-        record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
         if len(items):
             self._change(lambda staging: staging.add(record, items, replace))

@@ -188,7 +188,6 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
     Raises:
         FingerprintMismatchError: the queries cannot be compared with a version; names the model, the version and the remedy.
     """
-    require_metric(model, manifest.metric)
     views = []
     for version in manifest.present():
         view = query_view(model, embeds_QD, version)
@@ -198,6 +197,7 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
                 f"{_advice(model)}"
             )
         views.append((version, of_length(model, view, version)))
+    require_metric(model, manifest.metric)
     return views
 
 

@@ -24,11 +24,12 @@ from xcompat.progress import stage as stage_line
 from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.report.content import Cost, LossPoint
+from xcompat.training.chains import hops_before, mapped_along
 from xcompat.training.chosen import choose_map
 from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.cost import cost_of
 from xcompat.training.evaluation_sets import load_test_set
-from xcompat.training.judging import embed_new, make_report, with_memory
+from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe
@@ -50,7 +51,7 @@ from xcompat.training.record import (
 )
 from xcompat.training.remembering import memory_of_one, pairs_to_remember, remember
 from xcompat.training.sections import EvaluationSettings
-from xcompat.training.sequence import write_sequence
+from xcompat.training.sequence import AGAINST, write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
 from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
@@ -241,7 +242,10 @@ class StageRun:
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
                 against = embed_new(model, earlier, contestants.independent, test, cache_dir, old_on_new)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"against-{name}", {"seconds": {}})
+                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}})
+            for against in self._mapped_again(model, contestants, test):
+                name = f"{against.old.name.replace('/', '-')}-{against.old.fingerprint.digest[:6]}"
+                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}})
             if is_main_process():
                 # the recipe may name other test data by now
                 write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
@@ -259,7 +263,7 @@ class StageRun:
 
     def _wanted(self) -> Evaluated:
         """Return the inputs that an up-to-date report has."""
-        named = (self.settings.name, *self._evaluation.compare_with)
+        named = (self.settings.name, *self._evaluation.compare_with, *(hop.name for hop in self._hops))
         return Evaluated(
             settings=self._evaluation.model_dump(mode="json"),
             models={name: self.models.digest_of(name) for name in named} | self.models.inputs(),
@@ -321,6 +325,22 @@ class StageRun:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")
             yield version, test.embed(earlier, self.recipe.cache_dir)
+
+    @property
+    def _hops(self) -> list[StageRecipe]:
+        """Return the stages whose mapped galleries this one maps again, the nearest first."""
+        return hops_before(self.settings, self.recipe.stages)
+
+    def _mapped_again(self, model: CompatModel, judged: Contestants, test: EvaluationSet) -> Iterator[Contestants]:
+        """Map the galleries of earlier maps of the recipe on to this one's new model, hop by hop."""
+        maps = [model]
+        for hop in self._hops:
+            maps.insert(0, first := self.models.trained(hop.name))
+            old = test.embed(StageModels(self.recipe, hop).frozen("old"), self.recipe.cache_dir)
+            side_info = side_info_of(first, test, self.recipe.cache_dir)
+            upgraded = mapped_along(maps, old, side_info)
+            bare: dict[str, Any] = {"extra": {}, "forgetful": None, "ceiling": None, "side_info": side_info}
+            yield replace(judged, old=old, upgraded=upgraded, **bare)
 
     def _seconds(self) -> dict[str, float]:
         finished = ((stage.name, self.recipe.stage_dir(stage.name) / DONE) for stage in self.recipe.stages)

@@ -1,0 +1,56 @@
+"""Chains of maps of galleries: what one update has mapped, the next one maps again (fct.txt §4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xcompat.evaluation.contestants import C
+from xcompat.models import CompatModel
+from xcompat.training.contestants import map_contestant
+from xcompat.training.stage_recipe import StageRecipe, method_class
+
+
+def hops_before(settings: StageRecipe, stages: Sequence[StageRecipe]) -> list[StageRecipe]:
+    """Return the earlier stages whose mapped galleries a stage maps again, the nearest first.
+
+    A map follows another one if its old model is the other one's new model, and likewise its side-information; a map without
+    side-information follows one without.
+
+    Args:
+        settings: the stage.
+        stages: all of the recipe, in order.
+    """
+    hops: list[StageRecipe] = []
+    for stage in reversed(stages[: stages.index(settings)]):
+        if _leads_to(stage, hops[-1] if hops else settings):
+            hops.append(stage)
+    return hops
+
+
+def _leads_to(before: StageRecipe, after: StageRecipe) -> bool:
+    if not all(method_class(stage.method).maps_galleries_with(stage.options) for stage in (before, after)):
+        return False
+    same_sides = before.new_side_info == after.side_info and (before.side_info is None) == (after.side_info is None)
+    return after.old is not None and before.new == after.old and same_sides
+
+
+def mapped_along(hops: Sequence[CompatModel], old: C, side_info: C | None) -> C:
+    """Map a gallery by one map after the other, with its side-information.
+
+    Args:
+        hops: the maps, the oldest first.
+        old: what the oldest one's old model made of the items.
+        side_info: what its model of side-information made of them.
+
+    Returns:
+        The items in the space of the last map's new model.
+    """
+    mapped, side = old, side_info
+    for model in hops:
+        fingerprint = mapped.fingerprint.derived(f"upgrade {model.fingerprint().digest}")
+        named = f"{old.name}, mapped {len(hops)} times", fingerprint, model.upgrade, model.device
+        new_side = None
+        if side is not None and model.writes_side_info:
+            new_side = map_contestant(mapped, side.name, fingerprint.derived("side"), model.upgrade_side, model.device, side)
+        mapped, side = map_contestant(mapped, *named, side), new_side
+    return mapped
