@@ -337,7 +337,7 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
 
 def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_disk: Path) -> None:
     gallery = Gallery.create(tiny_disk / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10))
+    gallery.add(vectors(10), names(10), side_info_NS=vectors(10, 2, 20))
     gallery.commit()
     gallery.add(vectors(100, 1), names(100, "more"), side_info_NS=vectors(100, 2, 2000))
     with pytest.raises(OSError, match="No space left"):

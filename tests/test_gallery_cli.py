@@ -138,6 +138,35 @@ def test_models_compute_on_the_accelerator_of_the_process(
     assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in None\n"
 
 
+def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
+    run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], image_folder_of: dict[str, str], old_folder: str
+) -> None:
+    gallery, side, other = tmp_path / "gallery", image_folder_of["resnet"], image_folder_of["vit"]
+    more = tmp_path / "more"
+    more.mkdir()
+    Image.new("RGB", (9, 9), "red").save(more / "red.png")
+    code, out, err = run("build", photos, "--model", old_folder, "--side-info", side, "--out", gallery)
+    assert (code, err) == (0, "") and "120 pictures added" in out
+    for given, message in (((), "has side-information, and these"), (("--side-info", other), "is of another model than")):
+        code, _, err = run("add", gallery, more, "--model", old_folder, *given)
+        assert code == 2 and err.count("\n") == 1 and message in err
+    assert run("add", gallery, more, "--model", old_folder, "--side-info", side)[0] == 0
+    opened = Gallery.open(gallery)
+    frozen = load_embedder(side)
+    for segment in opened.segments:
+        ids = segment.ids(np.arange(len(segment)))
+        files = [(more if name == "red.png" else photos) / name for name in ids]
+        psi = frozen.embed({"pixel_values": frozen.processor.images([Image.open(file).convert("RGB") for file in files])})
+        np.testing.assert_allclose(segment.side_info(np.arange(len(segment))), psi.numpy(), atol=1e-5)
+    old, wrong = load_embedder(old_folder).describe_old(), load_embedder(other).describe_old()
+    for name, described in (("h", frozen.describe_old()), ("wrong", wrong)):
+        FctModel.from_encoder(folder_of["clip"], old, side_info=described).save_pretrained(tmp_path / name)
+    code, _, err = run("upgrade", gallery, "--model", tmp_path / "wrong")
+    assert code == 2 and "was trained with side-information of" in err and "is of another model" in err
+    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "h")
+    assert code == 0 and "121 embeddings mapped" in out
+
+
 def test_a_model_that_would_split_the_gallery_is_refused(
     run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], old_folder: str
 ) -> None:

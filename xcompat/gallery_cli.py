@@ -43,6 +43,9 @@ Overlap = Annotated[
 MaxBadShare = Annotated[
     float | None, typer.Option(min=0, max=1, help="Which share of the pictures may be unreadable; 0.1 unless given.")
 ]
+SideInfo = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Store what this model makes of each item beside it, for a map such as FCT.")
+]
 KeepText = Annotated[
     bool | None,
     typer.Option(
@@ -71,6 +74,7 @@ def build(
     overlap: Overlap = None,
     keep_text: KeepText = None,
     max_bad_share: MaxBadShare = None,
+    side_info: SideInfo = None,
 ) -> None:
     """Embed pictures or texts into a new gallery, or adopt a faiss index; started again, it continues."""
     from xcompat.retrieval import asked, commands
@@ -81,7 +85,7 @@ def build(
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
         of_vectors = index is not None or milvus is not None or dtype != "float32"
-        if source is not None or of_vectors or texts or max_bad_share is not None:
+        if source is not None or of_vectors or texts or max_bad_share is not None or side_info is not None:
             raise XcompatError(
                 "--from-faiss adopts an index as it is: leave out pictures, texts, --index, --milvus, --dtype and options of "
                 "both; add pictures or texts later"
@@ -91,8 +95,8 @@ def build(
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
         asked.require_there(source, model)
-        embedder = _load(model, dtype)
-        commands.build(out, _originals(source, texts, max_bad_share), embedder, index, milvus)
+        embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
+        commands.build(out, _originals(source, texts, max_bad_share), embedder, index, milvus, side)
     else:
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
@@ -169,6 +173,7 @@ def add(
     overlap: Overlap = None,
     keep_text: KeepText = None,
     max_bad_share: MaxBadShare = None,
+    side_info: SideInfo = None,
 ) -> None:
     """Embed more pictures or texts, with the gallery's model or a newer one."""
     from xcompat.retrieval import asked, commands
@@ -176,8 +181,8 @@ def add(
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     opened = _open(gallery)
     asked.require_there(source, model)
-    embedder = _load(model, dtype)
-    commands.add(opened, _originals(source, texts, max_bad_share), embedder, replace)
+    embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
+    commands.add(opened, _originals(source, texts, max_bad_share), embedder, replace, side)
 
 
 @app.command()

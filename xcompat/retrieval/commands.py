@@ -80,7 +80,14 @@ def resync(gallery: Gallery, ids: Path | None) -> None:
     console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items")
 
 
-def build(folder: Path, originals: Originals, embedder: Embedder, index: str | None, milvus: str | None) -> None:
+def build(
+    folder: Path,
+    originals: Originals,
+    embedder: Embedder,
+    index: str | None,
+    milvus: str | None,
+    side_info: Embedder | None = None,
+) -> None:
     """Embed pictures or texts into a new gallery, or continue an unfinished one; no gallery is made if the model embeds none."""
     originals.require(embedder)
     if (folder / CURRENT).exists():
@@ -88,7 +95,7 @@ def build(folder: Path, originals: Originals, embedder: Embedder, index: str | N
     elif is_main_process():
         Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
     barrier()
-    add(Gallery.open(folder), originals, embedder, replace=False)
+    add(Gallery.open(folder), originals, embedder, replace=False, side_info=side_info)
 
 
 def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
@@ -103,14 +110,14 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
             )
 
 
-def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool) -> None:
+def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
     """Embed pictures or texts into a gallery; refuse a model that cannot search what is stored: the gallery would be split."""
     from xcompat.embedding import notice_cut_short
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.ingestion import ingest
 
     require_views(asking(embedder), gallery.manifest)
-    added = ingest(gallery, originals, embedder, replace)
+    added = ingest(gallery, originals, embedder, replace, side_info=side_info)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
     said = f"{added.added:,} {originals.kind} added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}"

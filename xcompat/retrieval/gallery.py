@@ -20,7 +20,7 @@ from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_m
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
-from xcompat.retrieval.versions import own_metric, require_metric, stored_embeddings, stored_version
+from xcompat.retrieval.versions import identity, own_metric, require_metric, stored_embeddings, stored_version
 from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ class Gallery(Snapshot):
         version: Model | None = None,
         side_info_NS: ArrayLike | None = None,
         replace: bool = False,
+        side_info_by: Model | None = None,
     ) -> None:
         """Add items; they are visible after :meth:`commit`.
 
@@ -191,13 +192,17 @@ class Gallery(Snapshot):
             version: the model that made the embeddings; by default the one the gallery was made for.
             side_info_NS: (N, S) side-information, for methods that map galleries with it.
             replace: whether to replace items that have the same id.
+            side_info_by: the model that made the side-information; an upgrade by a map for another one is then refused.
 
         Raises:
-            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; another process writes.
+            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; embeddings of one model have
+                side-information of different models, or only some of them have any; another process writes.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         if version is not None:
             require_metric(version, self.metric)
+        if side_info_by is not None:
+            record = record.model_copy(update={"side_info": identity(side_info_by).digest})
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
         if len(items):
             self._change(lambda staging: staging.add(record, items, replace))

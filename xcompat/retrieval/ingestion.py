@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,14 @@ class Added(NamedTuple):
     truncated: int = 0
 
 
+class _Part(NamedTuple):
+    """Rows that were embedded together, with their side-information."""
+
+    rows: NDArray[np.int64]
+    embeds_ND: NDArray[np.float32]
+    side_NS: NDArray[np.float32] | None
+
+
 def ingest(
     gallery: Gallery,
     originals: Originals,
@@ -47,6 +56,7 @@ def ingest(
     replace: bool = False,
     rows: NDArray[np.int64] | None = None,
     spread: Spread | None = None,
+    side_info: Embedder | None = None,
 ) -> Added:
     """Embed originals on all processes and add them under their ids on the first; skip those that this model embedded before.
 
@@ -57,6 +67,7 @@ def ingest(
         replace: whether to replace the embeddings of other models.
         rows: row numbers of the originals to embed, in this order; None for all.
         spread: workers of an engine that embed in the place of the processes.
+        side_info: the model of side-information, which the processes store beside the embeddings.
 
     Returns:
         The counts, on every process.
@@ -66,7 +77,8 @@ def ingest(
             such originals, or the gallery holds other parts of them.
     """
     process_state()  # must come first: rows are dealt only to processes that have joined the group
-    originals.require(embedder)
+    for model in (embedder, *([side_info] if side_info is not None else [])):
+        originals.require(model)
     wanted = np.arange(len(originals.ids)) if rows is None else rows
     todo = from_main_process(lambda: _missing(gallery, originals, wanted, embedder, replace))
     bad, before = BadSamples(originals.max_bad_share, len(wanted)), embedder.processor.count_truncated
@@ -74,14 +86,14 @@ def ingest(
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()
         if spread is None:
-            embedded = _embedded(embedder, originals, todo, bad, waiting)
+            embedded = _embedded(embedder, originals, todo, bad, waiting, side_info)
         else:
             embedded = _embedded_by_workers(embedder, originals, todo, bad, spread)
-        for kept, embeds in embedded:
+        for kept, embeds, side in embedded:
             rate_of(bar, task, len(kept), originals.kind, waiting)
             if is_main_process():
                 ids = [originals.ids[row] for row in kept.tolist()]
-                gallery.add(embeds, ids, originals.metadata(kept), version=embedder, replace=replace)
+                gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info)
                 if time.monotonic() - committed > COMMIT_EVERY:
                     gallery.commit()
                     committed = time.monotonic()
@@ -115,24 +127,44 @@ def _missing(
     return wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
 
 
-def _embedded(embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, waiting: Waiting) -> Parts:
+def _embedded(
+    embedder: Embedder,
+    originals: Originals,
+    rows: NDArray[np.int64],
+    bad: BadSamples,
+    waiting: Waiting,
+    side_info: Embedder | None,
+) -> Iterator[_Part]:
     """Deal parts of the rows to all processes in turn; every process yields the embeddings of all, in the order of the rows."""
     size = originals.part(embedder)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     mine = np.concatenate([rows[:0], *parts[rank() :: world_size()]])
-    embedded = originals.embed(embedder, mine, bad, waiting)
-    nothing = rows[:0], np.empty((0, embedder.dim), np.float32)
+    embedded = _with_sides(originals, originals.embed(embedder, mine, bad, waiting), side_info)
+    nothing = _Part(rows[:0], np.empty((0, embedder.dim), np.float32), None)
     while True:
         gathered = gather_objects(next(embedded, nothing), shared=True)
         bad.share()
-        if not any(len(kept) for kept, _ in gathered):
+        if not any(len(part.rows) for part in gathered):
             return
-        yield from ((kept, embeds) for kept, embeds in gathered if len(kept))
+        yield from (part for part in gathered if len(part.rows))
+
+
+def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) -> Iterator[_Part]:
+    """Embed the same rows with the model of side-information too; what one model can read, the other can."""
+    for kept, embeds in parts:
+        if side_info is None:
+            yield _Part(kept, embeds, None)
+            continue
+        made = list(originals.embed(side_info, kept))
+        places = np.argsort(np.concatenate([rows for rows, _ in made]))  # texts come back as they were sorted
+        order = np.empty_like(places)
+        order[np.argsort(kept)] = places
+        yield _Part(kept, embeds, np.concatenate([sides for _, sides in made])[order])
 
 
 def _embedded_by_workers(
     embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Spread
-) -> Parts:
+) -> Iterator[_Part]:
     """Send the contents of the same parts to workers, and yield the same embeddings."""
     size = originals.part(embedder)
     parts = (rows[start : start + size] for start in range(0, len(rows), size))
@@ -142,7 +174,7 @@ def _embedded_by_workers(
         embedder.processor.count_truncated += made.truncated  # in another process
         read = np.isfinite(made.embeds_ND[:, 0])
         if read.any():
-            yield part[read], made.embeds_ND[read]
+            yield _Part(part[read], made.embeds_ND[read], None)
 
 
 def origins_of(gallery: Gallery, originals: Originals) -> list[Fingerprint | None]:

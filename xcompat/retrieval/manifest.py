@@ -40,6 +40,7 @@ class VersionRecord(_Record):
         shares: digests of older models whose embedding space these embeddings share, so that their queries can search them.
         length: median length of its stored embeddings; the model's queries and new embeddings are scaled to it. Differs from 1
             only for an adopted index whose vectors were never normalised.
+        side_info: digest of the model of the side-information beside them; None for none, or if nobody said who made it.
     """
 
     digest: str
@@ -47,6 +48,7 @@ class VersionRecord(_Record):
     dim: int = Field(ge=1)
     shares: tuple[str, ...] = ()
     length: float = Field(1.0, gt=0)
+    side_info: str | None = None
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -16,7 +16,7 @@ from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
-from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
+from xcompat.retrieval.segment import SIDE_FILE, Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
 
 FLUSH_BYTES = 2**27
@@ -73,6 +73,7 @@ class Staging:
         known = self._versions.setdefault(version.digest, version)
         if known.dim != version.dim:
             raise XcompatError(f"embeddings of {version.fingerprint} have {known.dim} dimensions, these have {version.dim}")
+        self._require_like_sides(version, items)
         present = self._find(items.ids)
         if present and not replace:
             name = items.ids[min(int(positions[0]) for positions, _ in present.values())]
@@ -83,6 +84,25 @@ class Staging:
             self.remove_rows(segment, rows)
         self.put(version, items)
         self.flush_if_large()
+
+    def _require_like_sides(self, version: VersionRecord, items: Items) -> None:
+        """Refuse side-information beside a part of a version's embeddings only, or of two models."""
+        known, waiting = self._versions[version.digest], self._pending.get(version.digest)
+        have = {SIDE_FILE in each.record.files for each in self._segments.values() if each.record.version == version.digest}
+        have |= {bool(waiting.side_info)} if waiting is not None else set()
+        if not have:
+            self._versions[version.digest] = version
+        elif have != {bool(items.side_info)}:
+            which = "has no side-information" if items.side_info else "has side-information"
+            raise XcompatError(
+                f"what {version.fingerprint} embedded in this gallery {which}, and these items differ in that; give it for all "
+                "or for none (--side-info)"
+            )
+        elif items.side_info and known.side_info != version.side_info:
+            raise XcompatError(
+                f"the side-information beside the {version.fingerprint} embeddings of this gallery is of another model than "
+                "that of these items (--side-info); take the same model"
+            )
 
     def put(self, version: VersionRecord, items: Items) -> None:
         """Prepare items whose ids are known to be free, such as those of rows that the same commit drops."""

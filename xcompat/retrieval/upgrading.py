@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
+from xcompat.fingerprint import Fingerprint
 from xcompat.progress import progress_bar, rate_of
 from xcompat.retrieval.items import Items, checked_embeddings
 from xcompat.retrieval.manifest import SegmentRecord, json_checksum
@@ -121,6 +122,7 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
             mapped.add(version.digest)
         elif not fits(model, version):
             left.append(version.fingerprint)
+    _require_side_info(gallery, model, mapped)
     if not mapped:
         found = ", ".join(map(str, gallery.versions))
         raise FingerprintMismatchError(f"{identity(model)} maps embeddings of {nearest}; this gallery holds {found}")
@@ -130,6 +132,20 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
             f"those of {nearest}; roll back to before they were added, upgrade, and add them again"
         )
     return [segment for segment in gallery.segments if segment.record.version in mapped]
+
+
+def _require_side_info(gallery: Snapshot, model: CompatModel, mapped: set[str]) -> None:
+    """Refuse side-information of another model than the one that the map was trained with."""
+    described = getattr(model.config, "side_info", None)
+    if not model.reads_side_info or described is None:
+        return
+    wanted = Fingerprint(described["fingerprint"], described["name"])
+    for version in gallery.manifest.present():
+        if version.digest in mapped and version.side_info not in (None, wanted.digest):
+            raise FingerprintMismatchError(
+                f"{identity(model)} was trained with side-information of {wanted}, and that beside the {version.fingerprint} "
+                "embeddings of this gallery is of another model; train the map with that one"
+            )
 
 
 class Block(NamedTuple):

@@ -74,7 +74,8 @@ def upgraded_version(model: CompatModel) -> VersionRecord:
     """Describe the embeddings that a model maps from older ones."""
     own = model.fingerprint()
     digest = own.derived(UPGRADED).digest
-    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim)
+    side = model.config.new_side_info["fingerprint"] if model.writes_side_info else None
+    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim, side_info=side)
 
 
 def identity(model: Model) -> Fingerprint:
