@@ -182,6 +182,18 @@ PICTURES: dict[str, Picture] = {
         arrows=(("ψ", H.text),),
         caption="mapped once, without its items",
     ),
+    "fastfill": Picture(
+        (
+            lane(frozen("side model, perhaps"), vectors("ψ"), after=(ITEMS.text,)),
+            lane(ITEMS, OLD, OLD_VECTOR, H),
+            lane(NEW, vectors("its new embedding"), after=(ITEMS.text,)),
+        ),
+        (("squared distance, class, and how sure", (H.text, "its new embedding")),),
+        (QUERY, NEW),
+        (stored("old vectors, and ψ"), H, stored("new vectors")),
+        arrows=(("ψ", H.text),),
+        caption="mapped once; then embedded anew",
+    ),
     "bct": of_classes(lane(OLD_CLASSES, after=(F.text,)), losses=((FOR_OLD, (OLD_CLASSES.text,)),)),
     "oca": Picture(
         (lane(PHOTOS, BACKBONE, F, helper("rotation Q, classifier W")), lane(OLD_CLASSES, after=(F.text,))),

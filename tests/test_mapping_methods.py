@@ -29,6 +29,8 @@ from xcompat.methods import (
     METHODS,
     DriftAdapterConfig,
     DriftAdapterModel,
+    FastfillConfig,
+    FastfillModel,
     FctConfig,
     FctModel,
     GeometryResidualConfig,
@@ -562,6 +564,49 @@ def test_fct_loss_is_the_squared_distance_of_h_and_of_g() -> None:
         total += sum(float(a - b / 3) ** 2 for a, b in zip(carried[row], new_side[row], strict=True))
     loss = model(old_embeds=old, new_embeds=new, side_info=side, new_side_info=new_side).loss
     assert loss.item() == pytest.approx(total / 5, rel=1e-5)
+
+
+def test_fastfill_loss_is_a_gaussian_likelihood_of_distance_and_class() -> None:
+    torch.manual_seed(0)
+    config = FastfillConfig(old=OLD, side_info=SIDE, embedding_dim=7, alignment_weight=2.0, scale=3.0, smoothing=0.2)
+    model = FastfillModel(config).eval().requires_grad_(False)
+    new, old, side, labels = unit(8, 7), unit(8, 6, 1), unit(8, 5, 2), torch.from_numpy(LABELS)
+    model.prepare(OldKnowledge(4, LABELS, old.numpy()), new.numpy())
+    mapped, sure = model.upgrade(old, side), model.uncertainty(old, side)
+    means = {label: F.normalize(new[labels == label].mean(0), dim=0) for label in (0, 2, 3)}  # class 1 has no sample
+    total = 0.0
+    for row in range(8):
+        logits = {label: 3.0 * float(mapped[row] @ mean) for label, mean in means.items()}
+        log_sum = math.log(sum(map(math.exp, logits.values())))
+        wanted = {label: 0.2 / 3 + 0.8 * (label == LABELS[row]) for label in means}
+        named = -sum(share * (logits[label] - log_sum) for label, share in wanted.items())
+        error = 2.0 * float(((mapped[row] - new[row]) ** 2).sum()) + named
+        total += 0.5 * math.exp(-float(sure[row])) * error + 0.5 * float(sure[row])
+    given = {"old_embeds": old, "new_embeds": new, "side_info": side, "labels": labels}
+    assert model(**given).loss.item() == pytest.approx(total / 8, rel=1e-5)
+    with pytest.raises(XcompatError, match="give side_info"):
+        model.uncertainty(old)
+
+
+def test_fastfill_is_less_sure_where_nothing_can_be_known() -> None:
+    torch.manual_seed(0)
+    new = unit(256, 7)
+    old = torch.cat([new[:128], unit(128, 7, 4)])  # the second half of the old embeddings says nothing of the new ones
+    old = F.normalize(torch.cat([old, torch.arange(256)[:, None].ge(128).float()], dim=1), dim=1)
+    labels = np.arange(256) % 4
+    model = FastfillModel(FastfillConfig(old=OLD | {"dim": 8}, embedding_dim=7, mixer_width=64)).train()
+    model.prepare(OldKnowledge(4, labels, old.numpy()), new.numpy())
+    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(150):
+        optimiser.zero_grad()
+        model(old_embeds=old, new_embeds=new, labels=torch.from_numpy(labels)).loss.backward()
+        optimiser.step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    fresh = unit(256, 7, 5)
+    fresh = torch.cat([fresh, torch.arange(256)[:, None].ge(128).float()], dim=1)
+    with torch.no_grad():
+        sure = model.eval().uncertainty(F.normalize(fresh, dim=1))
+    assert sure[:128].mean() < sure[128:].mean()
 
 
 @pytest.mark.parametrize("loss", ["kl", "reversed_kl"])

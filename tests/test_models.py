@@ -34,6 +34,7 @@ CLASSIFIED = [
 ]
 CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 16}, "oca": {"extra_dim": 4}}
 LEARNING_OPTIONS: dict[str, dict[str, Any]] = {
+    "fastfill": {"mixer_width": 32},  # else the exponent of its variance overshoots at this rate
     "geometry_residual": {"margin": 2.0},  # else no triplet of four pairs has a gradient
     "projection": {"noise_std": 0.0},
     "residual_mlp": {"regularisation": 10.0},  # else four pairs are fitted before training begins

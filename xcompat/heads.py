@@ -111,13 +111,21 @@ class ForwardTransform(nn.Module):
         Returns:
             (B, D) float32.
         """
+        return self.out(self.inside(old_Bd, side_BS))
+
+    def inside(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
+        """Return what the last layer reads (B, M), of inputs as :meth:`forward` takes them."""
         dtype = next(self.parameters()).dtype
         inside = self.old_branch(old_Bd.to(dtype))
         if self.side_branch is not None:
             assert side_BS is not None
             side_BS = F.normalize(side_BS.float(), dim=-1) if self.unit_side else side_BS
             inside = torch.cat([inside, self.side_branch(side_BS.to(dtype))], dim=-1)
-        mapped_BD = self.mixer(inside).float()
+        return self.mixer[0](inside)
+
+    def out(self, inside_BM: Tensor) -> Tensor:
+        """Return the output (B, D) float32 of what the last layer reads."""
+        mapped_BD = self.mixer[1](inside_BM).float()
         return F.normalize(mapped_BD, dim=-1) if self.unit else mapped_BD
 
 

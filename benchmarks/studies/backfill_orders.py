@@ -10,16 +10,17 @@ import torch
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from xcompat.heads import ForwardTransform
-from xcompat.methods.fct import FREEZE_AT
+from xcompat import Fingerprint
+from xcompat.methods import FastfillConfig, FastfillModel
+from xcompat.models import describe_old
+from xcompat.models.forward_map import squared_distances
+from xcompat.models.old_knowledge import OldKnowledge
 
 Floats = NDArray[np.float32]
 MapKind = Literal["fct", "fastfill"]
 MAPS: tuple[MapKind, ...] = get_args(MapKind)
 STEPS, BATCH, RATE = 300, 256, 1e-3
-SCALE, SMOOTHING = 30.0, 0.1
 NEIGHBOURS = 10
 
 
@@ -41,20 +42,6 @@ class Photos(NamedTuple):
         return Photos(self.old_Nd[rows], self.new_ND[rows], self.labels_N[rows])
 
 
-class UncertainMap(nn.Module):
-    """FCT's h(o) with log σ²(o), one more output of its last layer (FastFill, arXiv 2303.04766)."""
-
-    def __init__(self, old_dim: int, new_dim: int) -> None:
-        super().__init__()
-        self.transform = ForwardTransform(old_dim, None, new_dim)
-        self.log_variance = nn.Linear(2048, 1)
-
-    def forward(self, old_Bd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unit h (B, D) and log σ² (B,)."""
-        inside = self.transform.mixer[0](self.transform.old_branch(old_Bd))
-        return F.normalize(self.transform.mixer[1](inside), dim=-1), self.log_variance(inside)[:, 0]
-
-
 class Mapped(NamedTuple):
     """A map's output for stored and for training photos: unit vectors, and log σ² of the stored ones."""
 
@@ -67,8 +54,7 @@ def mapped(kind: MapKind, learned: Photos, stored_Nd: Floats, seed: int, kept: P
     """Train a map and apply it, or read its cached output.
 
     Args:
-        kind: ``fct`` has L = e with e = ‖h − n‖²; ``fastfill`` L = ½·exp(−s)·e + ½·s with s = log σ², and e also holds what a
-            classifier of new embeddings, here the means of the classes, makes of h (cross-entropy, labels smoothed).
+        kind: the method.
         learned: the training photos.
         stored_Nd: old embeddings of all photos that may be stored.
         seed: of weights and batches.
@@ -78,36 +64,34 @@ def mapped(kind: MapKind, learned: Photos, stored_Nd: Floats, seed: int, kept: P
     if not file.exists():
         model = _trained(kind, learned, seed)
         with torch.inference_mode():
-            stored, log_variance = model(torch.from_numpy(stored_Nd))
-            back, _ = model(torch.from_numpy(learned.old_Nd))
+            stored, back = (model.upgrade(torch.from_numpy(rows)) for rows in (stored_Nd, learned.old_Nd))
+            log_variance = model.uncertainty(torch.from_numpy(stored_Nd))
         kept.mkdir(parents=True, exist_ok=True)
         np.savez(file, stored=stored.numpy(), log_variance=log_variance.numpy(), learned=back.numpy())
     with np.load(file, allow_pickle=False) as arrays:
         return Mapped(arrays["stored"], arrays["log_variance"], arrays["learned"])
 
 
-def _trained(kind: MapKind, photos: Photos, seed: int) -> UncertainMap:
-    """Train as `xcompat train` trains FCT: AdamW, its rate down to 0, gradients clipped, statistics frozen halfway."""
+def _trained(kind: MapKind, photos: Photos, seed: int) -> FastfillModel:
+    """Train as `xcompat train` trains maps: AdamW, its rate down to 0, gradients clipped; FCT is FastFill with FCT's loss."""
     torch.manual_seed(seed)
-    old_Nd, new_ND, labels_N = map(torch.from_numpy, photos)
-    model = UncertainMap(old_Nd.shape[1], new_ND.shape[1]).train()
-    means_CD = F.normalize(torch.stack([new_ND[labels_N == label].mean(0) for label in labels_N.unique()]), dim=-1)
-    classes_N = torch.searchsorted(labels_N.unique(), labels_N)
+    old_Nd, new_ND = map(torch.from_numpy, photos[:2])
+    classes, classes_N = np.unique(photos.labels_N, return_inverse=True)
+    old = describe_old(Fingerprint.from_string("old"), old_Nd.shape[1])
+    model = FastfillModel(FastfillConfig(old=old, embedding_dim=new_ND.shape[1])).train()
+    model.prepare(OldKnowledge(len(classes), classes_N, photos.old_Nd), photos.new_ND)
     optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
     batches: list[Tensor] = []
     for step in range(STEPS):
+        model.progress = step / STEPS
         batches = batches or list(torch.randperm(len(old_Nd)).split(BATCH))
         rows_B = batches.pop()
-        if step >= FREEZE_AT * STEPS:
-            for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm1d)):
-                norm.eval()
-        h_BD, s_B = model(old_Nd[rows_B])
-        error_B = (h_BD - new_ND[rows_B]).square().sum(-1)
-        if kind == "fastfill":
-            logits_BC = SCALE * h_BD @ means_CD.T
-            error_B = error_B + F.cross_entropy(logits_BC, classes_N[rows_B], reduction="none", label_smoothing=SMOOTHING)
-        loss = (error_B if kind == "fct" else (0.5 * torch.exp(-s_B) * error_B + 0.5 * s_B)).mean()
+        labels_B = torch.from_numpy(classes_N)[rows_B]
+        batch = {"old_embeds": old_Nd[rows_B], "new_embeds": new_ND[rows_B], "labels": labels_B}
+        made = model.embed_batch(batch)
+        far_B = squared_distances(made["image_embeds"], batch["new_embeds"], unit=True)
+        loss = model.loss(made, batch) if kind == "fastfill" else far_B.mean()
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

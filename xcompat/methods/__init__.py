@@ -11,6 +11,7 @@ from xcompat.methods.bt2 import Bt2Config, Bt2Model
 from xcompat.methods.contrast import ContrastConfig, ContrastModel
 from xcompat.methods.direct import DirectConfig, DirectModel
 from xcompat.methods.drift_adapter import DriftAdapterConfig, DriftAdapterModel
+from xcompat.methods.fastfill import FastfillConfig, FastfillModel
 from xcompat.methods.fct import FctConfig, FctModel
 from xcompat.methods.geometry_residual import GeometryResidualConfig, GeometryResidualModel
 from xcompat.methods.independent import IndependentConfig, IndependentModel
@@ -42,6 +43,7 @@ METHODS: dict[str, type[CompatModel]] = {
         ContrastModel,
         DirectModel,
         DriftAdapterModel,
+        FastfillModel,
         FctModel,
         GeometryResidualModel,
         IndependentModel,
@@ -85,6 +87,8 @@ __all__ = [
     "DirectModel",
     "DriftAdapterConfig",
     "DriftAdapterModel",
+    "FastfillConfig",
+    "FastfillModel",
     "FctConfig",
     "FctModel",
     "GeometryResidualConfig",

@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
-from xcompat.heads import ForwardTransform
 from xcompat.losses import classifier_kl_loss
-from xcompat.models.base import CompatModel
-from xcompat.models.config import Compares, CompatConfig
+from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
-FREEZE_AT = 0.5
-"""The share of training after which batch-norm statistics are frozen: epoch 40 of 80."""
 
-
-class FctConfig(CompatConfig):
+class FctConfig(ForwardMapConfig):
     """Configuration of :class:`FctModel`.
 
     Args:
         loss: ``mse`` of embeddings, or ``kl`` or ``reversed_kl`` between the frozen new classifier's predictions for both.
-        side_info: the model that makes the side-information ψ, described like ``old``; None for none.
-        new_side_info: the model of the new model's side-information, to which ψ is mapped for the next update; None for none.
-        mixer_width: width of the layers behind those that φ_old and ψ go through alone; Table 11 has 512 to 4096.
     """
 
     model_type = "xcompat-fct"
 
     loss: Literal["mse", "kl", "reversed_kl"] = "mse"
-    side_info: dict | None = None
-    new_side_info: dict | None = None
-    mixer_width: int = 2048
 
 
-class FctModel(CompatModel):
+class FctModel(ForwardMapModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (fct.txt §3.3, §4.4).
 
-    h and g have unit length (the form of Appendix D.7) where the embeddings that they approximate have; between models that are
-    trained with ``metric: l2`` they are raw and compared by L2 distance, as in the paper's other tables. After half of the
-    training, batch norms use their running statistics and still train their affine part. ``kl`` is KL(p_new ‖ p_h) of softmaxes
-    over the classifier's logits, or over cosines times ``logit_scale`` where embeddings have unit length; the paper does not
-    state the direction. The paper's Adam adds weight decay to the gradient; ours is decoupled.
-
-    Args:
-        config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+    ``kl`` is KL(p_new ‖ p_h) of softmaxes over the classifier's logits, or over cosines times ``logit_scale`` where embeddings
+    have unit length; the paper does not state the direction. The paper's Adam adds weight decay to the gradient; ours is
+    decoupled.
 
     Example:
         >>> import torch
@@ -61,42 +44,14 @@ class FctModel(CompatModel):
     """
 
     config_class = FctConfig
-    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds")
-    columns_if_known = ("side_info", "new_side_info")
-    embedded = ("old_embeds", "side_info")
-    embeds_in_memory = True
-    maps_galleries = True
-    compares_by_l2 = True
     citation = "Ramanujan et al., Forward compatible training for large-scale embedding retrieval systems, CVPR 2022"
 
     classifier_CD: Tensor | None
 
     def __init__(self, config: FctConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        assert config.old is not None
-        if config.new_side_info is not None and config.side_info is None:
-            raise XcompatError("new_side_info is what side_info is mapped to, and there is none; name side_info too")
-        if (width := config.mixer_width) < 1:
-            raise XcompatError(f"options.mixer_width is {width}; a layer is at least 1 wide")
-        self.transform = self._transform(config.embedding_dim, self.metric)
-        new_side = config.new_side_info
-        self.side_transform = self._transform(new_side["dim"], new_side.get("metric")) if new_side is not None else None
-        known = (name for name in self.columns_if_known if getattr(config, name) is not None)
-        self.columns = (*self.columns, *known)  # type: ignore[misc]  # the configuration decides which columns it reads
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
         self.post_init()
-
-    def _transform(self, dim: int, metric: str | None) -> ForwardTransform:
-        """Return h or g, with an output (B, ``dim``) that is compared by that metric."""
-        config, side = self.config, self.config.side_info or {}
-        raw = {"unit": metric != "l2", "unit_side": side.get("metric") != "l2"}
-        return ForwardTransform(config.old["dim"], side.get("dim"), dim, config.mixer_width, **raw)
-
-    @property
-    @override
-    def metric(self) -> Compares:
-        """Return how old embeddings are compared, and so the mapped ones."""
-        return (self.config.old or {}).get("metric", "cosine")
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
@@ -113,60 +68,12 @@ class FctModel(CompatModel):
         self._outside_encoder = []  # frees the backbone's memory while h is trained
 
     @override
-    def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space: h."""
-        side, name = self.config.side_info, type(self).__name__
-        if side is not None and side_info is None:
-            which = side["name"]
-            raise XcompatError(f"{name} was trained with side-information: give side_info, what {which} makes of the same items")
-        if side is None and side_info is not None:
-            raise XcompatError(f"{name} was trained without side-information: leave side_info out")
-        return self.transform(old_embeds, side_info)
-
-    @property
-    def reads_side_info(self) -> bool:
-        """Return whether the map was trained with side-information."""
-        return self.config.side_info is not None
-
-    @property
-    def writes_side_info(self) -> bool:
-        """Return whether the map has g."""
-        return self.side_transform is not None
-
-    def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
-        """Map stored side-information to the new model's for the next update: g, (B, S') L2-normalised."""
-        if self.side_transform is None:
-            return super().upgrade_side(old_embeds, side_info)
-        return self.side_transform(old_embeds, side_info)
-
-    @override
-    def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map old embeddings by h."""
-        self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
-        if self.training and self.progress >= FREEZE_AT:
-            for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
-                norm.eval()  # in every step: the Trainer calls train() before each
-        return CompatOutput(image_embeds=self.transform(batch["old_embeds"], batch.get("side_info")))
-
-    @override
-    def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        loss = self._loss(output["image_embeds"], batch["new_embeds"])
-        if self.side_transform is not None:
-            mapped = self.side_transform(batch["old_embeds"], batch["side_info"])
-            loss = loss + _squared_distance(mapped, batch["new_side_info"], self.side_transform.unit)
-        return loss
-
-    def _loss(self, mapped_BD: Tensor, new_BD: Tensor) -> Tensor:
+    def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        mapped_BD, new_BD = output["image_embeds"], batch["new_embeds"]
         if self.config.loss == "mse":
-            return _squared_distance(mapped_BD, new_BD, self.transform.unit)
+            return squared_distances(mapped_BD, new_BD, self.transform.unit).mean()
         if self.classifier_CD is None:
             raise XcompatError("FctModel has not been told the new classifier; call prepare(OldKnowledge(...)) first")
         reverse = self.config.loss == "reversed_kl"
         scale = self.config.logit_scale if self.transform.unit else None
         return classifier_kl_loss(mapped_BD, new_BD, self.classifier_CD, scale, reverse=reverse)
-
-
-def _squared_distance(mapped_BD: Tensor, target_BD: Tensor, unit: bool) -> Tensor:
-    """Return mean ‖x − t‖², of targets of any length, such as bits, brought to length 1 if ``unit``."""
-    target_BD = nn.functional.normalize(target_BD.float(), dim=-1) if unit else target_BD
-    return (mapped_BD - target_BD).square().sum(dim=-1).mean()

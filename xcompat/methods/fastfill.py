@@ -1,0 +1,117 @@
+"""FastFill: FCT's map of galleries that also says how sure it is of each item, so that the least sure are embedded anew first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
+from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
+from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.outputs import Batch, CompatOutput
+
+
+class FastfillConfig(ForwardMapConfig):
+    """Configuration of :class:`FastfillModel`.
+
+    Args:
+        alignment_weight: λ, of the squared distance beside the classification of what is mapped.
+        scale: factor on the cosines between what is mapped and the class means.
+        smoothing: of the labels, the share of a label that goes to all classes.
+    """
+
+    model_type = "xcompat-fastfill"
+
+    alignment_weight: float = 1.0
+    scale: float = 30.0
+    smoothing: float = 0.1
+
+
+@dataclass
+class FastfillOutput(CompatOutput):
+    """Mapped embeddings with their uncertainty.
+
+    Args:
+        log_variance_B: (B,) float32, s = log σ².
+    """
+
+    log_variance_B: Tensor | None = None
+
+
+class FastfillModel(ForwardMapModel):
+    """L = mean ½·exp(−s)·e + ½·s, e = λ·‖h(o, ψ) − n‖² + CE(W, h(o, ψ)), s = log σ²(o, ψ) (Jaeckle et al. 2023, §3).
+
+    The Gaussian negative log likelihood of Kendall and Gal (2017) around FCT's loss and a discriminative one: s learns how large
+    the error e of an item is. s is one more output of h's last layer. The rows of W are the class means of new embeddings, and
+    logits are scaled cosines; the paper takes the new model's own classifier.
+    """
+
+    config_class = FastfillConfig
+    columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
+    citation = "Jaeckle et al., FastFill: efficient compatible model update, ICLR 2023"
+
+    means_CD: Tensor | None
+
+    def __init__(self, config: FastfillConfig, encoder: Encoder | None = None) -> None:
+        super().__init__(config, encoder)
+        self.log_variance = nn.Linear(config.mixer_width, 1)
+        self.register_buffer("means_CD", None, persistent=False)
+        self.post_init()
+
+    @override
+    def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
+        """Take the class means of the new embeddings."""
+        assert new_ND is not None
+        means_CD = torch.from_numpy(class_means(new_ND, old.labels_N, old.n_classes))
+        self.means_CD = F.normalize(means_CD, dim=-1).to(self.device)
+
+    def uncertainty(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Return log σ² of stored items, by which the paper embeds them anew, the largest first.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) their stored side-information, if the map was trained with some.
+
+        Returns:
+            (B,) float32.
+
+        Example:
+            >>> from xcompat.models.config import describe_old
+            >>> from xcompat.fingerprint import Fingerprint
+            >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
+            >>> FastfillModel(FastfillConfig(old=old, embedding_dim=8)).eval().uncertainty(torch.randn(2, 4)).shape
+            torch.Size([2])
+        """
+        self.require_side_info(side_info)
+        return self._log_variance(self.transform.inside(old_embeds, side_info))
+
+    def _log_variance(self, inside_BM: Tensor) -> Tensor:
+        return self.log_variance(inside_BM)[:, 0].float()
+
+    @override
+    def embed_batch(self, batch: Batch) -> FastfillOutput:
+        """Map old embeddings, and say how sure that is."""
+        self.begin_batch(batch)
+        inside_BM = self.transform.inside(batch["old_embeds"], batch.get("side_info"))
+        return FastfillOutput(image_embeds=self.transform.out(inside_BM), log_variance_B=self._log_variance(inside_BM))
+
+    @override
+    def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        if self.means_CD is None:
+            raise XcompatError(
+                "FastfillModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first"
+            )
+        mapped_BD, s_B, labels_B = output["image_embeds"], output["log_variance_B"], batch["labels"]
+        known_C = self.means_CD[:, 0].isfinite()  # no label is of a class without a readable sample
+        rows_B = (known_C.cumsum(0) - 1)[labels_B]
+        logits_BK = self.config.scale * F.normalize(mapped_BD, dim=-1) @ self.means_CD[known_C].T
+        named_B = F.cross_entropy(logits_BK, rows_B, reduction="none", label_smoothing=self.config.smoothing)
+        far_B = squared_distances(mapped_BD, batch["new_embeds"], self.transform.unit)
+        error_B = self.config.alignment_weight * far_B + named_B
+        return (torch.exp(-s_B) * error_B + s_B).mean() / 2
