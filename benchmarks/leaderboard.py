@@ -1,9 +1,10 @@
 """The leaderboard: every method on every protocol of recipes/bench, from the comparisons that were run.
 
-    xcompat compare recipes/bench && python benchmarks/leaderboard.py [--folder runs/bench] [--write]
+    python benchmarks/studies/bench_data.py && xcompat compare recipes/bench && python benchmarks/leaderboard.py [--write]
 
-Prints Markdown, and with --write puts it into docs/results/leaderboard.md. A protocol that was not run has no column. A method of
-your own enters by a file with one stage: `xcompat compare recipes/bench --stage mine.yaml`, then the same command.
+Prints Markdown, a table for each kind of protocol, and with --write puts the tables into docs/results/leaderboard.md. A protocol
+that was not run has no column, and a table without any stays as it is. A method of your own enters by a file with one stage:
+`xcompat compare recipes/bench --stage mine.yaml`, then the same command.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from xcompat.report.comparison import comparison_file
 from xcompat.report.wording import gain_with_interval, metric_name
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
-BEGIN, END = "<!-- leaderboard: python benchmarks/leaderboard.py --write -->\n", "<!-- /leaderboard -->\n"
-FIRST = ("cmc@1", "recall@1", "ndcg@10")
+TABLES = {
+    "photos": ("tiny_closed", "tiny_half", "tiny_open"),
+    "classes": ("glyph_classes",),
+    "pairs": ("glyph_captions", "fashion_pairs"),
+    "texts": ("captions", "scifact"),
+}
+"""Which protocols stand in one table: those that the same methods can be run on."""
+BEGIN, END = "<!-- leaderboard of {}: python benchmarks/leaderboard.py --write -->\n", "<!-- /leaderboard -->\n"
+FIRST = ("cmc@1", "ndcg@10", "recall@10")
 """The metric that a protocol is told by: the first of these that it has."""
 
 
@@ -33,7 +41,11 @@ def studies(folder: Path) -> dict[str, dict[str, Any]]:
 
 def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table: who is compatible in most protocols comes first, then who gains most."""
-    heads = [f"{name}, {seen['test'][side]['n_queries']:,} queries" for name, seen in found.items() for side in seen["test"]]
+    heads = [
+        f"{name}{', ' + side if len(seen['test']) > 1 else ''}, {about['n_queries']:,} queries"
+        for name, seen in found.items()
+        for side, about in seen["test"].items()
+    ]
     yield "| " + " | ".join(["method", "compatible", *heads, "parameters", "seconds"]) + " |"
     yield "|---|---:|" + "---:|" * (len(heads) + 2)
     names = dict.fromkeys(row["name"] for seen in found.values() for row in seen["rows"] if row["method"])
@@ -66,13 +78,20 @@ def main(folder: Path = Path("runs/bench"), write: bool = False) -> None:
     """Print the leaderboard, or write it into its page."""
     if not folder.is_dir() or not (found := studies(folder)):
         raise SystemExit(f"{folder} holds no comparison; run xcompat compare recipes/bench first")
-    lines = "".join(f"{line}\n" for line in table(found))
+    if unknown := sorted(found.keys() - {name for names in TABLES.values() for name in names}):
+        raise SystemExit(f"{folder / unknown[0]} is no protocol of recipes/bench; add it to TABLES, or move it away")
+    page = PAGE.read_text(encoding="utf-8") if write else ""
+    for title, names in TABLES.items():
+        of_kind = {name: found[name] for name in names if name in found}
+        if of_kind:
+            lines = "".join(f"{line}\n" for line in table(of_kind))
+            before, begin, rest = page.partition(BEGIN.format(title))
+            page = f"{before}{begin}{lines}{END}{rest.partition(END)[2]}" if write else f"{page}{title}:\n\n{lines}\n"
     if not write:
-        Console(soft_wrap=True).print(lines, markup=False, highlight=False)
+        Console(soft_wrap=True).print(page, markup=False, highlight=False)
         return
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     with atomic_path(PAGE) as temporary:
-        temporary.write_text(f"{before}{BEGIN}{lines}{END}{rest.partition(END)[2]}", encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -624,17 +624,20 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     with pytest.raises(SystemExit, match="holds no comparison; run xcompat compare recipes/bench first"):
         leaderboard.main(tmp_path)
     write_comparison(tmp_path / "classes", comparison)
+    with pytest.raises(SystemExit, match="classes is no protocol of recipes/bench; add it to TABLES"):
+        leaderboard.main(tmp_path)
+    monkeypatch.setattr(leaderboard, "TABLES", {"one": ("classes", "pairs"), "two": ("elsewhere",)})
     write_comparison(tmp_path / "pairs", compare("pairs", pair_contenders, RESAMPLES))
     found = leaderboard.studies(tmp_path)
     head, _, *rows = leaderboard.table(found)
-    assert head.count("queries") == 3, "one direction of images, two of pairs"
+    assert head.count("queries") == 3 and "| pairs, text-to-image, " in head, "one direction of images, two of pairs"
     assert [row.split("(")[0] for row in rows] == ["| good ", "| fair ", "| bad "] and " of 6 |" in rows[0]
     good = next(row for row in found["classes"]["rows"] if row["name"] == "good")["gain"]["image-to-image"]["cmc@1"]
     assert f"CMC@1 {100 * good['mean']:+.1f} (" in rows[0]
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{leaderboard.BEGIN}old\n{leaderboard.END}after\n")
+    page, (one, two) = tmp_path / "page.md", (leaderboard.BEGIN.format(name) for name in ("one", "two"))
+    page.write_text(f"before\n{one}old\n{leaderboard.END}between\n{two}kept\n{leaderboard.END}after\n")
     monkeypatch.setattr(leaderboard, "PAGE", page)
     leaderboard.main(tmp_path, write=True)
-    assert page.read_text() == "\n".join(
-        ["before", leaderboard.BEGIN.strip(), head, _, *rows, leaderboard.END.strip(), "after\n"]
-    )
+    end = leaderboard.END.strip()
+    table = "\n".join([head, _, *rows])
+    assert page.read_text() == f"before\n{one}{table}\n{end}\nbetween\n{two}kept\n{end}\nafter\n", "not run: as it was"

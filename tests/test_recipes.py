@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 PAPERS = {file: header for file in RECIPES if (header := read_header(file)).said}
 """Recipes of the papers' tables, with their headers."""
+BENCH = "runs/bench_data"
+"""What benchmarks/studies/bench_data.py makes."""
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
@@ -57,12 +59,13 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def readable(file: Path) -> bool:
-    return "../shared" not in file.read_text(encoding="utf-8") or (ROOT.parent / "shared" / "data").exists()
+    text, made = file.read_text(encoding="utf-8"), {"../shared": ROOT.parent / "shared" / "data", BENCH: ROOT / BENCH}
+    return all(folder.exists() for name, folder in made.items() if name in text)
 
 
 def load_or_skip(file: Path) -> Recipe:
     if not readable(file):
-        pytest.skip(f"{named(file)} reads ../shared/data, which is not here")
+        pytest.skip(f"{named(file)} reads ../shared/data, or {BENCH}, which is not here")
     return loaded(file)
 
 

@@ -37,19 +37,19 @@ class Task(NamedTuple):
     apart: bool
 
 
-def captions() -> Task:
-    """A caption, and the four others of its photo; one of five is drawn to ask."""
+def captions(split: str = "test") -> Task:
+    """A caption, and the four others of its photo in a split; one of five is drawn to ask."""
     draw = np.random.default_rng(0)
     groups = {"train": list[list[str]](), "validation": [], "test": []}
     ids = []
     for _, row in json_lines(DATA / "flickr30k_groups.jsonl.gz"):
         groups[row["split"]].append([row["captions"][place] for place in draw.permutation(5)])
-        ids += [row["id"]] * (row["split"] == "test")
-    test = dict(zip(ids, groups["test"], strict=True))
-    texts = {f"{photo}/{place}": text for photo, group in test.items() for place, text in enumerate(group[1:])}
-    qrels = {photo: {f"{photo}/{place}": 1.0 for place in range(4)} for photo in test}
+        ids += [row["id"]] * (row["split"] == split)
+    asked = dict(zip(ids, groups[split], strict=True))
+    texts = {f"{photo}/{place}": text for photo, group in asked.items() for place, text in enumerate(group[1:])}
+    qrels = {photo: {f"{photo}/{place}": 1.0 for place in range(4)} for photo in asked}
     return Task(
-        "Captions", texts, {photo: group[0] for photo, group in test.items()}, qrels, _shuffled(groups["train"]), apart=True
+        "Captions", texts, {photo: group[0] for photo, group in asked.items()}, qrels, _shuffled(groups["train"]), apart=True
     )
 
 
