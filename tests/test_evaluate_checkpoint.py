@@ -85,7 +85,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     [
         ("bct", [], OWN),
         ("map", [], WITH_INDEPENDENT),
-        ("fct", [], WITH_INDEPENDENT),
+        ("fct", [], WITH_INDEPENDENT | {"mapped/mapped"}),
         ("texts", ["label_column=folder"], WITH_INDEPENDENT),
     ],
 )

@@ -80,7 +80,7 @@ def change_gallery(folder: Path) -> Answer:
     from xcompat.retrieval import Gallery
 
     with Gallery.open(folder) as gallery:
-        gallery.add(unit(3, DIM, 5), ["item 7", "item 90", "item new"], replace=True)
+        gallery.add(unit(3, DIM, 5), ["item 7", "item 90", "item new"], side_info_NS=unit(3, 3, 5), replace=True)
         gallery.remove(["item 8", "item 100"])
         gallery.commit()
         gallery.rollback(1)

@@ -56,12 +56,14 @@ class FastfillModel(ForwardMapModel):
     columns: ClassVar[tuple[str, ...]] = ("new_embeds", "old_embeds", "labels")
     citation = "Jaeckle et al., FastFill: efficient compatible model update, ICLR 2023"
 
-    means_CD: Tensor | None
+    means_KD: Tensor | None
+    rows_C: Tensor
 
     def __init__(self, config: FastfillConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.log_variance = nn.Linear(config.mixer_width, 1)
-        self.register_buffer("means_CD", None, persistent=False)
+        self.register_buffer("means_KD", None, persistent=False)
+        self.register_buffer("rows_C", torch.empty(0, dtype=torch.long), persistent=False)
         self.post_init()
 
     @override
@@ -69,7 +71,9 @@ class FastfillModel(ForwardMapModel):
         """Take the class means of the new embeddings."""
         assert new_ND is not None
         means_CD = torch.from_numpy(class_means(new_ND, old.labels_N, old.n_classes))
-        self.means_CD = F.normalize(means_CD, dim=-1).to(self.device)
+        known_C = means_CD[:, 0].isfinite()  # no label is of a class without a readable sample
+        self.means_KD = F.normalize(means_CD[known_C], dim=-1).to(self.device)
+        self.rows_C = (known_C.cumsum(0) - 1).to(self.device)
 
     def uncertainty(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
         """Return log σ² of stored items, by which the paper embeds them anew, the largest first.
@@ -103,15 +107,13 @@ class FastfillModel(ForwardMapModel):
 
     @override
     def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        if self.means_CD is None:
+        if self.means_KD is None:
             raise XcompatError(
                 "FastfillModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first"
             )
         mapped_BD, s_B, labels_B = output["image_embeds"], output["log_variance_B"], batch["labels"]
-        known_C = self.means_CD[:, 0].isfinite()  # no label is of a class without a readable sample
-        rows_B = (known_C.cumsum(0) - 1)[labels_B]
-        logits_BK = self.config.scale * F.normalize(mapped_BD, dim=-1) @ self.means_CD[known_C].T
-        named_B = F.cross_entropy(logits_BK, rows_B, reduction="none", label_smoothing=self.config.smoothing)
+        logits_BK = self.config.scale * F.normalize(mapped_BD, dim=-1) @ self.means_KD.T
+        named_B = F.cross_entropy(logits_BK, self.rows_C[labels_B], reduction="none", label_smoothing=self.config.smoothing)
         far_B = squared_distances(mapped_BD, batch["new_embeds"], self.transform.unit)
         error_B = self.config.alignment_weight * far_B + named_B
         return (torch.exp(-s_B) * error_B + s_B).mean() / 2
