@@ -13,7 +13,6 @@ from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
-OLD_CHARACTERS = 2000
 SPLIT_SEED = 1
 """Another split than 0, on whose test characters every setting of the recipe was chosen."""
 
@@ -54,22 +53,14 @@ def render_data(folder: Path) -> None:
     The folder gets ``old_train``, ``new_train``, ``test`` and ``names.txt``. The test characters are in no training image and no
     text. The gallery holds the upright regular faces.
     """
-    import numpy as np
-
-    from xcompat.data.glyphs import REGULAR_FACES, render_glyphs, split_characters, to_dataset, unicode_corpus
+    from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset, unicode_corpus
 
     if folder.exists():
         console.print(f"  [dim]reused from {literal(folder)}[/]")
         return
     glyphs = render_glyphs()
-    train, test = split_characters(glyphs, seed=SPLIT_SEED)
-    old = np.random.default_rng(SPLIT_SEED).permutation(train)[:OLD_CHARACTERS]
-    parts = {
-        "old_train": glyphs.select(old, REGULAR_FACES),
-        "new_train": glyphs.select(train),
-        "test": glyphs.select(test, REGULAR_FACES),
-    }
-    names = unicode_corpus(exclude=[glyphs.names[code] for code in test.tolist()])
+    parts = glyph_parts(glyphs, SPLIT_SEED)
+    names = unicode_corpus(exclude=parts["test"].names.values())
     with atomic_path(folder) as temporary:
         for name, part in parts.items():
             to_dataset(part).save_to_disk(temporary / name)

@@ -26,7 +26,7 @@ from tokenizers.implementations import BertWordPieceTokenizer
 from torch.nn import functional as F
 
 from xcompat.data import PairSource, load_pairs
-from xcompat.data.glyphs import REGULAR_FACES, render_glyphs, split_characters, to_dataset
+from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset
 from xcompat.files import atomic_path
 from xcompat.losses import clip_contrastive_loss
 
@@ -35,21 +35,13 @@ GLYPHS_SEED = 2
 """Of the split of characters: settings were chosen on that of 0, and the quickstart shows that of 1."""
 FASHION = "../shared/data/fashion/train-0000.tar.gz"
 BATCH = 256
-OLD_CHARACTERS, OLD_PHOTOS = 2000, 2500
+OLD_PHOTOS = 2500
 console = Console(soft_wrap=True, markup=False, highlight=False, stderr=True)
 
 
 def write_glyphs(folder: Path) -> None:
     """Write captioned characters: what the old model sees, what the new one sees, and those that neither does."""
-    glyphs = render_glyphs()
-    train, test = split_characters(glyphs, seed=GLYPHS_SEED)
-    old = np.random.default_rng(GLYPHS_SEED).permutation(train)[:OLD_CHARACTERS]
-    parts = {
-        "old_train": glyphs.select(old, REGULAR_FACES),
-        "new_train": glyphs.select(train),
-        "test": glyphs.select(test, REGULAR_FACES),
-    }
-    for name, part in parts.items():
+    for name, part in glyph_parts(render_glyphs(), GLYPHS_SEED).items():
         to_dataset(part).save_to_disk(folder / name)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
 """The upright regular faces, one per design: the quickstart's old model is trained on them, and its galleries hold them."""
+OLD_CHARACTERS = 2000
+"""How many characters that old model knows."""
 
 CLASS_FACES = {
     "train": (
@@ -198,6 +200,28 @@ def split_characters(glyphs: Glyphs, n_test: int = 1000, seed: int = 0) -> tuple
         raise XcompatError(f"n_test={n_test} characters cannot be held out of {len(candidates)}; choose fewer, at least 1")
     test = np.sort(np.random.default_rng(seed).permutation(candidates)[:n_test])
     return np.setdiff1d(glyphs.character_N, test), test
+
+
+def glyph_parts(glyphs: Glyphs, seed: int) -> dict[str, Glyphs]:
+    """Divide renderings into what an old model sees, what a new one sees, and what neither does.
+
+    The old model sees :data:`OLD_CHARACTERS` of the training characters, in the regular faces. The new one sees all of them in
+    all faces. Test characters are in the regular faces.
+
+    Args:
+        glyphs: the renderings.
+        seed: of the split and of the old model's characters.
+
+    Returns:
+        ``old_train``, ``new_train`` and ``test``.
+    """
+    train, test = split_characters(glyphs, seed=seed)
+    old = np.random.default_rng(seed).permutation(train)[:OLD_CHARACTERS]
+    return {
+        "old_train": glyphs.select(old, REGULAR_FACES),
+        "new_train": glyphs.select(train),
+        "test": glyphs.select(test, REGULAR_FACES),
+    }
 
 
 def unicode_corpus(exclude: Iterable[str] = ()) -> list[str]:
