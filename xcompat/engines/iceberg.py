@@ -34,6 +34,8 @@ def read(uri: str) -> Source:
     from pyarrow import fs
 
     require(uri)
+    from pyiceberg.manifest import FileFormat
+
     metadata, tasks = _planned(uri)
     system, paths = located(uri)[0], list[str]()
     for file, deletes in tasks:
@@ -41,7 +43,7 @@ def read(uri: str) -> Source:
             raise XcompatError(
                 f"{uri} marks rows of {file.file_path} as deleted; rewrite its data files, and name the new metadata"
             )
-        if str(getattr(file.file_format, "value", file.file_format)).upper() != "PARQUET":
+        if file.file_format != FileFormat.PARQUET:
             raise XcompatError(f"{uri} has {file.file_path}, which is no Parquet; rewrite its data files as Parquet")
         other, path = located(file.file_path)
         if other != system:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from xcompat.engines.places import files_at, opened
 from xcompat.engines.sources import Part, Source, cut
 from xcompat.errors import XcompatError, what_failed
+from xcompat.threads import map_in_threads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,8 +67,6 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
     Raises:
         XcompatError: a file is damaged or refused, or there are no rows.
     """
-    from xcompat.threads import map_in_threads
-
     footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
     parts, schema = list[Part](), None
     for info, footer in zip(files, footers, strict=True):
