@@ -167,6 +167,21 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
     assert code == 0 and "121 embeddings mapped" in out
 
 
+def test_side_information_that_came_too_late_is_not_left_out_silently(
+    run: Run, photos: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pictures are there, so nothing would be embedded; and where one is missing, none is before the refusal."""
+    build = ("build", photos, "--model", old_folder, "--out", tmp_path / "gallery")
+    assert run(*build)[0] == 0
+    before = (tmp_path / "gallery" / "gallery.json").read_bytes()
+    monkeypatch.setattr("xcompat.retrieval.ingestion._embedded", None)
+    for _ in range(2):
+        code, _, err = run(*build, "--side-info", image_folder_of["resnet"])
+        assert code == 2 and err.count("\n") == 1 and "has no side-information, and these items differ in that" in err
+        Image.new("RGB", (9, 9), "red").save(photos / "zzz.png")
+    assert (tmp_path / "gallery" / "gallery.json").read_bytes() == before
+
+
 def test_a_model_that_would_split_the_gallery_is_refused(
     run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], old_folder: str
 ) -> None:

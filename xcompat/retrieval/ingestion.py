@@ -19,6 +19,8 @@ from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals, Parts
+from xcompat.retrieval.segment import SIDE_FILE
+from xcompat.retrieval.versions import require_like_sides
 from xcompat.spreading import Spread
 
 COMMIT_EVERY = 300.0
@@ -80,7 +82,7 @@ def ingest(
     for model in (embedder, *([side_info] if side_info is not None else [])):
         originals.require(model)
     wanted = np.arange(len(originals.ids)) if rows is None else rows
-    todo = from_main_process(lambda: _missing(gallery, originals, wanted, embedder, replace))
+    todo = from_main_process(lambda: _missing(gallery, originals, wanted, embedder, replace, side_info))
     bad, before = BadSamples(originals.max_bad_share, len(wanted)), embedder.processor.count_truncated
     with progress_bar() as bar, Interrupts() as interrupts:
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
@@ -109,7 +111,12 @@ def ingest(
 
 
 def _missing(
-    gallery: Gallery, originals: Originals, wanted: NDArray[np.int64], embedder: Embedder, replace: bool
+    gallery: Gallery,
+    originals: Originals,
+    wanted: NDArray[np.int64],
+    embedder: Embedder,
+    replace: bool,
+    side_info: Embedder | None,
 ) -> NDArray[np.int64]:
     """Return the wanted rows that this model has not embedded."""
     originals.require_same(gallery)
@@ -124,7 +131,19 @@ def _missing(
                 f"{ids[foreign[0]]!r} and {len(foreign) - 1} more are in the gallery already, embedded by another model; "
                 "leave them out, or replace their embeddings (--replace)"
             )
-    return wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
+    missing = wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
+    if len(missing) or side_info is not None:  # else nothing is added, and nothing was asked for that is not there
+        _require_sides(gallery, embedder, side_info)
+    return missing
+
+
+def _require_sides(gallery: Gallery, embedder: Embedder, side_info: Embedder | None) -> None:
+    """Refuse other side-information than what this model embedded has beside it, before hours are spent on embedding."""
+    digest = embedder.fingerprint.digest
+    have = {SIDE_FILE in segment.record.files for segment in gallery.segments if segment.record.version == digest}
+    known = next((version for version in gallery.manifest.versions if version.digest == digest), None)
+    if have and known is not None:
+        require_like_sides(known, have, side_info is not None, side_info.fingerprint.digest if side_info is not None else None)
 
 
 def _embedded(

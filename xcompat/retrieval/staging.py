@@ -18,6 +18,7 @@ from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
 from xcompat.retrieval.segment import SIDE_FILE, Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
+from xcompat.retrieval.versions import require_like_sides
 
 FLUSH_BYTES = 2**27
 """Bytes of embeddings that wait in memory before they are written to a segment."""
@@ -92,17 +93,8 @@ class Staging:
         have |= {bool(waiting.side_info)} if waiting is not None else set()
         if not have:
             self._versions[version.digest] = version
-        elif have != {bool(items.side_info)}:
-            which = "has no side-information" if items.side_info else "has side-information"
-            raise XcompatError(
-                f"what {version.fingerprint} embedded in this gallery {which}, and these items differ in that; give it for all "
-                "or for none (--side-info)"
-            )
-        elif items.side_info and known.side_info != version.side_info:
-            raise XcompatError(
-                f"the side-information beside the {version.fingerprint} embeddings of this gallery is of another model than "
-                "that of these items (--side-info); take the same model"
-            )
+        else:
+            require_like_sides(known, have, bool(items.side_info), version.side_info)
 
     def put(self, version: VersionRecord, items: Items) -> None:
         """Prepare items whose ids are known to be free, such as those of rows that the same commit drops."""

@@ -91,6 +91,27 @@ def identity(model: Model) -> Fingerprint:
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
 
 
+def require_like_sides(known: VersionRecord, have: set[bool], sided: bool, by: str | None) -> None:
+    """Refuse side-information beside a part of a model's embeddings only, or of two models.
+
+    Args:
+        known: the version that is stored.
+        have: whether its embeddings have side-information.
+        sided: whether those that come to them have.
+        by: digest of the model that made that; None if nobody said.
+    """
+    if have != {sided}:
+        raise XcompatError(
+            f"what {known.fingerprint} embedded in this gallery has {'no ' if sided else ''}side-information, and these items "
+            "differ in that; give it for all or for none (--side-info)"
+        )
+    if sided and known.side_info != by:
+        raise XcompatError(
+            f"the side-information beside the {known.fingerprint} embeddings of this gallery is of another model than that of "
+            "these items (--side-info); take the same model"
+        )
+
+
 def own_metric(model: Model) -> Compares:
     """Return how a model's embeddings are compared; by cosine if only a fingerprint is known."""
     return "cosine" if isinstance(model, Fingerprint) else model.metric
