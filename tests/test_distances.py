@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_layouts.pictures import write_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -38,13 +39,7 @@ def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
 def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a recipe whose old model, new model and side-information are trained already, all of any length."""
     base = tmp_path_factory.mktemp("distances")
-    generator = np.random.default_rng(0)
-    for side, count in (("train", 8), ("test", 4)):
-        for number in range(3):
-            (base / side / f"class {number}").mkdir(parents=True)
-            for picture in range(count):
-                pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
-                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{picture}.png")
+    write_classes(base, {"train": 8, "test": 4})
     made = {
         "output_dir": str(base / "run"),
         "cache_dir": str(base / "cache"),

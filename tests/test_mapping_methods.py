@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from data_layouts.pictures import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -709,13 +710,7 @@ TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "d
 def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a recipe that trains an old and a new model, and two kinds of side-information, on three classes of pictures."""
     base = tmp_path_factory.mktemp("mapping")
-    generator = np.random.default_rng(0)
-    for side, count in (("train", 8), ("test", 3)):
-        for number in range(3):
-            (base / side / f"class {number}").mkdir(parents=True)
-            for picture in range(count):
-                pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
-                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{picture}.png")
+    write_classes(base, {"train": 8, "test": 3})
     stages = [
         {"name": "old", "method": "independent", "options": {"dim": 6}},
         {"name": "fresh", "method": "independent", "options": {"dim": 7}},

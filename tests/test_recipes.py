@@ -17,6 +17,7 @@ import warm
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from data_layouts import make_all
+from data_layouts.bench import make_bench
 
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
@@ -35,6 +36,7 @@ PAPERS = {file: header for file in RECIPES if (header := read_header(file)).said
 """Recipes of the papers' tables, with their headers."""
 BENCH = "runs/bench_data"
 """What benchmarks/studies/bench_data.py makes."""
+SHARED = ROOT.parent / "shared"
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
@@ -52,20 +54,24 @@ def named(file: Path) -> str:
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with every data set of the papers' recipes below ``data``, a few pictures each."""
-    folder = tmp_path_factory.mktemp("layouts")
+    """Return a folder with every data set of the papers' recipes, and what those of the benchmark need, a few pictures each."""
+    folder = tmp_path_factory.mktemp("layouts") / "main"
     make_all(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "studies"))
+        make_bench(folder / BENCH, importlib.import_module("bench_data"))
+    if SHARED.exists():
+        (folder.parent / "shared").symlink_to(SHARED)
     return folder
 
 
 def readable(file: Path) -> bool:
-    text, made = file.read_text(encoding="utf-8"), {"../shared": ROOT.parent / "shared" / "data", BENCH: ROOT / BENCH}
-    return all(folder.exists() for name, folder in made.items() if name in text)
+    return "../shared" not in file.read_text(encoding="utf-8") or (SHARED / "data").exists()
 
 
 def load_or_skip(file: Path) -> Recipe:
     if not readable(file):
-        pytest.skip(f"{named(file)} reads ../shared/data, or {BENCH}, which is not here")
+        pytest.skip(f"{named(file)} reads ../shared/data, which is not here")
     return loaded(file)
 
 
@@ -150,7 +156,7 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 @pytest.mark.parametrize("file", RECIPES, ids=named)
 def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     # drawing is more than half of a dry run and the same for all of them; the subprocess below draws
-    monkeypatch.chdir(layouts if file in PAPERS else ROOT)
+    monkeypatch.chdir(layouts if file in PAPERS or BENCH in file.read_text(encoding="utf-8") else ROOT)
     before = set(Path.cwd().iterdir())
     recipe = load_or_skip(file)
     for stage in recipe.stages:

@@ -1,4 +1,4 @@
-"""Pictures of 8 by 8 pixels, each unlike every other."""
+"""Small pictures, each unlike every other."""
 
 from __future__ import annotations
 
@@ -22,3 +22,14 @@ def write(file: Path, lines: list[str]) -> None:
     """Write a text file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def write_classes(folder: Path, counts: dict[str, int]) -> None:
+    """Write pictures of three classes, which a small model can tell apart: so many of each class for each part."""
+    generator = np.random.default_rng(0)
+    for side, count in counts.items():
+        for number in range(3):
+            (folder / side / f"class {number}").mkdir(parents=True)
+            for picture in range(count):
+                pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / side / f"class {number}" / f"{side}-{picture}.png")
