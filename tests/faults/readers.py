@@ -15,13 +15,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -34,6 +32,8 @@ from xcompat.retrieval import Gallery
 
 MODEL = Fingerprint.from_string("model")
 DIM = 8
+WRITTEN = "written"
+"""A file that is there once the writers have ended."""
 NAMES = [f"item {number}" for number in range(24)]
 WRITERS, READERS = 2, 3
 READS_OF_A_STATE = 10  # about
@@ -60,38 +60,35 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def run(reads: int) -> Outcome:
+def run(reads: int, write: Callable[[Path, int, int], Outcome] | None = None) -> Outcome:
     """Read a gallery while others write to it.
 
     Args:
         reads: how often at least, by all readers together.
+        write: what a writer does, in the place of :func:`write_in_turn`.
 
     Returns:
         What came of it.
     """
-    context = get_context("fork")  # all is imported here already
     memory = Path("/dev/shm")  # a disk that is flushed would let few changes happen between two reads
     with tempfile.TemporaryDirectory(prefix="readers-", dir=memory if memory.is_dir() else None) as temporary:
         folder = Path(temporary)
         Gallery.create(folder / "gallery", MODEL, dim=DIM)
         _write_down(folder, 0, {})
-        written, said = context.Event(), context.SimpleQueue()
-
-        def start(work: Callable[..., Outcome], *arguments: Any) -> BaseProcess:
-            process = context.Process(target=lambda: said.put(work(folder, *arguments)))
-            process.start()
-            return process
-
-        readers = [start(_read, number, len(range(number, reads, READERS)), written) for number in range(READERS)]
-        writers = [start(_write, number, reads // READS_OF_A_STATE // WRITERS) for number in range(WRITERS)]
-        for process in writers:
-            process.join()
-        written.set()
-        total = Outcome()
-        for _ in (*writers, *readers):
-            _add(total, said.get())
-        for process in readers:
-            process.join()
+        # no forks of this process: in a fork, what its threads had locked stays so
+        with ProcessPoolExecutor(READERS + WRITERS, get_context("forkserver")) as pool:
+            shares = [len(range(number, reads, READERS)) for number in range(READERS)]
+            readers = [pool.submit(_read, folder, number, share) for number, share in enumerate(shares)]
+            changes = reads // READS_OF_A_STATE // WRITERS
+            writers = [pool.submit(write or write_in_turn, folder, number, changes) for number in range(WRITERS)]
+            total = Outcome()
+            try:
+                for writer in writers:
+                    _add(total, writer.result())
+            finally:
+                (folder / WRITTEN).touch()
+            for reader in readers:
+                _add(total, reader.result())
         return total
 
 
@@ -105,7 +102,8 @@ def _add(total: Outcome, part: Outcome) -> None:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def _write(folder: Path, number: int, changes: int) -> Outcome:
+def write_in_turn(folder: Path, number: int, changes: int) -> Outcome:
+    """Make so many changes, each in its turn."""
     chance, outcome, console.quiet = random.Random(f"writer {number}"), Outcome(), True
     while outcome.changes.total() < changes:
         try:
@@ -156,10 +154,10 @@ def _get_in_the_way(folder: Path, chance: random.Random) -> None:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def _read(folder: Path, number: int, reads: int, written: Event) -> Outcome:
+def _read(folder: Path, number: int, reads: int) -> Outcome:
     chance, outcome = random.Random(f"reader {number}"), Outcome()
     held: list[Gallery] = []
-    while outcome.reads < reads or not written.is_set():
+    while outcome.reads < reads or not (folder / WRITTEN).exists():
         outcome.reads += 1
         asked: Gallery | None = None
         try:
