@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from xcompat.engines.places import files_at, opened
 from xcompat.engines.sources import Part, Source, cut
 from xcompat.errors import XcompatError, what_failed
-from xcompat.threads import map_in_threads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,6 +66,8 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
     Raises:
         XcompatError: a file is damaged or refused, or there are no rows.
     """
+    from xcompat.threads import map_in_threads  # imports torch, which a missing file need not wait for
+
     footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
     parts, schema = list[Part](), None
     for info, footer in zip(files, footers, strict=True):
