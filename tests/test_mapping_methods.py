@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
+import yaml
 from data_layouts.pictures import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,7 @@ from xcompat.models import describe_old
 from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.training.judging import judge, side_info_of
@@ -648,15 +651,73 @@ def test_nt_xent_is_the_double_loop(rows: int, temperature: float) -> None:
         nt_xent_loss(first, second[:, :4], temperature)
 
 
-def test_simclr_compares_two_views_and_stores_bits(
-    image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
-    model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, binarise=True).train()
+def naive_multi_crop(first: torch.Tensor, second: torch.Tensor, crops: list[torch.Tensor], temperature: float) -> float:
+    """Average over all that look for a whole view of their image, each among all whole views but the other one of its image."""
+    whole, terms = (first, second), []
+    for i in range(len(first)):
+        for wanted in (0, 1):
+            for mine in (whole[1 - wanted], *crops):
+                others = [(view, j) for view in (0, 1) for j in range(len(first)) if (view, j) != (1 - wanted, i)]
+                logits = [float(mine[i] @ whole[view][j]) / temperature for view, j in others]
+                found = float(mine[i] @ whole[wanted][i]) / temperature
+                terms.append(math.log(sum(math.exp(logit) for logit in logits)) - found)
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_crops_look_for_both_views_of_their_image(count: int) -> None:
+    first, second, *crops = F.normalize(torch.randn(2 + count, 5, 4, dtype=torch.float64), dim=-1)
+    expected = naive_multi_crop(first, second, crops, 0.3)
+    assert float(nt_xent_loss(first, second, 0.3, crops)) == pytest.approx(expected, abs=1e-9)
+    if not count:
+        assert expected == pytest.approx(naive_nt_xent(first, second, 0.3), abs=1e-9)
+    with pytest.raises(ValueError, match="one shape"):
+        nt_xent_loss(first, second, 0.3, [*crops, first[:2]])
+
+
+def test_simclr_compares_two_views(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6).train()
     first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
     a, b = (F.normalize(model.features(views), dim=-1) for views in (first, second))
     torch.testing.assert_close(
         model(pixel_values=first, second_pixel_values=second).loss, nt_xent_loss(a, b, model.config.temperature)
     )
+
+
+@pytest.mark.parametrize("kind", ["resnet", "vit"])
+def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = SimClrModel.from_encoder(image_folder_of[kind], dim=6, crops=3, crop_size=16, crop_scale=0.3).train()
+    collator = PairCollator(model.processor, Augmentation(), model.views)
+    batch = collator([{IMAGE: image, SEED: seed} for seed, image in enumerate(images)])
+    crops = batch["crop_pixel_values"]
+    assert crops.shape == (len(images), 3, 3, 16, 16)
+    assert len({crop.numpy().tobytes() for crop in crops.flatten(0, 1)}) == 3 * len(images), "each is another"
+    a, b, small = (F.normalize(model.features(views), dim=-1) for views in (*list(batch.values())[:2], crops.flatten(0, 1)))
+    expected = nt_xent_loss(a, b, model.config.temperature, list(small.view(len(images), 3, -1).unbind(1)))
+    torch.testing.assert_close(model(**batch).loss, expected)
+    with pytest.raises(XcompatError, match="crop_pixel_values"):
+        model(**{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
+
+
+def test_crops_of_an_encoder_of_one_size_are_refused(image_folder_of: dict[str, str]) -> None:
+    with pytest.raises(
+        XcompatError, match=r"options.crops: the encoder takes no images of 3 pixels \(.+\); set options.crop_size"
+    ):
+        SimClrModel.from_encoder(image_folder_of["vit"], crops=2, crop_size=3)
+
+
+def test_simclr_trains_the_bits_that_it_stores(
+    image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, binarise=True).train()
+    first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
+    features = [model.features(views) for views in (first, second)]
+    signs = [F.normalize(torch.where(each > 0, 1.0, -1.0), dim=-1) for each in features]
+    loss = model(pixel_values=first, second_pixel_values=second).loss
+    torch.testing.assert_close(loss, nt_xent_loss(*signs, model.config.temperature))
+    loss.backward()
+    gradient = model.neck.weight.grad
+    assert gradient is not None and gradient.abs().sum() > 0, "signs alone have none"
     model.export(tmp_path)
     embedder = load_embedder(str(tmp_path))
     bits = embedder.embed({"pixel_values": first})
@@ -667,14 +728,14 @@ def test_simclr_compares_two_views_and_stores_bits(
 
 def test_two_views_are_two_and_repeatable(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     processor = SimClrModel.from_encoder(image_folder_of["resnet"]).processor
-    collator = PairCollator(processor, Augmentation(), two_views=True)
+    collator = PairCollator(processor, Augmentation(), Views(second=True))
     items = [{IMAGE: image, SEED: seed} for seed, image in enumerate(images)]
     batch, again = collator(items), collator(items)
     assert not torch.equal(batch["pixel_values"], batch["second_pixel_values"])
     assert all(torch.equal(batch[name], again[name]) for name in ("pixel_values", "second_pixel_values"))
     assert torch.equal(PairCollator(processor, Augmentation())(items)["pixel_values"], batch["pixel_values"])
     with pytest.raises(XcompatError, match="set data.augmentation"):
-        PairCollator(processor, two_views=True)
+        PairCollator(processor, views=Views(second=True))
 
 
 def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
@@ -714,7 +775,13 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     stages = [
         {"name": "old", "method": "independent", "options": {"dim": 6}},
         {"name": "fresh", "method": "independent", "options": {"dim": 7}},
-        {"name": "views", "method": "simclr", "options": {"dim": 5, "binarise": True}, "data": {"augmentation": {}}},
+        {
+            "name": "views",
+            "method": "simclr",
+            "data": {"augmentation": {}},
+            "options": {"dim": 5, "binarise": True, "crops": 2, "crop_size": 8},
+        },
+        {"name": "again", "method": "independent", "options": {"dim": 6}, "seed_offset": 1},
         {"name": "drawing", "method": "autoencoder", "options": {"dim": 4}},
     ]
     made = {
@@ -728,6 +795,19 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return (
         made | {name: f"{base}/run/{stage}/model" for name, stage in (("old", "old"), ("new", "fresh"))} | {"run": base / "run"}
     )
+
+
+def test_a_stage_with_a_seed_of_its_own_is_trained_as_with_that_seed(raw: dict[str, Any], tmp_path: Path) -> None:
+    """φ_old^alt (fct.txt §5.1): the same settings once more, other weights and another order of the data."""
+    old, again = (safetensors.torch.load_file(raw["run"] / name / "model" / "model.safetensors") for name in ("old", "again"))
+    model = {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "evaluation": None}
+    stage = {"name": "old", "method": "independent", "options": {"dim": 6}}
+    run_recipe(recipe_of(raw, **model, old=None, output_dir=str(tmp_path), seed=1, stages=[stage, {**stage, "name": "second"}]))
+    alone = safetensors.torch.load_file(tmp_path / "old" / "model" / "model.safetensors")
+    assert all(torch.equal(alone[name], again[name]) for name in alone) and not torch.equal(
+        old["neck.weight"], alone["neck.weight"]
+    )
+    assert yaml.safe_load((raw["run"] / "again" / "recipe.yaml").read_text())["seed_offset"] == 1
 
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:

@@ -12,6 +12,23 @@ Batch = Mapping[str, Tensor]
 """Columns of B samples by name, as a collator makes them."""
 
 
+@dataclass(frozen=True)
+class Views:
+    """What a method wants to see of each image of a batch beside one augmented view.
+
+    Args:
+        second: whether the image is augmented twice.
+        crops: how many small crops are cut out of it, besides (multi-crop; Caron et al. 2020, §3.2).
+        crop_size: their side, in pixels.
+        crop_scale: largest share of the image's area that they show; the smallest is 5 %.
+    """
+
+    second: bool = False
+    crops: int = 0
+    crop_size: int = 96
+    crop_scale: float = 0.4
+
+
 @dataclass
 class CompatOutput(ModelOutput):
     """Loss and embeddings of one batch.

@@ -16,6 +16,7 @@ from xcompat.data.pairs import RowArray
 from xcompat.data.schema import (
     CAPTION,
     CAPTION_NUMBER,
+    CROP_PIXEL_VALUES,
     ID,
     IMAGE,
     INDEX,
@@ -29,9 +30,14 @@ from xcompat.data.schema import (
 )
 from xcompat.data.transforms import Augmentation, build_transform
 from xcompat.errors import XcompatError
+from xcompat.outputs import Views
 
 if TYPE_CHECKING:
     from xcompat.encoders.processor import Processor
+
+
+SMALLEST_CROP = 0.05
+"""Share of an image's area, of Caron et al. 2020."""
 
 
 class PairCollator:
@@ -42,21 +48,24 @@ class PairCollator:
     Args:
         processor: the model's own preprocessing.
         augmentation: random changes; without any (None, or all strengths 0) images are prepared as for evaluation.
-        two_views: whether every image is augmented twice, for methods that compare views of one image.
+        views: what the method compares of each image beside one view.
 
     Raises:
-        XcompatError: ``two_views`` is set without an augmentation, so that both views would be equal.
+        XcompatError: several views are wanted without an augmentation, so that they would be equal.
     """
 
-    def __init__(self, processor: Processor, augmentation: Augmentation | None = None, two_views: bool = False) -> None:
-        if two_views and (augmentation is None or augmentation.is_none):
-            raise XcompatError("two views of an image differ by augmentation, and there is none; set data.augmentation")
+    def __init__(self, processor: Processor, augmentation: Augmentation | None = None, views: Views | None = None) -> None:
         self.processor = processor
-        self.two_views = two_views
+        self.views = views or Views()
         self.transform: Callable[[Image], Tensor] | None = None
+        self.crop: Callable[[Image], Tensor] | None = None
         if augmentation is not None and not augmentation.is_none:
             processor.require_images()
             self.transform = build_transform(augmentation, processor.image_size, processor.interpolation)
+            size = (self.views.crop_size, self.views.crop_size)
+            self.crop = build_transform(augmentation, size, processor.interpolation, (SMALLEST_CROP, self.views.crop_scale))
+        elif self.views != Views():
+            raise XcompatError("two views of an image differ by augmentation, and there is none; set data.augmentation")
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Make a batch.
@@ -65,16 +74,20 @@ class PairCollator:
             items: B samples.
 
         Returns:
-            ``pixel_values`` (B, C, H, W) float32; with captions ``input_ids`` and perhaps ``attention_mask`` (B, L) int64;
+            ``pixel_values`` (B, C, H, W) float32, and the views beside it: ``second_pixel_values``, and ``crop_pixel_values`` (B,
+            crops, C, S, S); with captions ``input_ids`` and perhaps ``attention_mask`` (B, L) int64;
             with labels ``labels`` (B,) int64; every extra column stacked, floats as float32.
         """
         images = [item[IMAGE] for item in items]
-        if self.transform is None:
+        if self.transform is None or self.crop is None:
             batch = {PIXEL_VALUES: self.processor.images(images)}
         else:
-            batch = {PIXEL_VALUES: self.processor.to_pixels(self._augmented(items))}
-        if self.two_views:
-            batch[SECOND_PIXEL_VALUES] = self.processor.to_pixels(self._augmented(items, view=1))
+            batch = {PIXEL_VALUES: self._augmented(items, self.transform)}
+            if self.views.second:
+                batch[SECOND_PIXEL_VALUES] = self._augmented(items, self.transform, view=1)
+            if self.views.crops:
+                crops = [self._augmented(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
+                batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
         if CAPTION in items[0]:
             batch.update(self.processor.texts([item[CAPTION] for item in items]))
         if LABEL in items[0]:
@@ -83,14 +96,18 @@ class PairCollator:
             batch[name] = _floats(np.stack([item[name] for item in items]))
         return batch
 
-    def _augmented(self, items: Sequence[Mapping[str, Any]], view: int = 0) -> Tensor:
-        """Augment each image with its own seed, (B, 3, H, W) uint8; the generator of dropout and noise does not change."""
-        assert self.transform is not None
+    def _augmented(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
+        """Augment each image with its own seed, (B, C, H, W) float32; the generator of dropout and noise does not change."""
+        return self.processor.to_pixels(self._drawn(items, transform, view))
+
+    @staticmethod
+    def _drawn(items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
+        """Return the augmented pictures themselves, (B, 3, H, W) uint8."""
         pixels = []
         with torch.random.fork_rng(devices=[]):
             for item in items:
                 torch.default_generator.manual_seed(item[SEED] + view)
-                pixels.append(self.transform(item[IMAGE]))
+                pixels.append(transform(item[IMAGE]))
         return torch.stack(pixels)
 
 

@@ -23,6 +23,7 @@ CAPTION_NUMBER = "caption_number"
 
 PIXEL_VALUES = "pixel_values"
 SECOND_PIXEL_VALUES = "second_pixel_values"
+CROP_PIXEL_VALUES = "crop_pixel_values"
 LABELS = "labels"
 OLD_EMBEDS = "old_embeds"
 OLD_TEXT_EMBEDS = "old_text_embeds"

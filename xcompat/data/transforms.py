@@ -56,7 +56,10 @@ class Augmentation(BaseModel):
 
 
 def build_transform(
-    augmentation: Augmentation, image_size: tuple[int, int], interpolation: str = "bicubic"
+    augmentation: Augmentation,
+    image_size: tuple[int, int],
+    interpolation: str = "bicubic",
+    scale: tuple[float, float] | None = None,
 ) -> Callable[[Image.Image], Tensor]:
     """Make the function that turns an RGB picture into an augmented one of the model's size.
 
@@ -67,6 +70,7 @@ def build_transform(
         augmentation: the strengths.
         image_size: height and width, in pixels.
         interpolation: resampling filter of the crop, such as ``bicubic``.
+        scale: smallest and largest share of the image's area that the crop shows; None for the augmentation's.
 
     Returns:
         A function from a PIL image in mode RGB to a uint8 tensor (3, H, W); rescaling and normalising are the processor's part.
@@ -81,9 +85,9 @@ def build_transform(
 
     size, a, filtering = list(image_size), augmentation, InterpolationMode(interpolation)
     steps: list[torch.nn.Module] = []
-    if a.min_scale < 1 or a.min_ratio < 1:
+    if scale is not None or a.min_scale < 1 or a.min_ratio < 1:
         ratio = (a.min_ratio, 1 / a.min_ratio)
-        steps.append(v2.RandomResizedCrop(size, scale=(a.min_scale, 1.0), ratio=ratio, interpolation=filtering))
+        steps.append(v2.RandomResizedCrop(size, scale=scale or (a.min_scale, 1.0), ratio=ratio, interpolation=filtering))
     else:
         steps.append(v2.Resize(size, interpolation=filtering))
     if a.horizontal_flip:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -93,11 +94,18 @@ class ImageEncoder(Encoder):
 
     def read_output(self, pixel_values: Tensor) -> tuple[str, Tensor]:
         """Return which output of the model features are read from, and that output: (B, D), (B, N, D) or (B, D, H, W)."""
-        output = self.model(pixel_values=pixel_values)
+        output = self.model(pixel_values=pixel_values, **self._of_another_size(pixel_values))
         for name in ("image_embeds", "pooler_output"):
             if (features := getattr(output, name, None)) is not None:
                 return name, features
         return "last_hidden_state", output.last_hidden_state
+
+    def _of_another_size(self, pixel_values: Tensor) -> dict[str, bool]:
+        """Return what a transformer must be told of images that are not of its size, such as small crops."""
+        if tuple(pixel_values.shape[-2:]) == tuple(self.description["image_size"]):
+            return {}
+        resizes = "interpolate_pos_encoding" in signature(self.model.forward).parameters
+        return {"interpolate_pos_encoding": True} if resizes else {}
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Refuse texts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -85,18 +87,20 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
     return _global_value(-F.logsigmoid(sign_BG * logits_BG).sum(dim=1).mean())
 
 
-def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float) -> Tensor:
+def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops: Sequence[Tensor] = ()) -> Tensor:
     """Classify each view's partner view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
 
-    Over several ranks, loss and gradient equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
+    Small crops look for both views of their image, and nothing looks for them (multi-crop; Caron et al. 2020, §3.2). Over several
+    ranks, loss and gradient equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
 
     Args:
         first_BD: one view of this rank's images, L2-normalised, the same B on every rank.
         second_BD: another view of the same images.
         temperature: τ.
+        crops: small crops of the same images, each (B, D) and L2-normalised.
 
     Returns:
-        Scalar, in nats: the mean over both views.
+        Scalar, in nats: the mean over all that look for a view, 2 + 2 · crops for each image.
 
     Raises:
         ValueError: when the shapes differ.
@@ -106,17 +110,23 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float) -> Ten
         >>> bool(nt_xent_loss(views, views, 0.01) < 1e-6)
         True
     """
-    _require_one_shape("two views", first_BD, second_BD)
+    for view_BD in (second_BD, *crops):
+        _require_one_shape("views of images", first_BD, view_BD)
     all_first_GD, all_second_GD = gather_with_grad(first_BD), gather_with_grad(second_BD)
     count, own_B = len(all_first_GD), _owners(first_BD)
     views_VD = torch.cat([all_first_GD, all_second_GD])
+    firsts_B, seconds_B = own_B, own_B + count
+    # each with the view that it looks for, and the one that is no negative: itself, or the other view of its image
+    looking = [(first_BD, seconds_B, firsts_B), (second_BD, firsts_B, seconds_B)]
+    for crop_BD in crops:
+        looking += [(crop_BD, seconds_B, firsts_B), (crop_BD, firsts_B, seconds_B)]
     losses = []
-    for mine_BD, itself_B, other_B in ((first_BD, own_B, own_B + count), (second_BD, own_B + count, own_B)):
+    for mine_BD, wanted_B, left_out_B in looking:
         with torch.autocast(mine_BD.device.type, enabled=False):
             logits_BV = mine_BD @ views_VD.T / temperature
-            logits_BV = logits_BV.scatter(1, itself_B[:, None], -torch.inf)
-            losses.append(F.cross_entropy(logits_BV, other_B))
-    return _global_value((losses[0] + losses[1]) / 2)
+            logits_BV = logits_BV.scatter(1, left_out_B[:, None], -torch.inf)
+            losses.append(F.cross_entropy(logits_BV, wanted_B))
+    return _global_value(sum(losses[1:], losses[0]) / len(losses))
 
 
 def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: float, topk_negatives: int | None = None) -> Tensor:

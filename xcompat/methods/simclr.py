@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
+from xcompat.errors import XcompatError
 from xcompat.losses import nt_xent_loss
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.unlabelled import UnlabelledModel
-from xcompat.outputs import Batch, CompatOutput
+from xcompat.outputs import Batch, CompatOutput, Views
 
 
 class SimClrConfig(BackboneConfig):
@@ -18,25 +20,33 @@ class SimClrConfig(BackboneConfig):
 
     Args:
         temperature: τ.
-        binarise: whether embeddings are bits: 1 for each feature above 0, else 0.
+        crops: how many small crops of each image look for its two views.
+        crop_size: their side, in pixels.
+        crop_scale: largest share of the image's area that they show; the smallest is 5 %.
+        binarise: whether embeddings are bits: 1 for each feature above 0, else 0. The loss compares these bits.
     """
 
     model_type = "xcompat-simclr"
 
     temperature: float = 0.1
+    crops: int = 0
+    crop_size: int = 96
+    crop_scale: float = 0.4
     binarise: bool = False
 
 
 class SimClrModel(UnlabelledModel):
     """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; fct.txt Appendix D.4.1).
 
-    There is no projector: the loss compares the stored embeddings themselves, the output of a last batch norm. FCT takes more
-    than two crops; here ``data.augmentation`` draws two views. ``binarise`` stores signs, in place of the paper's compressed ψ
-    (Appendix G), which is trained for compression.
+    There is no projector: the loss compares the stored embeddings themselves, the output of a last batch norm.
+    ``data.augmentation`` draws two views, and ``crops`` small crops beside them look for both (multi-crop; Caron et al. 2020).
+    ``binarise`` stores signs and trains them: the loss compares signs, whose gradient is that of tanh (straight-through; Bengio
+    et al. 2013). The paper's compressed ψ (Appendix G) comes from another way to train bits (arXiv 2110.00552).
     """
 
     config_class = SimClrConfig
     columns = ("pixel_values", "second_pixel_values")
+    columns_if_known = ("crop_pixel_values",)
     ends_linearly = False  # a batch norm follows
     citation = "Chen et al., A simple framework for contrastive learning of visual representations, ICML 2020"
 
@@ -44,6 +54,30 @@ class SimClrModel(UnlabelledModel):
         super().__init__(config, encoder)
         self.norm = nn.BatchNorm1d(config.embedding_dim)
         self.post_init()
+        if encoder is not None and config.crops:
+            self._try_crop()
+
+    def _try_crop(self) -> None:
+        """Refuse small crops before training begins, if the encoder takes images of one size alone."""
+        side = self.config.crop_size
+        try:
+            with torch.no_grad():
+                self.eval().features(torch.zeros(1, 3, side, side, dtype=self.dtype, device=self.device))
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise XcompatError(
+                f"options.crops: the encoder takes no images of {side} pixels ({str(error).splitlines()[0]}); "
+                "set options.crop_size, or crops to 0"
+            ) from None
+
+    @property
+    @override
+    def views(self) -> Views:
+        return Views(True, self.config.crops, self.config.crop_size, self.config.crop_scale)
+
+    @override
+    def columns_of(self, batch: Batch) -> list[str]:
+        """Return the columns that the loss needs, small crops among them where there are to be any."""
+        return super().columns_of(batch) + ["crop_pixel_values"] * bool(self.config.crops)
 
     @override
     def features(self, pixel_values: Tensor) -> Tensor:
@@ -58,6 +92,20 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        first_BD = F.normalize(output["features"], dim=-1)
-        second_BD = F.normalize(self.features(batch["second_pixel_values"]).float(), dim=-1)
-        return nt_xent_loss(first_BD, second_BD, self.config.temperature)
+        first_BD = self._compared(output["features"])
+        second_BD = self._compared(self.features(batch["second_pixel_values"]))
+        crops: tuple[Tensor, ...] = ()
+        if self.config.crops:
+            crops_BNCSS = batch["crop_pixel_values"]
+            features = self.features(crops_BNCSS.flatten(0, 1))
+            crops = self._compared(features).unflatten(0, crops_BNCSS.shape[:2]).unbind(dim=1)
+        return nt_xent_loss(first_BD, second_BD, self.config.temperature, crops)
+
+    def _compared(self, features: Tensor) -> Tensor:
+        """Return what the loss compares, of length 1: features, or their signs with the gradient of tanh."""
+        features = features.float()
+        if self.config.binarise:
+            soft = features.tanh()
+            signs = torch.where(features > 0, 1.0, -1.0)
+            features = signs + soft - soft.detach()
+        return F.normalize(features, dim=-1)

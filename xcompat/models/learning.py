@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from xcompat.errors import XcompatError
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
-from xcompat.outputs import Batch, CompatOutput
+from xcompat.outputs import Batch, CompatOutput, Views
 
 PASSAGES = (
     "passage_input_ids",
@@ -95,6 +95,11 @@ class LearningModel(SpacesModel):
         """
 
     # -------------------------------------------------------------------------------------------------------- learning
+
+    @property
+    def views(self) -> Views:
+        """Return what the loss reads of each image: unless a method says otherwise, one augmented view."""
+        return Views()
 
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Take what is known of the old model on the training set, before training begins.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
-from xcompat.data.schema import NEW_EMBEDS, SECOND_PIXEL_VALUES
+from xcompat.data.schema import NEW_EMBEDS
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
@@ -41,8 +41,7 @@ def labelled_model_and_data(settings: StageRecipe, models: StageModels, data: St
         extra, online = labelled_columns(model, settings, images, old, independent, data.cache)
         if settings.is_judged:
             old.lookup([])  # prototypes alone cannot be judged: raises before anything is trained
-    two_views = SECOND_PIXEL_VALUES in model.columns
-    return model, labelled_data(settings, images, model.processor, seed, extra, two_views, online)
+    return model, labelled_data(settings, images, model.processor, seed, extra, model.views, online)
 
 
 def fill_labelled_caches(models: StageModels, data: StageData, role: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import set_seed
 
 from xcompat.data import TextPairCollator, TextPairDataset, flatten_captions, load_pairs
-from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY, SECOND_PIXEL_VALUES
+from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
@@ -42,9 +42,8 @@ def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageD
     pairs = load_pairs(source)
     if not source.streaming:
         warn_of_shared_texts(data, flatten_captions(pairs)[0], "data.pairs")
-    two_views = SECOND_PIXEL_VALUES in model.columns
     old = models.embedder("old") if settings.embeds_pairs_online else old_caches
-    return model, pair_data(settings.data, pairs, model.processor, seed, old, two_views)
+    return model, pair_data(settings.data, pairs, model.processor, seed, old, model.views)
 
 
 def fill_pair_caches(models: StageModels, data: StageData, role: str) -> None:

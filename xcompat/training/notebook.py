@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import TrainerCallback, TrainingArguments
 
 from xcompat.data import flatten_captions, load_labelled, load_pairs
-from xcompat.data.schema import LABEL_COLUMNS, LABELS, OLD_EMBEDS, SECOND_PIXEL_VALUES, TEXT
+from xcompat.data.schema import LABEL_COLUMNS, LABELS, OLD_EMBEDS, TEXT
 from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
 from xcompat.encoders import EncoderSource
@@ -84,6 +84,8 @@ class CompatTrainer(StageTrainer):
         if reading.dispatch_batches is None:
             # as in a recipe: processes read different shards of a stream themselves, and the first does not decode for all
             args.accelerator_config = replace(reading, dispatch_batches=False)
+        if stage.get("seed_offset"):
+            raise XcompatError("CompatTrainer: seed_offset is of a recipe's stages; set args.seed")
         kind = _kind(model, train_dataset)
         settings = _stage(model, args, kind, isinstance(train_dataset, datasets.IterableDataset), stage)
         learner = _Learner(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
@@ -141,7 +143,6 @@ class _Learner:
         self.settings = settings
         self.seed = seed
         self.cache_dir = cache_dir
-        self.two_views = SECOND_PIXEL_VALUES in model.columns
 
     def pairs(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401 - as CompatTrainer takes them
         """Learn from pictures with captions."""
@@ -153,7 +154,7 @@ class _Learner:
             if not self.settings.embeds_pairs_online:
                 images = cached_images(known, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
                 known = images, cached_captions(known, flatten_captions(pairs)[0], self.cache_dir)
-        return pair_data(self.settings.data, pairs, self.model.processor, self.seed, known, self.two_views)
+        return pair_data(self.settings.data, pairs, self.model.processor, self.seed, known, self.model.views)
 
     def images(self, dataset: Any, old: Any, independent: Any) -> Data:  # noqa: ANN401
         """Learn from pictures with classes."""
@@ -171,7 +172,7 @@ class _Learner:
         if model.config.old is not None:
             alone = partial(self._independent, independent)
             extra, online = labelled_columns(model, self.settings, images, self._old(old), alone, cache)
-        return labelled_data(self.settings, images, model.processor, self.seed, extra, self.two_views, online)
+        return labelled_data(self.settings, images, model.processor, self.seed, extra, model.views, online)
 
     def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         """Learn a map from pictures alone."""

@@ -13,6 +13,7 @@ from xcompat.data import Augmentation, PairCollator
 from xcompat.data.schema import CAPTION, IMAGE, OLD_TEXT_EMBEDS, PIXEL_VALUES
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
+from xcompat.outputs import Views
 
 
 class OnlineCollator(PairCollator):
@@ -24,22 +25,23 @@ class OnlineCollator(PairCollator):
     Args:
         processor: the new model's preprocessing.
         augmentation: random changes; None for plain images.
-        two_views: see :class:`xcompat.data.PairCollator`.
+        views: see :class:`xcompat.data.PairCollator`.
         models: the frozen models by the column that their embeddings fill: ``old_text_embeds`` of captions, any other such as
             ``old_embeds`` of images.
     """
 
     def __init__(
-        self, processor: Processor, augmentation: Augmentation | None, two_views: bool, models: Mapping[str, Embedder]
+        self, processor: Processor, augmentation: Augmentation | None, views: Views | None, models: Mapping[str, Embedder]
     ) -> None:
-        super().__init__(processor, augmentation, two_views)
+        super().__init__(processor, augmentation, views)
         self.models = models
 
     @override
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = super().__call__(items)
         captions = [item[CAPTION] for item in items] if OLD_TEXT_EMBEDS in self.models else []
-        view = None if self.transform is None else self._augmented(items).float()  # the same view again, from the sample's seed
+        # the same view again, from the sample's seed
+        view = None if self.transform is None else self._drawn(items, self.transform).float()
         for column, model in self.models.items():
             is_text = column == OLD_TEXT_EMBEDS
             read = model.processor.texts(captions) if is_text else {PIXEL_VALUES: self._pixels(items, view, model.processor)}

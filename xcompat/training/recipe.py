@@ -61,6 +61,10 @@ class Recipe(Section):
         """Return the recipe of one run of ``compare``, in a folder of its own."""
         return self.model_copy(update={"seed": seed, "output_dir": self.output_dir / f"seed-{seed}"})
 
+    def seed_of(self, settings: StageRecipe) -> int:
+        """Return the seed that a stage is trained with."""
+        return self.seed + settings.seed_offset
+
     def stage_dir(self, name: str) -> Path:
         """Return the folder of a stage: its own, or the run's if it is the only stage."""
         return self.output_dir if len(self.stages) == 1 else self.output_dir / name

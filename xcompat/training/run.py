@@ -82,7 +82,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         run.require_own_folder()
         run.settings.require_old_queries()
         if not run.is_done:
-            check_inputs(run.settings, run.models, run.data, recipe.seed, run.paths.checkpoints)
+            check_inputs(run.settings, run.models, run.data, recipe.seed_of(run.settings), run.paths.checkpoints)
     if is_main_process():
         for line in unread_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
@@ -157,7 +157,8 @@ class StageRun:
 
     def _make_model(self) -> CompatModel | None:
         """Train, solve or choose the stage's model, with what it remembers; None on every process but the first if chosen."""
-        settings, models, data, seed = self.settings, self.models, self.data, self.recipe.seed
+        settings, models, data = self.settings, self.models, self.data
+        seed = self.recipe.seed_of(settings)
         if settings.method == CHOSEN:
             return choose_map(settings, models, data, seed, self.paths.folder)
         model = train_stage(settings, models, data, seed, self.paths.checkpoints)

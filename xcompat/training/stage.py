@@ -143,7 +143,7 @@ class StageModels:
         Raises:
             XcompatError: the recipe names no new encoder, or no texts for a new tokenizer.
         """
-        source, seed = self.settings.new, self.recipe.seed
+        source, seed = self.settings.new, self.recipe.seed_of(self.settings)
         if source is None:
             raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; name it under new")
         if isinstance(source, EncoderSource):

@@ -46,6 +46,7 @@ class StageRecipe(Section):
         options: the method's own configuration.
         data: training and test data.
         training: fields of ``transformers.TrainingArguments``.
+        seed_offset: added to the recipe's seed for this stage's training: the same settings trained once more.
         mini_batch_size: samples embedded at a time if the graph of a whole batch does not fit into memory. Loss and gradient stay
             those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache). It must
             divide ``training.per_device_train_batch_size``; None for the whole batch at once.
@@ -76,6 +77,7 @@ class StageRecipe(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     data: DataSettings = DataSettings()
     training: dict[str, Any] = Field(default_factory=dict)
+    seed_offset: int = Field(0, ge=0)
     mini_batch_size: int | None = Field(None, ge=1)
     prompt_lr_factor: float = Field(100.0, gt=0)
     encoder_lr_factor: float = Field(1.0, gt=0)

@@ -34,6 +34,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.hub.endpoint import hub_errors
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
+from xcompat.outputs import Views
 from xcompat.progress import console, literal, notice
 from xcompat.threads import keep_freed_memory
 from xcompat.training.beforehand import not_installed
@@ -91,7 +92,7 @@ def pair_data(
     processor: Processor,
     seed: int,
     old: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None,
-    two_views: bool = False,
+    views: Views | None = None,
 ) -> Data:
     """Make the training set of a method that reads images and captions.
 
@@ -102,14 +103,14 @@ def pair_data(
         seed: of everything random that happens to a sample.
         old: for methods that read old embeddings: those of the images and of all captions, cached, or the old model, which then
             embeds each batch anew.
-        two_views: whether the method compares two augmented views of each image.
+        views: what the method compares of each image beside one view.
 
     Returns:
         The data set and its collator.
     """
-    collator = PairCollator(processor, data.augmentation, two_views)
+    collator = PairCollator(processor, data.augmentation, views)
     if isinstance(old, Embedder):
-        collator = OnlineCollator(processor, data.augmentation, two_views, dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old))
+        collator = OnlineCollator(processor, data.augmentation, views, dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old))
         old = None
     if data.pairs is not None and data.pairs.streaming:
         assert old is None, "rows of a cache, which a stream does not have: the stage is refused"
@@ -131,7 +132,7 @@ def labelled_data(
     processor: Processor,
     seed: int,
     extra: dict[str, Any],
-    two_views: bool = False,
+    views: Views | None = None,
     online: Mapping[str, Embedder] | None = None,
 ) -> Data:
     """Make the training set of a method that reads labelled images.
@@ -142,7 +143,7 @@ def labelled_data(
         processor: the new encoder's preprocessing.
         seed: of everything random that happens to a sample.
         extra: more columns, one row for each image.
-        two_views: whether the method compares two augmented views of each image.
+        views: what the method compares of each image beside one view.
         online: frozen models that embed each batch anew, by the column they fill.
 
     Returns:
@@ -152,9 +153,9 @@ def labelled_data(
         XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
     """
     bad = BadSamples(images.max_bad_share, len(images.dataset))
-    collator = PairCollator(processor, settings.data.augmentation, two_views)
+    collator = PairCollator(processor, settings.data.augmentation, views)
     if online:
-        collator = OnlineCollator(processor, settings.data.augmentation, two_views, online)
+        collator = OnlineCollator(processor, settings.data.augmentation, views, online)
     unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
     dataset = PairDataset(images.dataset.remove_columns(list(unread)), seed=seed, image_extra=extra, bad=bad)
     return Data(dataset, collator, triplet_sampler(settings, images, seed))
