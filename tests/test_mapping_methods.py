@@ -699,6 +699,32 @@ def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], ima
         model(**{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
 
 
+def test_images_of_another_size_are_embedded_with_crops_alone(image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    small = torch.zeros(1, 3, 16, 16)
+    plain = SimClrModel.from_encoder(image_folder_of["vit"])
+    cropped = SimClrModel.from_encoder(image_folder_of["vit"], crops=2, crop_size=16)
+    cropped.embed_images(small)
+    cropped.export(tmp_path)
+    for model in (plain, SimClrModel.from_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match="16"):
+            model.embed_images(small)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crops": -1}, "take 0 or more crops"),
+        ({"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
+        ({"crops": 2, "crop_scale": 0.01}, "take 0.05 to 1"),
+        ({"crop_scale": 0.3}, "options.crop_scale would change nothing without crops"),
+        ({"crop_size": 64}, "options.crop_size would change nothing without crops"),
+    ],
+)
+def test_crops_that_cannot_be_drawn_are_refused(image_folder_of: dict[str, str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(XcompatError, match=message):
+        SimClrModel.from_encoder(image_folder_of["resnet"], **options)
+
+
 def test_crops_of_an_encoder_of_one_size_are_refused(image_folder_of: dict[str, str]) -> None:
     with pytest.raises(
         XcompatError, match=r"options.crops: the encoder takes no images of 3 pixels \(.+\); set options.crop_size"
@@ -800,13 +826,12 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_stage_with_a_seed_of_its_own_is_trained_as_with_that_seed(raw: dict[str, Any], tmp_path: Path) -> None:
     """φ_old^alt (fct.txt §5.1): the same settings once more, other weights and another order of the data."""
     old, again = (safetensors.torch.load_file(raw["run"] / name / "model" / "model.safetensors") for name in ("old", "again"))
-    model = {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "evaluation": None}
-    stage = {"name": "old", "method": "independent", "options": {"dim": 6}}
-    run_recipe(recipe_of(raw, **model, old=None, output_dir=str(tmp_path), seed=1, stages=[stage, {**stage, "name": "second"}]))
-    alone = safetensors.torch.load_file(tmp_path / "old" / "model" / "model.safetensors")
-    assert all(torch.equal(alone[name], again[name]) for name in alone) and not torch.equal(
-        old["neck.weight"], alone["neck.weight"]
-    )
+    stage = {"name": "old", "method": "independent", "options": {"dim": 6}, "old": None, "evaluation": None}
+    new = {"model": TINY, "image_size": 16, "stem": "small"}
+    run_recipe(recipe_of(raw, output_dir=str(tmp_path), seed=1, new=new, **stage))
+    alone = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(alone[name], again[name]) for name in alone)
+    assert not torch.equal(old["neck.weight"], again["neck.weight"])
     assert yaml.safe_load((raw["run"] / "again" / "recipe.yaml").read_text())["seed_offset"] == 1
 
 

@@ -202,6 +202,7 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
         (contrast, pairs, {"old": old_folder}, "train_dataset.*label"),
         (contrast, photos, {"old": old_folder, "mini_batch": 2}, "unknown key 'mini_batch'; did you mean 'mini_batch_size'"),
         (contrast, photos, {"old": old_folder, "mini_batch_size": 2}, "the loss of method contrast"),
+        (contrast, photos, {"old": old_folder, "seed_offset": 1}, "set args.seed"),
         (contrast, photos.select(range(3)), {"old": old_folder}, "3 training samples do not fill one batch of 4"),
         (built("xbt", folder_of, old_folder), photos, {}, "train_dataset.*caption"),
     ]

@@ -22,7 +22,7 @@ ZERO_SHOT = {"images": {"path": "photos"}, "classes": "classes.txt"}
 
 # for each setting a stage that would ignore it, with the reason, and one that reads it
 CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
-    "seed_offset": (1, {"method": "ridge"}, "is solved, and draws nothing", {"method": "independent", "data": IMAGES}),
+    "seed_offset": (1, {"method": "ridge"}, "is solved, and reads no seed", {"method": "independent", "data": IMAGES}),
     "prompt_lr_factor": (10.0, {"method": "xbt"}, "options.adapters has no prompts", {"method": "xbt", "options": WIDE}),
     "encoder_lr_factor": (0.1, MAP, "trains a map, and no encoder", {"method": "direct", "data": PAIRS}),
     "weight_decay_on": ("all", {"method": "xbt"}, "weight_decay is 0", {"method": "xbt", "training": {"weight_decay": 0.1}}),

@@ -20,13 +20,13 @@ class Views:
         second: whether the image is augmented twice.
         crops: how many small crops are cut out of it, besides (multi-crop; Caron et al. 2020, §3.2).
         crop_size: their side, in pixels.
-        crop_scale: largest share of the image's area that they show; the smallest is 5 %.
+        crop_scale: smallest and largest share of the image's area that they show.
     """
 
     second: bool = False
     crops: int = 0
-    crop_size: int = 96
-    crop_scale: float = 0.4
+    crop_size: int = 0
+    crop_scale: tuple[float, float] = (0, 0)
 
 
 @dataclass

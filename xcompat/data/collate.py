@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from xcompat.encoders.processor import Processor
 
 
-SMALLEST_CROP = 0.05
-"""Share of an image's area, of Caron et al. 2020."""
-
-
 class PairCollator:
     """Augment, tokenise and stack samples of a `xcompat.data.PairDataset`.
 
@@ -62,8 +58,9 @@ class PairCollator:
         if augmentation is not None and not augmentation.is_none:
             processor.require_images()
             self.transform = build_transform(augmentation, processor.image_size, processor.interpolation)
-            size = (self.views.crop_size, self.views.crop_size)
-            self.crop = build_transform(augmentation, size, processor.interpolation, (SMALLEST_CROP, self.views.crop_scale))
+            if self.views.crops:
+                size = (self.views.crop_size, self.views.crop_size)
+                self.crop = build_transform(augmentation, size, processor.interpolation, self.views.crop_scale)
         elif self.views != Views():
             raise XcompatError("two views of an image differ by augmentation, and there is none; set data.augmentation")
 
@@ -79,13 +76,13 @@ class PairCollator:
             with labels ``labels`` (B,) int64; every extra column stacked, floats as float32.
         """
         images = [item[IMAGE] for item in items]
-        if self.transform is None or self.crop is None:
+        if self.transform is None:
             batch = {PIXEL_VALUES: self.processor.images(images)}
         else:
             batch = {PIXEL_VALUES: self._augmented(items, self.transform)}
             if self.views.second:
                 batch[SECOND_PIXEL_VALUES] = self._augmented(items, self.transform, view=1)
-            if self.views.crops:
+            if self.crop is not None:
                 crops = [self._augmented(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
                 batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
         if CAPTION in items[0]:

@@ -81,6 +81,8 @@ class Encoder(nn.Module, EmbedsBatches):
     """Parts of the names of parameters that do not affect embeddings, and would get no gradients in training."""
     image_head_name: ClassVar[str | None] = None
     """The library's name of the last layer of its image towers; None if they do not end in a layer."""
+    embeds_any_size: bool = False
+    """Whether a transformer stretches its positions over images of another size, as small crops in training are."""
     model: Any  # only the subclass knows its library's type
     prompts: VisualPrompts | None
 

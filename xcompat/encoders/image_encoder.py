@@ -101,8 +101,8 @@ class ImageEncoder(Encoder):
         return "last_hidden_state", output.last_hidden_state
 
     def _of_another_size(self, pixel_values: Tensor) -> dict[str, bool]:
-        """Return what a transformer must be told of images that are not of its size, such as small crops."""
-        if tuple(pixel_values.shape[-2:]) == tuple(self.description["image_size"]):
+        """Return what a transformer must be told of images of another size than its own, where it is to embed them."""
+        if not self.embeds_any_size or tuple(pixel_values.shape[-2:]) == tuple(self.description["image_size"]):
             return {}
         resizes = "interpolate_pos_encoding" in signature(self.model.forward).parameters
         return {"interpolate_pos_encoding": True} if resizes else {}

@@ -14,6 +14,9 @@ from xcompat.models.backbone import BackboneConfig
 from xcompat.models.unlabelled import UnlabelledModel
 from xcompat.outputs import Batch, CompatOutput, Views
 
+_SMALLEST = 0.05
+"""Share of an image's area that a small crop shows at least (Caron et al. 2020)."""
+
 
 class SimClrConfig(BackboneConfig):
     """Configuration of :class:`SimClrModel`.
@@ -54,8 +57,26 @@ class SimClrModel(UnlabelledModel):
         super().__init__(config, encoder)
         self.norm = nn.BatchNorm1d(config.embedding_dim)
         self.post_init()
-        if encoder is not None and config.crops:
-            self._try_crop()
+        if config.crops and config.for_training:
+            self.encoder.embeds_any_size = True
+            if encoder is not None:
+                self._try_crop()
+
+    @classmethod
+    @override
+    def _check_dims(cls, config: BackboneConfig) -> None:
+        """Refuse small crops that cannot be drawn, and what is said of crops where there are none."""
+        super()._check_dims(config)
+        assert isinstance(config, SimClrConfig)
+        if config.crops < 0 or config.crop_size < 1:
+            raise XcompatError(
+                f"options.crops is {config.crops} of {config.crop_size} pixels; take 0 or more crops of at least 1 pixel"
+            )
+        if not _SMALLEST <= config.crop_scale <= 1:
+            raise XcompatError(f"options.crop_scale is {config.crop_scale}; take {_SMALLEST} to 1, a share of the image's area")
+        for name in ("crop_size", "crop_scale"):
+            if not config.crops and getattr(config, name) != getattr(SimClrConfig, name):
+                raise XcompatError(f"options.{name} would change nothing without crops; set options.crops, or leave it out")
 
     def _try_crop(self) -> None:
         """Refuse small crops before training begins, if the encoder takes images of one size alone."""
@@ -72,7 +93,9 @@ class SimClrModel(UnlabelledModel):
     @property
     @override
     def views(self) -> Views:
-        return Views(True, self.config.crops, self.config.crop_size, self.config.crop_scale)
+        if not self.config.crops:
+            return Views(second=True)
+        return Views(True, self.config.crops, self.config.crop_size, (_SMALLEST, self.config.crop_scale))
 
     @override
     def columns_of(self, batch: Batch) -> list[str]:

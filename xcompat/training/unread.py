@@ -78,7 +78,7 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
     reads_pictures = not maps and data.text_pairs is None
     known = {*method.columns, *method.columns_if_known}
 
-    yield "seed_offset", not method.is_solved or stage.memory is not None, f"{what} is solved, and draws nothing"
+    yield "seed_offset", not method.is_solved or stage.memory is not None, f"{what} is solved, and reads no seed"
     yield "prompt_lr_factor", bool((stage.options.get("adapters") or {}).get("prompts")), "options.adapters has no prompts"
     yield "encoder_lr_factor", not maps, f"{what} trains a map, and no encoder"
     yield "weight_decay_on", bool(stage.training.get("weight_decay")), "training.weight_decay is 0"
