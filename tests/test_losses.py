@@ -11,7 +11,7 @@ import torch.distributed as dist
 import warm
 from torch.nn import functional as F
 
-from xcompat.losses import clip_contrastive_loss, siglip_loss
+from xcompat.losses import clip_contrastive_loss, nt_xent_loss, siglip_loss
 
 
 def naive_clip_loss(a: torch.Tensor, b: torch.Tensor, scale: float) -> float:
@@ -96,6 +96,8 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 LOSSES = {
     "clip": lambda a, b: clip_contrastive_loss(a, b, 14.0),
     "siglip": lambda a, b: siglip_loss(a, b, 10.0, -5.0),
+    "nt_xent": lambda a, b: nt_xent_loss(a, b, 0.3),
+    "crops": lambda a, b: nt_xent_loss(a, b, 0.3, [F.normalize(a + 2 * b, dim=-1), F.normalize(a - b, dim=-1)]),
 }
 
 
