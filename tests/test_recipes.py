@@ -21,6 +21,7 @@ from data_layouts.bench import make_bench
 
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
+from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
 from xcompat.training.beforehand import load_checked
 from xcompat.training.dry_run import dry_run_recipe
@@ -28,7 +29,7 @@ from xcompat.training.headers import read_header
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, usual_options
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -130,6 +131,22 @@ def without_numbers(value: Any) -> Any:
         return {key: without_numbers(each) for key, each in value.items()}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return NUMBER if is_number and value else value
+
+
+@pytest.mark.parametrize("file", PAPERS, ids=named)
+def test_old_and_new_models_of_the_papers_begin_with_other_weights(file: Path) -> None:
+    """From one seed the same architecture begins alike, and what is independent of an old model would be half compatible."""
+    stages = {stage.name: stage for stage in loaded(file).stages}
+
+    def begun(source: Any) -> StageRecipe | None:
+        name = getattr(source, "name", "") or ""
+        return stages[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else None
+
+    for stage in stages.values():
+        sources = (stage.old, stage.side_info, stage.new_side_info)
+        models = [begun(stage.new) or stage, *(model for source in sources if (model := begun(source)) is not None)]
+        begins = [(str(model.new), model.seed_offset) for model in models if isinstance(model.new, ScratchSource)]
+        assert len(set(begins)) == len(begins), f"{stage.name}: set seed_offset of one of {[model.name for model in models]}"
 
 
 def test_what_was_asked_for_is_there() -> None:
