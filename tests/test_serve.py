@@ -371,6 +371,7 @@ def test_every_tab_is_accessible_on_wide_and_narrow_screens(
 
     def look(page: Page, at: str, shown: str) -> None:
         page.locator(shown).first.wait_for()
+        page.wait_for_function("() => document.querySelector('.pending') === null")  # Gradio dims what an answer may change yet
         page.wait_for_function("() => document.getAnimations().every(each => each.playState !== 'running')")
         broken = [each for each in axe.run(page).response["violations"] if each["impact"] in ("serious", "critical")]
         assert [(at, each["id"], [node["html"] for node in each["nodes"]]) for each in broken] == []
