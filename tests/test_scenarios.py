@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import datasets
 import numpy as np
@@ -143,6 +144,26 @@ def test_limits_apply_to_each_class(labelled: LabelledImages) -> None:
     assert rows_of(select(labelled, Subset(limit_per_class=1))) == [0, 1, 2, 3, 4]
     assert rows_of(select(labelled, Subset(classes=["a", "c"], limit_per_class=2))) == [0, 2, 6, 8]
     assert rows_of(select(labelled, Subset())) == list(range(12))
+
+
+@pytest.mark.parametrize(("scenario", "side", "limit", "warned"), [
+    ("extended-data", "new", 1, True),
+    ("extended-data", "new", 2, False),  # of two samples of class b the old model has one
+    ("extended-data", "new", None, False),
+    ("extended-data", "old", 1, False),
+    ("extended-class", "new", 1, False),
+])  # fmt: skip
+def test_a_limit_that_leaves_both_models_the_same_samples_is_said(
+    labelled: LabelledImages,
+    scenario: Scenario,
+    side: Literal["old", "new"],
+    limit: int | None,
+    warned: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = select(labelled, Subset(scenario=scenario, fraction=0.5, side=side, limit_per_class=limit))
+    assert len(kept.dataset), "it is said, and done"
+    assert ("first 1 images of each class are also the old model's" in capsys.readouterr().out) is warned
 
 
 def test_bad_class_lists(labelled: LabelledImages) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.labelled import LabelledImages
 from xcompat.errors import XcompatError
+from xcompat.progress import console
 
 Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 
@@ -27,7 +28,8 @@ class Subset(BaseModel):
         fraction: the old model's share of the classes, or of each class's samples.
         side: whether this is the old model's part or the new one's.
         classes: the classes, instead of a scenario: names, or a file as `xcompat.data.load_classes` reads it.
-        limit_per_class: number of samples of each class to keep, the first ones.
+        limit_per_class: number of samples of each class to keep, the first ones of this side. With ``extended-data`` give the
+            old model a smaller one, or both may keep the same samples.
 
     Example:
         >>> Subset(scenario="open-class", fraction=0.3, side="old", limit_per_class=50).side
@@ -117,6 +119,8 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     Labels stay those of the whole data set; :meth:`LabelledImages.kept` lists the classes that are left, and
     :meth:`LabelledImages.reindexed` numbers them anew, for the training of a classifier.
 
+    Prints a warning where ``limit_per_class`` leaves the new model of ``extended-data`` no sample but the old one's.
+
     Raises:
         XcompatError: a class in the list is unknown or has no image, or nothing is left.
     """
@@ -125,6 +129,7 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
         assert subset.fraction is not None
         sides = old_and_new_rows(labels_N, len(labelled.classes), subset.scenario, subset.fraction)
         rows = sides[0 if subset.side == "old" else 1]
+        _warn_of_same_samples(labels_N, sides, subset)
     elif subset.classes is not None:
         listed = load_classes(subset.classes) if isinstance(subset.classes, str) else subset.classes
         rows = np.flatnonzero(np.isin(labels_N, _class_indices(listed, labelled, labels_N)))
@@ -133,6 +138,21 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     if subset.limit_per_class is not None:
         rows = rows[_ranks_within_class(labels_N[rows]) < subset.limit_per_class]
     return replace(labelled, dataset=labelled.dataset.select(rows))
+
+
+def _warn_of_same_samples(
+    labels_N: NDArray[np.int64], sides: tuple[NDArray[np.int64], NDArray[np.int64]], subset: Subset
+) -> None:
+    limit = subset.limit_per_class
+    if subset.scenario != "extended-data" or subset.side != "new" or limit is None:
+        return
+    kept_old, kept_new = (rows[_ranks_within_class(labels_N[rows]) < limit] for rows in sides)
+    if np.array_equal(kept_old, kept_new):
+        console.print(
+            f"  [yellow]![/] extended-data: the new model's first {limit} images of each class are also the old model's, if its "
+            "limit_per_class is the same; give the old model a smaller one, or leave it out",
+            soft_wrap=True,
+        )
 
 
 def _class_indices(names: Sequence[str], labelled: LabelledImages, labels_N: NDArray[np.int64]) -> list[int]:
