@@ -40,7 +40,7 @@ settings.load_profile("repeatable")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
-IMAGE_ARCHITECTURES = ("clip_vision_model", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
+IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
 LONGEST = (
     "test_benchmarks.py",
     "test_distributed.py",

@@ -41,10 +41,11 @@ def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
     Returns:
         The call for ``image`` and, if there is a text tower, for ``text``. None for encoders beyond these classes: with visual
         prompts, BLIP's retrieval heads, SigLIP 2's grid of patches, an added projection or stem, of timm (whose transform takes
-        no grey pictures) or of open_clip.
+        no grey pictures), of open_clip or of this library.
     """
     model = encoder.model
-    if encoder.prompts is not None or type(model) is not MODELS.get(type(getattr(model, "config", None)), None):
+    ours = type(model).__module__.partition(".")[0] == __package__.partition(".")[0]
+    if encoder.prompts is not None or ours or type(model) is not MODELS.get(type(getattr(model, "config", None)), None):
         return None
     if isinstance(encoder, ImageEncoder):
         return {"image": _image_call(encoder)}

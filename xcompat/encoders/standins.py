@@ -45,6 +45,7 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
 def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
     wide = {"initializer_range": 0.5}  # with .02 every layer would shrink differences, until float32 cannot hold them
     return {
+        "iresnet": {"depths": [1] * 5, "hidden_sizes": [4, 4, 4, 8, dim]},  # five halvings of 32 pixels leave one
         "resnet": {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
         "mobilenet_v1": {"depth_multiplier": dim / 1024, "min_depth": dim, **wide},
         "mobilenet_v2": {"depth_multiplier": dim / 1280, "depth_divisible_by": dim, "finegrained_output": False, **wide},
