@@ -1,7 +1,8 @@
-"""Shards elsewhere: read as streams from the web, object stores, the Hub and commands; broken off, missing, refused."""
+"""Shards and texts elsewhere: read from the web, object stores, the Hub and commands; broken off, missing, refused."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from xcompat.data import PairSource, load_pairs
+from xcompat.data import CorpusSource, PairSource, load_pairs, load_texts
 from xcompat.data.addresses import ALLOW_PIPES
 from xcompat.errors import XcompatError
 from xcompat.training.paths import check_paths
@@ -69,6 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.server.files.get(path)
         if content is None:
             self._send(404, b"")
+            return
+        if path.startswith("/whole/"):
+            self._send(200, content, with_body)  # whatever part is asked for
             return
         if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) is None:
             self._send(200, content, with_body, length=len(content))
@@ -187,3 +193,89 @@ def test_what_is_not_streamed_is_no_address(store: Store) -> None:
     with pytest.raises(XcompatError, match=r"here\.tar is here and http://.* is elsewhere"):
         ids(["here.tar", f"http://{store.host}/0.tar"])
     assert not store.asked
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+TEXTS = [f"a thing of kind {number * 7919 % 10_007}" for number in range(600)]  # of more than 1,000 bytes when packed
+
+
+def as_parquet(column: str = "text") -> bytes:
+    whole = io.BytesIO()
+    pq.write_table(pa.table({column: TEXTS}), whole)
+    return whole.getvalue()
+
+
+def corpus(path: str | list[str], **more: object) -> list[str]:
+    return load_texts(CorpusSource(path=path, **more))["text"][:]
+
+
+LINES = "\n".join(TEXTS).encode()
+FORMS = {
+    "texts.txt": LINES,
+    "texts.txt.gz": gzip.compress(LINES),
+    "texts.jsonl": "\n".join(json.dumps({"text": text}) for text in TEXTS).encode(),
+    "texts.parquet": as_parquet(),
+}
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+@pytest.mark.parametrize("name", FORMS)
+def test_texts_of_the_web_are_read_once(name: str, breaks: int, store: Store) -> None:
+    store.files = {f"/{name}": FORMS[name]}
+    store.breaks = breaks
+    path = f"http://{store.host}/{name}?token=secret"
+    assert corpus(path) == TEXTS and store.breaks == 0
+    store.asked.clear()
+    assert corpus(path) == TEXTS and not store.asked, "kept under its address"
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
+    assert not list(kept.glob("fetched-*")), "the copy is gone"
+
+
+def test_texts_of_several_places_and_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.files = {"/0.tar": shard(0), "/1.tar": shard(1), "/bucket/a.txt": b"in a bucket"}
+    captions = [f"thing {number}{letter}" for number in (0, 1) for letter in "ab"]
+    web = f"http://{store.host}/{{0..1}}.tar"
+    assert corpus(web) == captions
+    bucket = f"s3://key:secret@bucket/a.txt?scheme=http&region=here&endpoint_override={store.host}"
+    assert corpus([web, bucket]) == [*captions, "in a bucket"]
+    pairs = PairSource(path=web, streaming=True, limit=3)
+    (tmp_path / "here.txt").write_text("here\n")
+    assert load_texts([pairs, str(tmp_path / "here.txt")])["text"][:] == [*captions[:3], "here"]
+    monkeypatch.setenv(ALLOW_PIPES, "1")
+    assert corpus("pipe:printf 'of a command'", format="text") == ["of a command"]
+    stage = StageRecipe(method="projection", data={"texts": [{"path": web}]})
+    assert check_paths(stage) == [f"http://{store.host}/0.tar (2 elsewhere)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("gone.txt", {}, r"http://\S+/gone\.txt cannot be read: it does not exist"),
+        ("texts.parquet", {"text_column": "title"}, r"http://\S+/texts\.parquet.*title"),
+        ("damaged.txt.gz", {}, r"http://\S+/damaged\.txt\.gz cannot be read after line \d+"),
+        ("texts.txt", {"format": "datasets"}, "is no data set of the Hub"),
+        ("texts.txt", {"split": "train"}, "split"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named_without_secrets(name: str, more: dict[str, str], message: str, store: Store) -> None:
+    store.files = {f"/{each}": held for each, held in FORMS.items()} | {"/damaged.txt.gz": FORMS["texts.txt.gz"][:-40]}
+    with pytest.raises(XcompatError, match=message) as refused:
+        corpus(f"http://{store.host}/{name}?token=secret", **more)
+    assert "secret" not in str(refused.value) and "fetched-" not in str(refused.value)
+
+
+def test_a_command_does_not_say_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(XcompatError, match="is a command that would run"):
+        corpus("pipe:printf text")
+    monkeypatch.setenv(ALLOW_PIPES, "1")
+    with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. is a command; say what it prints"):
+        corpus("pipe:printf text")
+    with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. cannot be read: the command ended with 3"):
+        corpus("pipe:printf text; exit 3", format="text")
+
+
+def test_a_server_that_sends_whole_files_only_is_named(store: Store) -> None:
+    store.files = {"/whole/texts.txt": b"a line\n" * 1_000_000}  # more than fsspec asks for at once
+    with pytest.raises(XcompatError, match=r"/whole/texts\.txt cannot be read: its server sends whole files only"):
+        corpus(f"http://{store.host}/whole/texts.txt")

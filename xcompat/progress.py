@@ -226,7 +226,7 @@ class Waiting:
         return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
 
 
-def rate_of(bar: Progress, task: TaskID, done: int, unit: str, waiting: Waiting | None = None) -> None:
+def rate_of(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waiting | None = None) -> None:
     """Advance a bar and show its mean rate so far.
 
     Args:

@@ -1,4 +1,4 @@
-"""Shards elsewhere: addresses of the web, of object stores and of the Hub, and commands, read as streams."""
+"""Shards and texts elsewhere: addresses of the web, of object stores and of the Hub, and commands, read as streams."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from xcompat.errors import XcompatError
+from xcompat.progress import progress_bar, rate_of
 
 WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "pipe:"
 SCHEMES = (*WEB, *STORES, HUB, PIPE)
+BLOCK = 2**20
 ALLOW_PIPES = "XCOMPAT_ALLOW_PIPES"
 """The variable of the environment that allows ``pipe:``: a recipe, which may be a stranger's, cannot set it."""
 
@@ -89,6 +92,8 @@ def why(error: Exception) -> str:
     """Return why an address could not be read, without what it holds itself."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
+    if "range requests" in str(error):  # as fsspec says it, with advice for programs
+        return "its server sends whole files only, and no parts (HTTP range requests); copy it here, or to one that does"
     if ended := re.search(r": exit (-?\d+) \(read\)", str(error)):  # as webdataset says it, after the command
         return f"the command ended with {ended[1]}"
     status = getattr(error, "status", None)
@@ -114,6 +119,39 @@ def opened(address: str) -> Iterator[Any]:
             stream.close()
         raise
     stream.close()  # a command that failed says so here
+
+
+@contextmanager
+def fetched(address: str, folder: Path) -> Iterator[Path]:
+    """Copy what lies at an address into a file that has its name, for readers that need one; it is deleted in the end.
+
+    Args:
+        address: one of :func:`addresses`.
+        folder: an existing folder with room for it.
+
+    Raises:
+        XcompatError: it cannot be read.
+    """
+    name = "" if address.startswith(PIPE) else PurePosixPath(urlsplit(address).path).name
+    with TemporaryDirectory(dir=folder, prefix="fetched-") as place:
+        file = Path(place) / (name or "output")
+        with file.open("wb") as target, progress_bar() as bar:
+            task = bar.add_task(shown(address), total=None, rate="")
+            for block in _blocks(address):
+                target.write(block)  # an error of this disk is not one of the address
+                rate_of(bar, task, len(block) / 1e6, "MB")
+        yield file
+
+
+def _blocks(address: str) -> Iterator[bytes]:
+    try:
+        with opened(address) as stream:
+            while block := stream.read(BLOCK):
+                yield block
+    except XcompatError:
+        raise
+    except Exception as error:  # each kind of address has its own
+        raise XcompatError(f"{shown(address)} cannot be read: {why(error)}") from None
 
 
 def _open(address: str) -> Any:  # noqa: ANN401 - files of many libraries

@@ -25,6 +25,15 @@ FORMAT = 1  # raise it when the builders write something else, so that caches of
 ROWS = 256  # per batch: a column of images of some megabytes must stay under Arrow's 2 GB
 
 
+def cache_folder() -> Path:
+    """Return this library's folder in the cache of ``datasets``; made if missing."""
+    import datasets
+
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def file_stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
     """Identify files by resolved path, size and modification time, without reading them.
 
@@ -70,8 +79,7 @@ def cached_dataset(
     schema = features.arrow_schema
     digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder()
     arrow_file, record_file = folder / f"{stem}.arrow", folder / f"{stem}.json"
     with FileLock(str(folder / f"{stem}.lock")):
         record = _whole(arrow_file, record_file)

@@ -9,11 +9,13 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.data.cache import cached_dataset, file_stamps
+from xcompat.data.addresses import PIPE, addresses, fetched, shown
+from xcompat.data.cache import cache_folder, cached_dataset, file_stamps
 from xcompat.data.loading import load_pairs, load_raw
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, TEXT, captions_of, pick_column
 from xcompat.data.shards import ShardColumns, stream_rows
@@ -30,7 +32,7 @@ from xcompat.data.sources import (
 )
 from xcompat.data.text_files import json_lines, text_lines
 from xcompat.errors import XcompatError
-from xcompat.progress import console
+from xcompat.progress import console, progress_bar, rate_of
 
 if TYPE_CHECKING:
     import datasets
@@ -46,8 +48,11 @@ CorpusFormat = Literal["auto", "text", "jsonl", "parquet", "webdataset", "datase
 class CorpusSource(DataSource):
     """A source of texts, with the fields of :class:`~xcompat.data.sources.DataSource` and these.
 
+    ``path`` may also be addresses (``https:``, ``s3:``, ``gs:``, ``hf:``) or commands (``pipe:``). They are read once and kept:
+    what changes there later is read again only under another address.
+
     Args:
-        format: the format of the files; ``auto`` goes by each file's suffix.
+        format: the format of the files; ``auto`` goes by each file's suffix, which a command lacks.
         text_column: the column with a text or a list of texts (webdataset: the member, ``txt`` or ``json.title``).
     """
 
@@ -98,8 +103,11 @@ def load_texts(
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         record |= {"read": 0, "duplicates": 0, "excluded": 0, "kept": 0}
         texts = (text for source in opened for text in source.read())
-        for kept in _distinct(texts, held_out, limit, record):
-            yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
+        with progress_bar() as bar:
+            task = bar.add_task("reading texts", total=None, rate="")
+            for kept in _distinct(texts, held_out, limit, record):
+                rate_of(bar, task, record["read"] - bar.tasks[0].completed, "texts")
+                yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
         if not record["kept"]:
             raise XcompatError(
                 f"empty corpus: none of {record['read']} texts is left ({record['excluded']} excluded) of "
@@ -180,6 +188,8 @@ class _Texts(NamedTuple):
 
 
 def _texts_of(source: CorpusSource | PairSource) -> _Texts:
+    if (elsewhere := addresses(source.path)) is not None:
+        return _texts_elsewhere(source, elsewhere)
     where = str(source.path)
     if isinstance(source, PairSource):
         pairs = load_pairs(source.model_copy(update={"streaming": False, "captions": True}))
@@ -194,6 +204,19 @@ def _texts_of(source: CorpusSource | PairSource) -> _Texts:
     return _Texts(where, [source.model_dump(), file_stamps(files)], partial(_file_texts, files, source))
 
 
+def _texts_elsewhere(source: CorpusSource | PairSource, found: list[str]) -> _Texts:
+    where, key = shown(found[0]), [source.model_dump(), found]
+    if isinstance(source, PairSource):
+        pairs = load_pairs(source.model_copy(update={"streaming": True, "captions": True}))
+        return _Texts(where, key, partial(_column_texts, pairs, CAPTION))
+    refuse_hub_fields(where, split=source.split, name=source.name, revision=source.revision)
+    if source.format == "auto" and found[0].startswith(PIPE):
+        raise XcompatError(f"{where} is a command; say what it prints: format: text, jsonl, parquet or webdataset")
+    if source.format == "datasets":
+        raise XcompatError(f"{where} is no data set of the Hub or of datasets.save_to_disk; name another format")
+    return _Texts(where, key, partial(_file_texts, found, source))
+
+
 def _known_files(folder: Path) -> list[Path]:
     known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
     files = [file for file in expand_folders([folder]) if has_suffix(file, known)]
@@ -202,24 +225,32 @@ def _known_files(folder: Path) -> list[Path]:
     return files
 
 
-def _column_texts(dataset: datasets.Dataset, column: str) -> Iterator[str]:
+def _column_texts(dataset: datasets.Dataset | datasets.IterableDataset, column: str) -> Iterator[str]:
     for batch in dataset.select_columns([column]).iter(4096):
         yield from (text for value in batch[column] for text in captions_of(value))
 
 
-def _file_texts(files: list[Path], source: CorpusSource) -> Iterator[str]:
-    forms = [(file, _format(file, source)) for file in files]
+def _file_texts(files: Sequence[str | Path], source: CorpusSource) -> Iterator[str]:
+    forms = [(file, _format(urlsplit(file).path if isinstance(file, str) else file, source)) for file in files]
     shards = [file for file, form in forms if form == "webdataset"]
     columns = ShardColumns(caption=source.text_column, with_image=False)
     for row in stream_rows(shards, columns, len(shards)):
         yield from row[CAPTION]
     readers = {"text": _line_texts, "jsonl": _json_texts, "parquet": _parquet_texts}
     for file, form in forms:
-        if form != "webdataset":
+        if form == "webdataset":
+            continue
+        if isinstance(file, Path):
             yield from readers[form](file, source.text_column)
+            continue
+        with fetched(file, cache_folder()) as copy:
+            try:
+                yield from readers[form](copy, source.text_column)
+            except XcompatError as error:
+                raise XcompatError(str(error).replace(str(copy), shown(file))) from error
 
 
-def _format(file: Path, source: CorpusSource) -> str:
+def _format(file: str | Path, source: CorpusSource) -> str:
     if source.format != "auto":
         return source.format
     for form, suffixes in {"webdataset": SHARD_SUFFIXES, "jsonl": JSON_SUFFIXES, "parquet": (".parquet",)}.items():

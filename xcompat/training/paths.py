@@ -50,7 +50,8 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     described = []
     for key, source in _sources(data):
         with _said_of(f"{settings.name}: data.{key}.path"):
-            elsewhere = addresses(source.path) if isinstance(source, PairSource) and source.streaming else None
+            streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
+            elsewhere = addresses(source.path) if streamed else None
             if elsewhere is not None:
                 described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
                 continue
