@@ -392,6 +392,12 @@ def test_markdown_page_and_terminal_say_every_number(written: tuple[Comparison, 
     assert "a | &lt;study&gt;" in page
 
 
+def test_the_summary_counts_methods(contenders: list[Contender]) -> None:
+    alone = [each for each in contenders if each.name == "good"]
+    assert summary(compare("study", alone, RESAMPLES)).startswith("0 of 1 method is backward compatible with all")
+    assert summary(compare("study", contenders, RESAMPLES)).startswith("0 of 3 methods are backward compatible with all")
+
+
 def test_markdown_tables_are_tables(written: tuple[Comparison, Path]) -> None:
     blocks = re.findall(r"(?:^\|.*\|\n)+", (written[1] / "compare.md").read_text(), re.MULTILINE)
     assert len(blocks) == len(tables(written[0]))

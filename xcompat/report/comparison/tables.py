@@ -81,8 +81,10 @@ def summary(comparison: Comparison) -> str:
     every = len(comparison.seeds)
     good = sum(row.compatible == every for row in comparison.methods)
     with_seeds = f"with all {every} seeds" if every > 1 else f"with seed {comparison.seeds[0]}"
+    count = len(comparison.methods)
+    methods = f"{count} method{'s' if count > 1 else ''} {'is' if 1 in (good, count) else 'are'}"
     return (
-        f"{good} of {len(comparison.methods)} methods {'is' if good == 1 else 'are'} backward compatible {with_seeds}. "
+        f"{good} of {methods} backward compatible {with_seeds}. "
         f"Best on the old gallery by {headline(comparison.first_metric)}: {comparison.best}."
     )
 
