@@ -4,7 +4,7 @@
 
 Prints Markdown, a table for each kind of protocol, and with --write puts the tables into docs/results/leaderboard.md. A protocol
 that was not run has no column, and a table without any stays as it is. A method of your own enters by a file with one stage:
-`xcompat compare recipes/bench --stage mine.yaml`, then the same command.
+`xcompat compare recipes/bench --stage mine.yaml`, then the same command; embeddings alone enter as benchmarks/entry.py says.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ import typer
 from rich.console import Console
 
 from xcompat.files import atomic_path, read_json
-from xcompat.report.comparison import comparison_file
+from xcompat.report import Report, load_report, report_file
+from xcompat.report.comparison import Contender, compare, comparison_file
 from xcompat.report.wording import gain_with_interval, metric_name
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
 TABLES = {
     "photos": ("tiny_closed", "tiny_half", "tiny_open"),
+    "trained": ("trained_closed", "trained_half", "trained_open"),
     "classes": ("glyph_classes",),
     "pairs": ("glyph_captions", "fashion_pairs"),
     "texts": ("captions", "scifact"),
 }
 """Which protocols stand in one table: those that the same methods can be run on."""
 BEGIN, END = "<!-- leaderboard of {}: python benchmarks/leaderboard.py --write -->\n", "<!-- /leaderboard -->\n"
+ENTRIES = "entries"
+"""The folder of a protocol in which embeddings that enter alone are judged."""
 FIRST = ("cmc@1", "ndcg@10", "recall@10")
 """The metric that a protocol is told by: the first of these that it has."""
 
@@ -36,7 +40,38 @@ FIRST = ("cmc@1", "ndcg@10", "recall@10")
 def studies(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what was compared, by the name of its protocol, in the order of these names."""
     files = {place.name: comparison_file(place) for place in sorted(folder.iterdir()) if place.is_dir()}
-    return {name: read_json(file) for name, file in files.items() if file.is_file()}
+    found = {name: read_json(file) for name, file in files.items() if file.is_file()}
+    for name, seen in found.items():
+        places = [place for place in sorted((folder / name / ENTRIES).glob("*")) if report_file(place).is_file()]
+        seen["rows"] += [entry(place, folder / name) for place in places]
+    return found
+
+
+def entry(place: Path, protocol: Path) -> dict[str, Any]:
+    """Return the row of embeddings that somebody judged alone, as those of a comparison are.
+
+    Args:
+        place: of its report; its name is the row's.
+        protocol: the folder of the runs that it is compared with.
+    """
+    report, theirs = load_report(place), load_report(min(protocol.glob("seed-*/**/report.json")))
+    if not _old_queries(report).items() >= _old_queries(theirs).items():
+        raise SystemExit(f"{place} was not judged on the old gallery of this protocol; write that with benchmarks/entry.py")
+    row = compare(place.name, [Contender(place.name, "embeddings", {0: report}, 0, False, [0.0])]).methods[0]
+    gain: dict[str, dict[str, Any]] = {}
+    for (side, metric), each in row.gains.items():
+        gain.setdefault(side, {})[metric] = {"mean": each.mean, "low": each.low, "high": each.high}
+    return {"name": place.name, "method": "embeddings", "gain": gain, "compatible": row.compatible, "runs": 1}
+
+
+def _old_queries(report: Report) -> dict[str, tuple[int, float]]:
+    """Return what the old model's queries find in its gallery."""
+    return {
+        f"{case.direction} {metric}": (case.n_queries, round(value, 6))
+        for case in report.cases
+        if case.label == "old/old"
+        for metric, value in case.metrics.items()
+    }
 
 
 def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -68,9 +103,12 @@ def _line(name: str, found: dict[str, dict[str, Any]]) -> tuple[tuple[float, flo
             cells.append(f"{metric_name(metric)} {gain_with_interval(gain['mean'], gain['low'], gain['high'])}")
         if row:
             rows.append(row)
-            compatible, runs = compatible + row["compatible"], runs + len(seen["seeds"])
-    size, seconds = max(row["parameters"] for row in rows), sum(row["seconds"] for row in rows) / len(rows)
-    shown = [f"{name} ({rows[0]['method']})", f"{compatible} of {runs}", *cells, f"{size:,}", f"{seconds:,.0f}"]
+            compatible, runs = compatible + row["compatible"], runs + row.get("runs", len(seen["seeds"]))
+    costs = ["", ""]  # of embeddings alone nobody knows them
+    if "seconds" in rows[0]:
+        size, seconds = max(row["parameters"] for row in rows), sum(row["seconds"] for row in rows) / len(rows)
+        costs = [f"{size:,}", f"{seconds:,.0f}"]
+    shown = [f"{name} ({rows[0]['method']})", f"{compatible} of {runs}", *cells, *costs]
     return (compatible / max(runs, 1), sum(gains) / max(len(gains), 1)), f"| {' | '.join(shown)} |"
 
 
