@@ -684,6 +684,22 @@ def test_simclr_compares_two_views(image_folder_of: dict[str, str], images: list
     )
 
 
+def test_simclr_normalises_once(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = SimClrModel.from_encoder(image_folder_of["vit"], dim=6).train()
+    pixels = model.processor.images(images)
+    for _ in range(200):  # until the statistics are those of these images
+        model.features(pixels)
+    model.eval()
+    with torch.no_grad():
+        projected = model.neck(model.encoder.image_features(pixels))
+        variance = projected.var(0)  # as batch norm remembers it
+        stored = model.features(pixels)
+    torch.testing.assert_close(model.norm.running_mean, projected.mean(0), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(stored, (projected - projected.mean(0)) / (variance + model.norm.eps).sqrt(), atol=1e-3, rtol=1e-3)
+    with pytest.raises(XcompatError, match="simclr ends in a batch norm of its own; leave out options.batch_norm"):
+        SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, batch_norm=True)
+
+
 @pytest.mark.parametrize("kind", ["resnet", "vit"])
 def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = SimClrModel.from_encoder(image_folder_of[kind], dim=6, crops=3, crop_size=16, crop_scale=0.3).train()

@@ -55,7 +55,7 @@ class SimClrModel(UnlabelledModel):
 
     def __init__(self, config: SimClrConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        self.norm = nn.BatchNorm1d(config.embedding_dim)
+        self.norm = nn.BatchNorm1d(config.embedding_dim)  # with a slope, in the place of the plain one of `batch_norm`
         self.post_init()
         if config.crops and config.for_training:
             self.encoder.embeds_any_size = True
@@ -68,6 +68,8 @@ class SimClrModel(UnlabelledModel):
         """Refuse small crops that cannot be drawn, and what is said of crops where there are none."""
         super()._check_dims(config)
         assert isinstance(config, SimClrConfig)
+        if config.batch_norm:
+            raise XcompatError("simclr ends in a batch norm of its own; leave out options.batch_norm")
         if config.crops < 0 or config.crop_size < 1:
             raise XcompatError(
                 f"options.crops is {config.crops} of {config.crop_size} pixels; take 0 or more crops of at least 1 pixel"
@@ -101,10 +103,6 @@ class SimClrModel(UnlabelledModel):
     def columns_of(self, batch: Batch) -> list[str]:
         """Return the columns that the loss needs, small crops among them where there are to be any."""
         return super().columns_of(batch) + ["crop_pixel_values"] * bool(self.config.crops)
-
-    @override
-    def features(self, pixel_values: Tensor) -> Tensor:
-        return self.norm(super().features(pixel_values))
 
     @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class BackboneConfig(CompatConfig):
     Args:
         dim: dimension of the embedding without extra dimensions; None for the old model's, or without one the backbone's.
         batch_norm: whether a batch norm without a slope follows the projection, as face recognition has it: each dimension of the
-            features has mean 0 and variance 1 over the training set. Not of BT².
+            features has mean 0 and variance 1 over the training set. Not of BT², nor of SimCLR, which has a norm of its own.
         metric: how embeddings are compared: by ``cosine``, of length 1, or by ``l2`` distance, as they are; of independent, BCT,
             SimCLR and the autoencoder. Maps of them by FCT, galleries and evaluations follow.
         for_training: whether the model has the parts that only training needs; False in a finished model.

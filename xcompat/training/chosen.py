@@ -86,8 +86,8 @@ def _inputs(
     else:
         if settings.data.test is not None:
             notice(
-                "the map learns from texts alone, and is chosen by them: queries of images may find less than old ones; name images "
-                "with captions under data.remembered instead of data.texts, if there are any"
+                "the map learns from texts alone, and is chosen by them: queries of images may find less than old ones; name "
+                "images with captions under data.remembered instead of data.texts, if there are any"
             )
         yield PairedEmbeddings(data.cache_of_new(plain), data.cache(models.frozen("old"))), LINES
 
