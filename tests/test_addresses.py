@@ -18,9 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from xcompat import progress
 from xcompat.data import CorpusSource, PairSource, load_pairs, load_texts
-from xcompat.data.addresses import ALLOW_PIPES
+from xcompat.data.addresses import ALLOW_PIPES, addresses
+from xcompat.data.cache import cache_folder
 from xcompat.errors import XcompatError
 from xcompat.training.paths import check_paths
 from xcompat.training.stage_recipe import StageRecipe
@@ -70,6 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, self._listed() if "/tree/" in path else json.dumps({"id": "me/photos", "sha": "0" * 40}).encode())
             return
         content = self.server.files.get(path)
+        if (status := re.fullmatch(r"/status/(\d+)/.*", path)) is not None:
+            self._send(int(status[1]), b"")
+            return
         if content is None:
             self._send(404, b"")
             return
@@ -188,8 +194,9 @@ def test_a_command_runs_where_the_environment_allows_it(tmp_path: Path, monkeypa
 
 
 def test_what_is_not_streamed_is_no_address(store: Store) -> None:
-    with pytest.raises(XcompatError, match="does not exist"):
-        load_pairs(f"http://{store.host}/0.tar")
+    with pytest.raises(XcompatError, match=r"/0\.tar is elsewhere: only data.texts and pairs with streaming: true") as refused:
+        load_pairs(f"http://me:secret@{store.host}/0.tar?token=secret")
+    assert "secret" not in str(refused.value)
     with pytest.raises(XcompatError, match=r"here\.tar is here and http://.* is elsewhere"):
         ids(["here.tar", f"http://{store.host}/0.tar"])
     assert not store.asked
@@ -228,8 +235,7 @@ def test_texts_of_the_web_are_read_once(name: str, breaks: int, store: Store) ->
     assert corpus(path) == TEXTS and store.breaks == 0
     store.asked.clear()
     assert corpus(path) == TEXTS and not store.asked, "kept under its address"
-    kept = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
-    assert not list(kept.glob("fetched-*")), "the copy is gone"
+    assert not list(cache_folder().glob(".fetched*")), "the copy is gone"
 
 
 def test_texts_of_several_places_and_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +258,8 @@ def test_texts_of_several_places_and_shards(store: Store, tmp_path: Path, monkey
     ("name", "more", "message"),
     [
         ("gone.txt", {}, r"http://\S+/gone\.txt cannot be read: it does not exist"),
+        ("status/403/x.txt", {}, r"/x\.txt cannot be read: its server answers 403"),
+        ("status/503/x.tar", {}, r"/x\.tar: its server answers 503; nothing is kept of this corpus"),
         ("texts.parquet", {"text_column": "title"}, r"http://\S+/texts\.parquet.*title"),
         ("damaged.txt.gz", {}, r"http://\S+/damaged\.txt\.gz cannot be read after line \d+"),
         ("texts.txt", {"format": "datasets"}, "is no data set of the Hub"),
@@ -262,7 +270,7 @@ def test_texts_that_cannot_be_read_are_named_without_secrets(name: str, more: di
     store.files = {f"/{each}": held for each, held in FORMS.items()} | {"/damaged.txt.gz": FORMS["texts.txt.gz"][:-40]}
     with pytest.raises(XcompatError, match=message) as refused:
         corpus(f"http://{store.host}/{name}?token=secret", **more)
-    assert "secret" not in str(refused.value) and "fetched-" not in str(refused.value)
+    assert "secret" not in str(refused.value) and "fetched" not in str(refused.value)
 
 
 def test_a_command_does_not_say_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +279,54 @@ def test_a_command_does_not_say_what_it_prints(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(ALLOW_PIPES, "1")
     with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. is a command; say what it prints"):
         corpus("pipe:printf text")
+    stage = StageRecipe(method="projection", data={"texts": [{"path": "pipe:printf text # x.txt"}]})
+    with pytest.raises(XcompatError, match=r"data\.texts\.0\.path: pipe:printf \.\.\. is a command; say what it prints"):
+        check_paths(stage)
     with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. cannot be read: the command ended with 3"):
         corpus("pipe:printf text; exit 3", format="text")
+
+
+def test_a_command_stays_as_it_is_but_for_ranges_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_PIPES, "1")
+    assert corpus(r"pipe:printf 'a\nb\n'", format="text") == ["a", "b"]
+    assert corpus("pipe:echo c d | awk '{print $2, $1}'", format="text") == ["d c"]
+    assert addresses("pipe:cat {07..09}.tar | tee {a,b}") == [f"pipe:cat 0{number}.tar | tee {{a,b}}" for number in (7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("https://me:secret@host/{a,x.txt?token=secret", r"https://host/\{a,x\.txt is no address, or its braces do not fit"),
+        ("https://[bad/0.txt?secret", r"https://\[bad/0\.txt is no address"),
+        ("https:///0.txt?secret", "https:///0.txt is no address"),
+        ("pipe: ", "pipe: names no command"),
+        ("hf://datasets/secret*?/*.txt?secret", "hf://datasets/secret.* cannot be looked up"),
+        ("http://127.0.0.1:1/x.txt?secret", r"http://127\.0\.0\.1:1/x\.txt cannot be read: its server cannot be reached"),
+    ],
+)
+def test_what_is_no_address_is_one_line(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "STREAMING_OPEN_RETRY_INTERVAL", 0)
+    with pytest.raises(XcompatError, match=message) as refused:
+        corpus(address)
+    assert "token" not in str(refused.value) and "me:" not in str(refused.value)
+
+
+def test_what_a_killed_process_fetched_is_removed_by_the_next(store: Store) -> None:
+    store.files = {"/texts.txt": LINES}
+    left = cache_folder() / ".fetched.abcdefgh.partial"
+    left.mkdir()
+    (left / "texts.txt").write_bytes(b"half")
+    assert corpus(f"http://{store.host}/texts.txt?{store.host}") == TEXTS
+    assert not left.exists()
+
+
+def test_a_terminal_shows_two_bars_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "console", terminal)
+    store.files = {"/texts.txt": LINES}
+    assert corpus(f"http://{store.host}/texts.txt?shown") == TEXTS
+    shown = terminal.file.getvalue()
+    assert "reading texts" in shown and "600/?" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
 
 
 def test_a_server_that_sends_whole_files_only_is_named(store: Store) -> None:

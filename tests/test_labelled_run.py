@@ -26,6 +26,7 @@ from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
+from xcompat.progress import notice_once
 from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
@@ -85,6 +86,25 @@ def trained(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
     return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "old_limit", "said"),
+    [("extended-data", 2, True), ("extended-data", 1, False), ("open-data", 2, False), ("extended-data", None, True)],
+)
+def test_a_limit_that_leaves_both_models_the_same_images_is_said(
+    scenario: str, old_limit: int | None, said: bool, folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def side(name: str, limit: int | None) -> dict[str, Any]:
+        return {"subset": {"scenario": scenario, "fraction": 0.5, "side": name, "limit_per_class": limit}}
+
+    old = {"name": "old", "method": "independent", "old": None, "options": {"dim": 8}, "data": side("old", old_limit)}
+    stages = [old, {"name": "new", "method": "bct", "old": "stage:old", "data": side("new", 2)}]
+    raw = {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "data": {"images": {"path": folders["train"]}}}
+    recipe = recipe_of(raw, stages=stages)
+    notice_once.cache_clear()
+    assert len(StageData(recipe, recipe.stages[1]).images) == 8, "it is said, and done"
+    assert ("old model was trained on 100% of the new" in " ".join(capsys.readouterr().out.split())) is said
 
 
 @pytest.mark.parametrize("method", ["bct", "oca", "query_map", "ridge"])

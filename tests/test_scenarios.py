@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
 import datasets
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from xcompat.data import LabelledImages, Subset, old_and_new_rows, select
-from xcompat.data.scenarios import Scenario
+from xcompat.data.scenarios import Scenario, known_share
 from xcompat.errors import XcompatError
 
 SCENARIOS: list[Scenario] = ["extended-data", "extended-class", "open-data", "open-class"]
@@ -146,24 +145,23 @@ def test_limits_apply_to_each_class(labelled: LabelledImages) -> None:
     assert rows_of(select(labelled, Subset())) == list(range(12))
 
 
-@pytest.mark.parametrize(("scenario", "side", "limit", "warned"), [
-    ("extended-data", "new", 1, True),
-    ("extended-data", "new", 2, False),  # of two samples of class b the old model has one
-    ("extended-data", "new", None, False),
-    ("extended-data", "old", 1, False),
-    ("extended-class", "new", 1, False),
-])  # fmt: skip
-def test_a_limit_that_leaves_both_models_the_same_samples_is_said(
-    labelled: LabelledImages,
-    scenario: Scenario,
-    side: Literal["old", "new"],
-    limit: int | None,
-    warned: bool,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("scenario", "old_limit", "new_limit", "share"),
+    [
+        ("extended-data", 1, 1, 1),
+        ("extended-data", 1, 2, 5 / 9),  # of the nine first two of five classes
+        ("extended-data", None, None, 7 / 12),
+        ("open-class", 1, 1, 0),
+    ],
+)
+def test_what_the_old_model_knows_of_the_new_ones_images(
+    labelled: LabelledImages, scenario: Scenario, old_limit: int | None, new_limit: int | None, share: float
 ) -> None:
-    kept = select(labelled, Subset(scenario=scenario, fraction=0.5, side=side, limit_per_class=limit))
-    assert len(kept.dataset), "it is said, and done"
-    assert ("first 1 images of each class are also the old model's" in capsys.readouterr().out) is warned
+    sides = {
+        side: Subset(scenario=scenario, fraction=0.5, side=side, limit_per_class=limit)
+        for side, limit in (("old", old_limit), ("new", new_limit))
+    }
+    assert known_share(labelled, sides["new"], sides["old"]) == pytest.approx(share)
 
 
 def test_bad_class_lists(labelled: LabelledImages) -> None:

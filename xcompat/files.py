@@ -59,9 +59,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         'whole'
     """
     path = Path(path)
-    make_folder(path.parent)
-    _clear(path.parent, _prefix(path))
-    with _holder(path) as holder:
+    with temporary_folder(path) as holder:
         temporary = holder / path.name
         yield temporary
         drop_unfinished(temporary)
@@ -69,6 +67,22 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         sync_tree(temporary)
         _put_in_place(temporary, path)
         sync_folder(path.parent)
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside ``path`` that is removed at the end; those that killed processes left for it are removed first.
+
+    Args:
+        path: what the folder is for. Its parent is made if missing.
+
+    Yields:
+        The folder, empty.
+    """
+    make_folder(path.parent)
+    _clear(path.parent, _prefix(path))
+    with _holder(path) as holder:
+        yield holder
 
 
 def drop_unfinished(folder: Path) -> None:

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from xcompat.errors import XcompatError
+from xcompat.files import temporary_folder
 from xcompat.progress import progress_bar, rate_of
 
 WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "pipe:"
@@ -41,7 +42,8 @@ def addresses(path: str | list[str]) -> list[str] | None:
         Addresses in order; None if the path names local files.
 
     Raises:
-        XcompatError: some are local and some are not, a command is named and not allowed, or nothing on the Hub matches.
+        XcompatError: some are local and some are not, one is no address, a command is named and not allowed, or nothing on the
+            Hub matches.
     """
     given = [path] if isinstance(path, str) else path
     elsewhere = [each for each in given if is_address(each)]
@@ -50,9 +52,25 @@ def addresses(path: str | list[str]) -> list[str] | None:
     if len(elsewhere) < len(given):
         local = next(each for each in given if each not in elsewhere)
         raise XcompatError(f"{local} is here and {shown(elsewhere[0])} is elsewhere; a stream reads one or the other")
-    import braceexpand
+    return [found for each in elsewhere for one in _expanded(each) for found in _matching(one)]
 
-    return [found for each in elsewhere for one in braceexpand.braceexpand(each) for found in _matching(one)]
+
+def _expanded(address: str) -> list[str]:
+    """Write brace ranges out; in a command, whose braces may be its own, only those of numbers."""
+    from braceexpand import braceexpand
+
+    if address.startswith(PIPE):
+        if not address.removeprefix(PIPE).strip():
+            raise XcompatError(f"{PIPE} names no command; write the one that prints what is to be read")
+        parts = re.split(r"(\{\d+\.\.\d+\})", address)
+        return list(map("".join, product(*(braceexpand(part) if number % 2 else [part] for number, part in enumerate(parts)))))
+    try:
+        expanded = list(braceexpand(address))
+        if all(urlsplit(one).netloc for one in expanded):
+            return expanded
+    except ValueError:  # of braces, and of what is no address
+        pass
+    raise XcompatError(f"{shown(address)} is no address, or its braces do not fit; mend it")
 
 
 def _matching(address: str) -> list[str]:
@@ -62,7 +80,10 @@ def _matching(address: str) -> list[str]:
         return [address]
     from huggingface_hub import HfFileSystem
 
-    found = sorted(f"{HUB}{path}" for path in HfFileSystem().glob(address.removeprefix(HUB)))
+    try:
+        found = sorted(f"{HUB}{path}" for path in HfFileSystem().glob(address.removeprefix(HUB)))
+    except Exception as error:  # of the network, of names that cannot be, of what may not be read
+        raise XcompatError(f"{shown(address)} cannot be looked up: {why(error)}") from None
     if not found:
         raise XcompatError(f"nothing on the Hub matches {address}")
     return found
@@ -83,22 +104,28 @@ def shown(address: str) -> str:
         ('https://shards.example/0.tar', 'pipe:aws ...')
     """
     if address.startswith(PIPE):
-        return f"{PIPE}{address.removeprefix(PIPE).split(maxsplit=1)[0]} ..."
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return " ".join([f"{PIPE}{address.removeprefix(PIPE).strip()}".split(maxsplit=1)[0], "..."])
+    scheme, _, rest = address.partition("://")  # by hand: this is for what is no address, too
+    place, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
 
 
 def why(error: Exception) -> str:
     """Return why an address could not be read, without what it holds itself."""
-    if isinstance(error, FileNotFoundError):
+    causes = [error, error.__cause__, error.__context__]
+    status = next((found for each in causes if (found := getattr(each, "status", None)) is not None), None)
+    if status is not None and status not in (404, 410):
+        return f"its server answers {status}"
+    if any("Connect" in type(each).__name__ for each in causes):
+        return "its server cannot be reached"
+    if isinstance(error, FileNotFoundError):  # what fsspec makes of every failure
         return "it does not exist"
     if "range requests" in str(error):  # as fsspec says it, with advice for programs
         return "its server sends whole files only, and no parts (HTTP range requests); copy it here, or to one that does"
     if ended := re.search(r": exit (-?\d+) \(read\)", str(error)):  # as webdataset says it, after the command
         return f"the command ended with {ended[1]}"
-    status = getattr(error, "status", None)
     reason = "" if "://" in str(error) or PIPE in str(error) else f": {error}"
-    return f"{type(error).__name__}{f' {status}' if status else reason}"
+    return f"{type(error).__name__}{reason}"
 
 
 @contextmanager
@@ -133,8 +160,8 @@ def fetched(address: str, folder: Path) -> Iterator[Path]:
         XcompatError: it cannot be read.
     """
     name = "" if address.startswith(PIPE) else PurePosixPath(urlsplit(address).path).name
-    with TemporaryDirectory(dir=folder, prefix="fetched-") as place:
-        file = Path(place) / (name or "output")
+    with temporary_folder(folder / "fetched") as place:
+        file = place / (name or "output")
         with file.open("wb") as target, progress_bar() as bar:
             task = bar.add_task(shown(address), total=None, rate="")
             for block in _blocks(address):

@@ -13,12 +13,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from xcompat.data.addresses import PIPE, addresses, fetched, shown
+from xcompat.data.addresses import PIPE, addresses, fetched, is_address, shown
 from xcompat.data.cache import cache_folder, cached_dataset, file_stamps
 from xcompat.data.loading import load_pairs, load_raw
+from xcompat.data.problems import Problems
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, TEXT, captions_of, pick_column
-from xcompat.data.shards import ShardColumns, stream_rows
+from xcompat.data.shards import ShardColumns, read_rows
 from xcompat.data.sources import (
     SHARD_SUFFIXES,
     TEXT_SUFFIXES,
@@ -32,7 +34,7 @@ from xcompat.data.sources import (
 )
 from xcompat.data.text_files import json_lines, text_lines
 from xcompat.errors import XcompatError
-from xcompat.progress import console, progress_bar, rate_of
+from xcompat.progress import console, notice, progress_bar, rate_of
 
 if TYPE_CHECKING:
     import datasets
@@ -209,12 +211,35 @@ def _texts_elsewhere(source: CorpusSource | PairSource, found: list[str]) -> _Te
     if isinstance(source, PairSource):
         pairs = load_pairs(source.model_copy(update={"streaming": True, "captions": True}))
         return _Texts(where, key, partial(_column_texts, pairs, CAPTION))
+    require_readable(source, found)
+    return _Texts(where, key, partial(_file_texts, found, source))
+
+
+def require_readable(source: CorpusSource, found: Sequence[str]) -> None:
+    """Refuse what a source says of its addresses and cannot be.
+
+    Args:
+        source: of texts elsewhere.
+        found: its addresses.
+
+    Raises:
+        XcompatError: a command does not say its format, or what is said is of data sets.
+    """
+    where = shown(found[0])
     refuse_hub_fields(where, split=source.split, name=source.name, revision=source.revision)
-    if source.format == "auto" and found[0].startswith(PIPE):
-        raise XcompatError(f"{where} is a command; say what it prints: format: text, jsonl, parquet or webdataset")
     if source.format == "datasets":
         raise XcompatError(f"{where} is no data set of the Hub or of datasets.save_to_disk; name another format")
-    return _Texts(where, key, partial(_file_texts, found, source))
+    command = next((each for each in found if each.startswith(PIPE)), None)
+    if source.format == "auto" and command is not None:
+        raise XcompatError(f"{shown(command)} is a command; say what it prints: format: text, jsonl, parquet or webdataset")
+
+
+class _NoneMissing(Problems):
+    """A corpus from elsewhere is kept for good: what cannot be read today is no reason to do without it."""
+
+    @override
+    def bad_shard(self, reason: str) -> None:
+        raise XcompatError(f"{reason}; nothing is kept of this corpus: try again later, or leave that shard out")
 
 
 def _known_files(folder: Path) -> list[Path]:
@@ -234,8 +259,11 @@ def _file_texts(files: Sequence[str | Path], source: CorpusSource) -> Iterator[s
     forms = [(file, _format(urlsplit(file).path if isinstance(file, str) else file, source)) for file in files]
     shards = [file for file, form in forms if form == "webdataset"]
     columns = ShardColumns(caption=source.text_column, with_image=False)
-    for row in stream_rows(shards, columns, len(shards)):
+    problems = (_NoneMissing if any(map(is_address, shards)) else Problems)(total_shards=len(shards))
+    for row in read_rows(shards, columns, problems):
         yield from row[CAPTION]
+    for line in problems.lines():
+        notice(line)
     readers = {"text": _line_texts, "jsonl": _json_texts, "parquet": _parquet_texts}
     for file, form in forms:
         if form == "webdataset":

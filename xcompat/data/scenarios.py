@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.labelled import LabelledImages
 from xcompat.errors import XcompatError
-from xcompat.progress import console
 
 Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 
@@ -119,17 +118,32 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     Labels stay those of the whole data set; :meth:`LabelledImages.kept` lists the classes that are left, and
     :meth:`LabelledImages.reindexed` numbers them anew, for the training of a classifier.
 
-    Prints a warning where ``limit_per_class`` leaves the new model of ``extended-data`` no sample but the old one's.
-
     Raises:
         XcompatError: a class in the list is unknown or has no image, or nothing is left.
     """
+    return replace(labelled, dataset=labelled.dataset.select(_rows(labelled, subset)))
+
+
+def known_share(labelled: LabelledImages, new: Subset, old: Subset) -> float:
+    """Return the share of the new model's images that the old model was trained on too.
+
+    Args:
+        labelled: all images.
+        new: the new model's part.
+        old: the old model's part.
+
+    Example:
+        With ``extended-data`` and one ``limit_per_class`` for both it is 1, unless the old model's part of a class is smaller.
+    """
+    return float(np.isin(_rows(labelled, new), _rows(labelled, old)).mean())
+
+
+def _rows(labelled: LabelledImages, subset: Subset) -> NDArray[np.int64]:
     labels_N = labelled.labels()
     if subset.scenario is not None:
         assert subset.fraction is not None
         sides = old_and_new_rows(labels_N, len(labelled.classes), subset.scenario, subset.fraction)
         rows = sides[0 if subset.side == "old" else 1]
-        _warn_of_same_samples(labels_N, sides, subset)
     elif subset.classes is not None:
         listed = load_classes(subset.classes) if isinstance(subset.classes, str) else subset.classes
         rows = np.flatnonzero(np.isin(labels_N, _class_indices(listed, labelled, labels_N)))
@@ -137,22 +151,7 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
         rows = np.arange(len(labels_N))
     if subset.limit_per_class is not None:
         rows = rows[_ranks_within_class(labels_N[rows]) < subset.limit_per_class]
-    return replace(labelled, dataset=labelled.dataset.select(rows))
-
-
-def _warn_of_same_samples(
-    labels_N: NDArray[np.int64], sides: tuple[NDArray[np.int64], NDArray[np.int64]], subset: Subset
-) -> None:
-    limit = subset.limit_per_class
-    if subset.scenario != "extended-data" or subset.side != "new" or limit is None:
-        return
-    kept_old, kept_new = (rows[_ranks_within_class(labels_N[rows]) < limit] for rows in sides)
-    if np.array_equal(kept_old, kept_new):
-        console.print(
-            f"  [yellow]![/] extended-data: the new model's first {limit} images of each class are also the old model's, if its "
-            "limit_per_class is the same; give the old model a smaller one, or leave it out",
-            soft_wrap=True,
-        )
+    return rows
 
 
 def _class_indices(names: Sequence[str], labelled: LabelledImages, labels_N: NDArray[np.int64]) -> list[int]:

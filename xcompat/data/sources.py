@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xcompat.checksums import file_record
 from xcompat.data import cifar, coco
+from xcompat.data.addresses import is_address, shown
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
 from xcompat.data.lists import is_image_list
@@ -168,6 +169,10 @@ def local_files(path: str | list[str]) -> list[Path] | None:
         return None
     found: list[Path] = []
     for pattern in [path] if isinstance(path, str) else path:
+        if is_address(pattern):
+            raise XcompatError(
+                f"{shown(pattern)} is elsewhere: only data.texts and pairs with streaming: true are read from there; copy it here"
+            )
         for text in _expand(pattern):
             if text.startswith(EMBEDDED):
                 found.append(glyph_classes(text.removeprefix(EMBEDDED)))

@@ -10,6 +10,7 @@ from xcompat.checksums import file_record
 from xcompat.data import CorpusSource, TextSource
 from xcompat.data.addresses import addresses, shown
 from xcompat.data.captions import require_market1501_names
+from xcompat.data.corpora import require_readable
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import ImageSource, PairSource, files_digest, image_files, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
@@ -53,6 +54,8 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
             streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
             elsewhere = addresses(source.path) if streamed else None
             if elsewhere is not None:
+                if isinstance(source, CorpusSource):
+                    require_readable(source, elsewhere)
                 described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
                 continue
             files = local_files(source.path)

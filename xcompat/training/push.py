@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from xcompat.data import addresses
+from xcompat.data.addresses import SCHEMES
 from xcompat.encoders import load_encoder, reading_model
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
@@ -218,12 +220,16 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
 
 
 def shown(name: str) -> str:
-    """Return the name of a file, folder or data set without the folders of this machine.
+    """Return the name of a file, folder or data set without the folders of this machine, and an address without its secrets.
 
     Example:
         >>> shown("/home/me/photos/train"), shown("../shared/flickr/*.tar"), shown("nlphuji/flickr30k")
         ('train', 'shared/flickr/*.tar', 'nlphuji/flickr30k')
+        >>> shown("https://me:secret@shards.example/0.tar?signature=secret")
+        'https://shards.example/0.tar'
     """
+    if name.startswith(SCHEMES):
+        return addresses.shown(name)
     return public_name(name) if name.startswith(("/", "~")) else re.sub(r"^(\.\.?/)+", "", name)
 
 

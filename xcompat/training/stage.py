@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from xcompat.data import LabelledImages, flatten_captions, load_labelled, load_pairs, load_text_pairs, load_texts, select
+from xcompat.data import (
+    LabelledImages,
+    Subset,
+    flatten_captions,
+    load_labelled,
+    load_pairs,
+    load_text_pairs,
+    load_texts,
+    select,
+)
+from xcompat.data.scenarios import known_share
 from xcompat.data.schema import NEW_SIDE_INFO, PASSAGE, QUERY, SIDE_INFO
 from xcompat.distributed import device
 from xcompat.embedding import EmbeddingCache
@@ -28,6 +38,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.models.stored import StoredModel
+from xcompat.progress import notice_once
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.judged_texts import load_judged_texts
@@ -38,6 +49,9 @@ from xcompat.vectors import is_stored
 
 if TYPE_CHECKING:
     import datasets
+
+MOSTLY = 0.9
+"""Share of the new model's images above which the old model has hardly seen others."""
 
 SIDES = (SIDE_INFO, NEW_SIDE_INFO)
 """Roles of models of side-information."""
@@ -202,7 +216,7 @@ class StageData:
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
-        self.cache_dir, self.settings = recipe.cache_dir, settings
+        self.recipe, self.cache_dir, self.settings = recipe, recipe.cache_dir, settings
 
     @cached_property
     def images(self) -> LabelledImages:
@@ -213,7 +227,22 @@ class StageData:
                 f"{self.settings.name}: method {self.settings.method} learns from labelled images; name them under data.images"
             )
         labelled = load_labelled(data.images, captions=data.old_reads == "captions")
-        return select(labelled, data.subset).reindexed() if data.subset is not None else labelled
+        if data.subset is None:
+            return labelled
+        self._warn_of_known_images(labelled, data.subset)
+        return select(labelled, data.subset).reindexed()
+
+    def _warn_of_known_images(self, labelled: LabelledImages, subset: Subset) -> None:
+        """Say if a limit leaves the new model hardly any image that the old one has not seen, where it should have more."""
+        name = self.settings.old.name if isinstance(self.settings.old, EncoderSource) else ""
+        old = next((each.data.subset for each in self.recipe.stages if name == f"{STAGE_PREFIX}{each.name}"), None)
+        if subset.scenario != "extended-data" or subset.limit_per_class is None or old is None:
+            return
+        if (share := known_share(labelled, subset, old)) > MOSTLY:
+            notice_once(
+                f"extended-data: the old model was trained on {share:.0%} of the new model's images, because limit_per_class "
+                "keeps the first ones of both; give the old model's stage a smaller one"
+            )
 
     def test_texts(self) -> list[str]:
         """Return the captions of the test set, or its queries and passages, which no corpus may hold."""
