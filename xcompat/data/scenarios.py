@@ -131,9 +131,6 @@ def known_share(labelled: LabelledImages, new: Subset, old: Subset) -> float:
         labelled: all images.
         new: the new model's part.
         old: the old model's part.
-
-    Example:
-        With ``extended-data`` and one ``limit_per_class`` for both it is 1, unless the old model's part of a class is smaller.
     """
     return float(np.isin(_rows(labelled, new), _rows(labelled, old)).mean())
 
