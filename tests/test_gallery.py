@@ -335,9 +335,25 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
     assert not [path for path in (gallery.path / "segments").iterdir() if path.name.startswith(".")], "nothing half-written"
 
 
+def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery.add(vectors(2), names(2), side_info_NS=vectors(2, 2, 3))
+    said = "of this gallery has 3 dimensions, that of these items 5; take the same model"
+    with pytest.raises(XcompatError, match=said):
+        gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 5))
+    gallery.commit()
+    with pytest.raises(XcompatError, match=said):
+        gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 5))
+    with pytest.raises(XcompatError, match="the side-information of 'more 1' is not finite"):
+        gallery.add(vectors(2), names(2, "more"), side_info_NS=[[0.0, 1.0, 2.0], [np.nan, 0.0, 1.0]])
+    gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 3))
+    gallery.commit()
+    assert len(Gallery.open(gallery.path)) == 4
+
+
 def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_disk: Path) -> None:
     gallery = Gallery.create(tiny_disk / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10), side_info_NS=vectors(10, 2, 20))
+    gallery.add(vectors(10), names(10), side_info_NS=vectors(10, 2, 2000))
     gallery.commit()
     gallery.add(vectors(100, 1), names(100, "more"), side_info_NS=vectors(100, 2, 2000))
     with pytest.raises(OSError, match="No space left"):

@@ -19,7 +19,6 @@ from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals, Parts
-from xcompat.retrieval.segment import SIDE_FILE
 from xcompat.retrieval.versions import require_like_sides
 from xcompat.spreading import Spread
 
@@ -140,10 +139,11 @@ def _missing(
 def _require_sides(gallery: Gallery, embedder: Embedder, side_info: Embedder | None) -> None:
     """Refuse other side-information than what this model embedded has beside it, before hours are spent on embedding."""
     digest = embedder.fingerprint.digest
-    have = {SIDE_FILE in segment.record.files for segment in gallery.segments if segment.record.version == digest}
+    have = {segment.side_dim for segment in gallery.segments if segment.record.version == digest}
     known = next((version for version in gallery.manifest.versions if version.digest == digest), None)
     if have and known is not None:
-        require_like_sides(known, have, side_info is not None, side_info.fingerprint.digest if side_info is not None else None)
+        by = side_info.fingerprint.digest if side_info is not None else None
+        require_like_sides(known, have, side_info.dim if side_info is not None else 0, by)
 
 
 def _embedded(

@@ -43,6 +43,11 @@ class Items:
         """Bytes of memory that embeddings and side-information take."""
         return sum(block.nbytes for block in (*self.embeds, *self.side_info))
 
+    @property
+    def side_dim(self) -> int:
+        """Dimensions of the side-information; 0 for none."""
+        return self.side_info[0].shape[1] if self.side_info else 0
+
 
 def check_items(
     embeds_ND: NDArray[np.float32],
@@ -73,6 +78,8 @@ def check_items(
             raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
     check_ids(ids)
     unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
+    if side is not None:
+        side = checked_embeddings(side, "l2", lambda row: f"the side-information of {ids[row]!r}")
     if np.may_share_memory(unit_ND, embeds_ND):
         unit_ND = unit_ND.copy()  # the caller may change its array before it is written
     return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])

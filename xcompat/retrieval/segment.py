@@ -187,6 +187,11 @@ class Segment:
             return _mapped(self._file(VECTORS_FILE))[rows_n]
         return self.index.vectors(rows_n)
 
+    @property
+    def side_dim(self) -> int:
+        """Dimensions of the stored side-information; 0 if the segment has none."""
+        return int(_mapped(self._file(SIDE_FILE)).shape[1]) if SIDE_FILE in self.record.files else 0
+
     def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return stored side-information (n, S); None if the segment has none."""
         return _mapped(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None

@@ -16,7 +16,7 @@ from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
-from xcompat.retrieval.segment import SIDE_FILE, Segment, id_hashes, removed_rows, write_segment
+from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.versions import require_like_sides
 
@@ -87,14 +87,14 @@ class Staging:
         self.flush_if_large()
 
     def _require_like_sides(self, version: VersionRecord, items: Items) -> None:
-        """Refuse side-information beside a part of a version's embeddings only, or of two models."""
+        """Refuse side-information unlike that of the version's other embeddings."""
         known, waiting = self._versions[version.digest], self._pending.get(version.digest)
-        have = {SIDE_FILE in each.record.files for each in self._segments.values() if each.record.version == version.digest}
-        have |= {bool(waiting.side_info)} if waiting is not None else set()
+        have = {each.side_dim for each in self._segments.values() if each.record.version == version.digest}
+        have |= {waiting.side_dim} if waiting is not None else set()
         if not have:
             self._versions[version.digest] = version
         else:
-            require_like_sides(known, have, bool(items.side_info), version.side_info)
+            require_like_sides(known, have, items.side_dim, version.side_info)
 
     def put(self, version: VersionRecord, items: Items) -> None:
         """Prepare items whose ids are known to be free, such as those of rows that the same commit drops."""

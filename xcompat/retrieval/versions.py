@@ -91,24 +91,29 @@ def identity(model: Model) -> Fingerprint:
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
 
 
-def require_like_sides(known: VersionRecord, have: set[bool], sided: bool, by: str | None) -> None:
-    """Refuse side-information beside a part of a model's embeddings only, or of two models.
+def require_like_sides(known: VersionRecord, have: set[int], side_dim: int, by: str | None) -> None:
+    """Refuse side-information beside a part of a model's embeddings only, of two models, or of two widths.
 
     Args:
         known: the version that is stored.
-        have: whether its embeddings have side-information.
-        sided: whether those that come to them have.
+        have: dimensions of the side-information of its embeddings; 0 where there is none.
+        side_dim: those of what comes to them.
         by: digest of the model that made that; None if nobody said.
     """
-    if have != {sided}:
+    if {dim > 0 for dim in have} != {side_dim > 0}:
         raise XcompatError(
-            f"what {known.fingerprint} embedded in this gallery has {'no ' if sided else ''}side-information, and these items "
+            f"what {known.fingerprint} embedded in this gallery has {'no ' if side_dim else ''}side-information, and these items "
             "differ in that; give it for all or for none (--side-info)"
         )
-    if sided and known.side_info != by:
+    if side_dim and known.side_info != by:
         raise XcompatError(
             f"the side-information beside the {known.fingerprint} embeddings of this gallery is of another model than that of "
             "these items (--side-info); take the same model"
+        )
+    if have != {side_dim}:
+        raise XcompatError(
+            f"the side-information beside the {known.fingerprint} embeddings of this gallery has {min(have)} dimensions, that of "
+            f"these items {side_dim}; take the same model"
         )
 
 
