@@ -251,6 +251,32 @@ def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: P
     assert ids(gallery.search(own[[7]], newer, top_k=1)) == [["new 7"]]
 
 
+def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again(tmp_path: Path) -> None:
+    encoder, side, new_side = (Fingerprint.from_string(name) for name in ("encoder", "side", "new side"))
+    first = gallery_map(
+        encoder=describe_old(encoder, D), side_info=describe_old(side, 3), new_side_info=describe_old(new_side, 5)
+    )
+    second = FctModel(FctConfig(old=describe_old(encoder, D), embedding_dim=6, side_info=describe_old(new_side, 5))).eval()
+    gallery = Gallery.create(tmp_path / "g", OLD, dim=d)
+    gallery.add(unit(20, d, 0), [str(number) for number in range(20)], side_info_NS=unit(20, 3, 1), side_info_by=side)
+    gallery.commit()
+    with pytest.raises(FingerprintMismatchError, match="maps embeddings of encoder@.*; this gallery holds old@"):
+        gallery.upgrade(second)
+    gallery.upgrade(first)
+    queries = unit(4, D, 7)
+    assert ids(gallery.search(queries, encoder, top_k=5)) == ids(gallery.search(queries, first, top_k=5))
+    gallery.add(unit(5, D, 8), list("abcde"), version=encoder, side_info_NS=unit(5, 5, 9), side_info_by=new_side)
+    gallery.commit()
+    assert gallery.upgrade(second) == 25
+    old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
+    with torch.inference_mode():
+        hop = torch.nn.functional.normalize(first.upgrade(old, psi), dim=-1)
+        twice = second.upgrade(hop, first.upgrade_side(old, psi)).numpy()
+        own = second.upgrade(torch.from_numpy(unit(5, D, 8)), torch.from_numpy(unit(5, 5, 9))).numpy()
+    for mapped, expected in ((twice, [str(number) for number in range(20)]), (own, list("abcde"))):
+        assert [found[0] for found in ids(gallery.search(mapped, second, top_k=1))] == expected
+
+
 def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
     gallery.add(unit(5, D, 4), list("abcde"), version=Fingerprint.from_string("stranger"))

@@ -37,7 +37,8 @@ class VersionRecord(_Record):
         digest: digest of its fingerprint.
         name: the name that people know it by.
         dim: dimension of its stored embeddings.
-        shares: digests of older models whose embedding space these embeddings share, so that their queries can search them.
+        shares: digests of other models whose embedding space these embeddings share, so that their queries can search them:
+            the older ones of a compatible model, or the encoder into whose space a map brought them.
         length: median length of its stored embeddings; the model's queries and new embeddings are scaled to it. Differs from 1
             only for an adopted index whose vectors were never normalised.
         side_info: digest of the model of the side-information beside them; None for none, or if nobody said who made it.

@@ -71,11 +71,12 @@ def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
 
 
 def upgraded_version(model: CompatModel) -> VersionRecord:
-    """Describe the embeddings that a model maps from older ones."""
+    """Describe the embeddings that a model maps from older ones: they stand where the encoder has its own, if that is known."""
     own = model.fingerprint()
+    shares = tuple(encoder.digest for encoder in model.embeds_written()) if model.embeds_in_memory else ()
     digest = own.derived(UPGRADED).digest
     side = model.config.new_side_info["fingerprint"] if model.writes_side_info else None
-    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim, side_info=side)
+    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim, shares=shares, side_info=side)
 
 
 def identity(model: Model) -> Fingerprint:
