@@ -164,6 +164,16 @@ def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model
     assert code == 2 and f"name the metadata of a version, such as {newest}" in error
 
 
+@pytest.mark.parametrize(("log", "kind"), [("_delta_log", "Delta"), (".hoodie", "Hudi")])
+def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
+    log: str, kind: str, embed: Run, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "items" / log).mkdir(parents=True)
+    (tmp_path / "items" / "part-0.parquet").write_bytes(b"rows that were removed")
+    code, _, error = embed(tmp_path / "items", "--model", model, "--out", tmp_path / "out")
+    assert code == 2 and f"is a {kind} table, and rows that it has no more are in its files too; write its rows as" in error
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ICEBERG = ".metadata.json"
 """How the names of files end that describe a version of an Iceberg table."""
+LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
+"""The folder in which a table says which of its Parquet files are rows of it -> the kind of table."""
 
 
 def located(uri: str) -> tuple[fs.FileSystem, str]:
@@ -63,6 +65,12 @@ def files_at(uri: str) -> list[fs.FileInfo]:
             f"{uri} is an Iceberg table, and files of its older versions are in there too; name the metadata of a version, "
             f"such as {uri.rstrip('/')}/metadata/{newest}"
         )
+    for folder, name in LOGS.items():
+        if any(info.path == f"{path.rstrip('/')}/{folder}" for info in inside):
+            raise XcompatError(
+                f"{uri} is a {name} table, and rows that it has no more are in its files too; write its rows as Parquet, or map "
+                "them with a reader of such tables (docs/engines.md)"
+            )
     files = [info for info in inside if info.type == fs.FileType.File and _is_data(PurePosixPath(info.path), path)]
     if not files:
         raise XcompatError(f"{uri} holds no files *{PARQUET}; name a file, or a folder of them")
