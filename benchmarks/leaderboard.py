@@ -2,9 +2,10 @@
 
     python benchmarks/studies/bench_data.py && xcompat compare recipes/bench && python benchmarks/leaderboard.py [--write]
 
-Prints Markdown, a table for each kind of protocol, and with --write puts the tables into docs/results/leaderboard.md. A protocol
-that was not run has no column, and a table without any stays as it is. A method of your own enters by a file with one stage:
-`xcompat compare recipes/bench --stage mine.yaml`, then the same command; embeddings alone enter as benchmarks/entry.py says.
+Prints Markdown, a table for each kind of protocol: of what was run here, and of what docs/results/leaderboard keeps of the other
+protocols. With --write it keeps what was run here too and puts the tables into docs/results/leaderboard.md; a table with a
+protocol that is neither run nor kept stays as it is. A method of your own enters by a file with one stage: `xcompat compare
+recipes/bench --stage mine.yaml`, then the same command; embeddings alone enter as benchmarks/entry.py says.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from xcompat.files import atomic_path, read_json
+from xcompat.files import atomic_path, read_json, write_json
 from xcompat.report import Report, load_report, report_file
 from xcompat.report.comparison import Contender, compare, comparison_file
 from xcompat.report.wording import gain_with_interval, metric_name
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
+KEPT = PAGE.with_suffix("")
+"""The folder of what was measured: a file a protocol, for programs and for the next table."""
 TABLES = {
     "photos": ("tiny_closed", "tiny_half", "tiny_open"),
     "trained": ("trained_closed", "trained_half", "trained_open"),
@@ -31,6 +34,10 @@ TABLES = {
 }
 """Which protocols stand in one table: those that the same methods can be run on."""
 BEGIN, END = "<!-- leaderboard of {}: python benchmarks/leaderboard.py --write -->\n", "<!-- /leaderboard -->\n"
+ROW = ("name", "method", "gain", "compatible", "runs", "parameters", "seconds")
+"""What is kept of a method."""
+RAN = ("git_revision", "machine", "versions")
+"""What is kept of the first run of a protocol."""
 ENTRIES = "entries"
 """The folder of a protocol in which embeddings that enter alone are judged."""
 FIRST = ("cmc@1", "ndcg@10", "recall@10")
@@ -38,13 +45,32 @@ FIRST = ("cmc@1", "ndcg@10", "recall@10")
 
 
 def studies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what was compared, by the name of its protocol, in the order of these names."""
-    files = {place.name: comparison_file(place) for place in sorted(folder.iterdir()) if place.is_dir()}
-    found = {name: read_json(file) for name, file in files.items() if file.is_file()}
-    for name, seen in found.items():
-        places = [place for place in sorted((folder / name / ENTRIES).glob("*")) if report_file(place).is_file()]
-        seen["rows"] += [entry(place, folder / name) for place in places]
-    return found
+    """Return what was compared in a folder, by the name of its protocol; nothing if there is no such folder."""
+    places = sorted(place for place in folder.glob("*") if comparison_file(place).is_file())
+    return {place.name: study(place) for place in places}
+
+
+def study(protocol: Path) -> dict[str, Any]:
+    """Return what was compared on one protocol: its seeds, its sizes, where it ran, and the row of each method."""
+    seen = read_json(comparison_file(protocol))
+    entries = [place for place in sorted((protocol / ENTRIES).glob("*")) if report_file(place).is_file()]
+    rows = [row | {"runs": len(seen["seeds"])} for row in seen["rows"] if row["method"]]
+    rows = [{key: row[key] for key in ROW} for row in rows] + [entry(place, protocol) for place in entries]
+    ran = {key: value for key, value in _a_report(protocol).run.items() if key in RAN}
+    return {"seeds": seen["seeds"], "test": seen["test"], "run": ran, "rows": rows}
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Return what earlier runs left, by the name of its protocol."""
+    return {file.stem: read_json(file) for file in sorted(KEPT.glob("*.json"))}
+
+
+def require_no_loss(name: str, now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Refuse to replace what is kept of a protocol by a run with fewer seeds or methods."""
+    lost = [f"seed {seed}" for seed in before["seeds"] if seed not in now["seeds"]]
+    lost += sorted({row["name"] for row in before["rows"]} - {row["name"] for row in now["rows"]})
+    if lost:
+        raise SystemExit(f"{name}: {', '.join(lost)} would be lost; run them too, or delete {KEPT / name}.json")
 
 
 def entry(place: Path, protocol: Path) -> dict[str, Any]:
@@ -54,7 +80,7 @@ def entry(place: Path, protocol: Path) -> dict[str, Any]:
         place: of its report; its name is the row's.
         protocol: the folder of the runs that it is compared with.
     """
-    report, theirs = load_report(place), load_report(min(protocol.glob("seed-*/**/report.json")))
+    report, theirs = load_report(place), _a_report(protocol)
     if not _old_queries(report).items() >= _old_queries(theirs).items():
         raise SystemExit(f"{place} was not judged on the old gallery of this protocol; write that with benchmarks/entry.py")
     row = compare(place.name, [Contender(place.name, "embeddings", {0: report}, 0, False, [0.0])]).methods[0]
@@ -62,6 +88,11 @@ def entry(place: Path, protocol: Path) -> dict[str, Any]:
     for (side, metric), each in row.gains.items():
         gain.setdefault(side, {})[metric] = {"mean": each.mean, "low": each.low, "high": each.high}
     return {"name": place.name, "method": "embeddings", "gain": gain, "compatible": row.compatible, "runs": 1}
+
+
+def _a_report(protocol: Path) -> Report:
+    """Return one of the reports that a comparison was made of."""
+    return load_report(min(protocol.glob("seed-*/**/report.json")))
 
 
 def _old_queries(report: Report) -> dict[str, tuple[int, float]]:
@@ -83,7 +114,7 @@ def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     ]
     yield "| " + " | ".join(["method", "compatible", *heads, "parameters", "seconds"]) + " |"
     yield "|---|---:|" + "---:|" * (len(heads) + 2)
-    names = dict.fromkeys(row["name"] for seen in found.values() for row in seen["rows"] if row["method"])
+    names = dict.fromkeys(row["name"] for seen in found.values() for row in seen["rows"])
     yield from (line for _, line in sorted((_line(name, found) for name in names), key=lambda scored: scored[0], reverse=True))
 
 
@@ -103,7 +134,7 @@ def _line(name: str, found: dict[str, dict[str, Any]]) -> tuple[tuple[float, flo
             cells.append(f"{metric_name(metric)} {gain_with_interval(gain['mean'], gain['low'], gain['high'])}")
         if row:
             rows.append(row)
-            compatible, runs = compatible + row["compatible"], runs + row.get("runs", len(seen["seeds"]))
+            compatible, runs = compatible + row["compatible"], runs + row["runs"]
     costs = ["", ""]  # of embeddings alone nobody knows them
     if "seconds" in rows[0]:
         size, seconds = max(row["parameters"] for row in rows), sum(row["seconds"] for row in rows) / len(rows)
@@ -114,20 +145,30 @@ def _line(name: str, found: dict[str, dict[str, Any]]) -> tuple[tuple[float, flo
 
 def main(folder: Path = Path("runs/bench"), write: bool = False) -> None:
     """Print the leaderboard, or write it into its page."""
-    if not folder.is_dir() or not (found := studies(folder)):
+    before, now = kept(), studies(folder)
+    if not now and (write or not before):
         raise SystemExit(f"{folder} holds no comparison; run xcompat compare recipes/bench first")
-    if unknown := sorted(found.keys() - {name for names in TABLES.values() for name in names}):
+    if unknown := sorted(now.keys() - {name for names in TABLES.values() for name in names}):
         raise SystemExit(f"{folder / unknown[0]} is no protocol of recipes/bench; add it to TABLES, or move it away")
-    page = PAGE.read_text(encoding="utf-8") if write else ""
-    for title, names in TABLES.items():
-        of_kind = {name: found[name] for name in names if name in found}
-        if of_kind:
-            lines = "".join(f"{line}\n" for line in table(of_kind))
-            before, begin, rest = page.partition(BEGIN.format(title))
-            page = f"{before}{begin}{lines}{END}{rest.partition(END)[2]}" if write else f"{page}{title}:\n\n{lines}\n"
+    found = before | now
+    tables = {title: {name: found[name] for name in names if name in found} for title, names in TABLES.items()}
     if not write:
-        Console(soft_wrap=True).print(page, markup=False, highlight=False)
+        shown = [f"{title}:\n\n" + "\n".join(table(seen)) for title, seen in tables.items() if seen]
+        Console(soft_wrap=True).print("\n\n".join(shown), markup=False, highlight=False)
         return
+    for name in now.keys() & before.keys():
+        require_no_loss(name, now[name], before[name])
+    for name, seen in now.items():
+        write_json(KEPT / f"{name}.json", seen)
+    page = PAGE.read_text(encoding="utf-8")
+    for title, seen in tables.items():
+        if missing := [name for name in TABLES[title] if name not in seen]:
+            said = f"The table of {title} stays: {', '.join(missing)} is neither run nor kept."
+            Console(stderr=True, soft_wrap=True).print(said, highlight=False)
+            continue
+        above, begin, rest = page.partition(BEGIN.format(title))
+        lines = "".join(f"{line}\n" for line in table(seen))
+        page = f"{above}{begin}{lines}{END}{rest.partition(END)[2]}"
     with atomic_path(PAGE) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -622,19 +623,29 @@ def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path
 
 
 def test_the_leaderboard_is_what_the_comparisons_say(
-    comparison: Comparison, pair_contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison,
+    contenders: list[Contender],
+    pair_contenders: list[Contender],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import leaderboard
 
+    runs, kept = tmp_path / "runs", tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setattr(leaderboard, "KEPT", kept)
     with pytest.raises(SystemExit, match="holds no comparison; run xcompat compare recipes/bench first"):
-        leaderboard.main(tmp_path)
-    write_comparison(tmp_path / "classes", comparison)
+        leaderboard.main(runs)
+    write_comparison(runs / "classes", comparison)
+    save_a_report(runs / "classes", contenders)
     with pytest.raises(SystemExit, match="classes is no protocol of recipes/bench; add it to TABLES"):
-        leaderboard.main(tmp_path)
+        leaderboard.main(runs)
     monkeypatch.setattr(leaderboard, "TABLES", {"one": ("classes", "pairs"), "two": ("elsewhere",)})
-    write_comparison(tmp_path / "pairs", compare("pairs", pair_contenders, RESAMPLES))
-    found = leaderboard.studies(tmp_path)
+    write_comparison(runs / "pairs", compare("pairs", pair_contenders, RESAMPLES))
+    save_a_report(runs / "pairs", pair_contenders)
+    found = leaderboard.studies(runs)
     head, _, *rows = leaderboard.table(found)
     assert head.count("queries") == 3 and "| pairs, text-to-image, " in head, "one direction of images, two of pairs"
     assert [row.split("(")[0] for row in rows] == ["| good ", "| fair ", "| bad "] and " of 6 |" in rows[0]
@@ -643,7 +654,30 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     page, (one, two) = tmp_path / "page.md", (leaderboard.BEGIN.format(name) for name in ("one", "two"))
     page.write_text(f"before\n{one}old\n{leaderboard.END}between\n{two}kept\n{leaderboard.END}after\n")
     monkeypatch.setattr(leaderboard, "PAGE", page)
-    leaderboard.main(tmp_path, write=True)
+    leaderboard.main(runs, write=True)
     end = leaderboard.END.strip()
     table = "\n".join([head, _, *rows])
     assert page.read_text() == f"before\n{one}{table}\n{end}\nbetween\n{two}kept\n{end}\nafter\n", "not run: as it was"
+    assert "The table of two stays: elsewhere is neither run nor kept." in capsys.readouterr().err
+
+    # elsewhere, where one protocol alone is run again, the other one is read from what is kept
+    written = page.read_text()
+    shutil.rmtree(runs / "pairs")
+    leaderboard.main(runs, write=True)
+    assert page.read_text() == written
+    shutil.rmtree(runs)
+    leaderboard.main(runs)
+    assert table in capsys.readouterr().out
+    fewer = [replace(each, reports={0: each.reports[0]}) for each in contenders[1:]]
+    write_comparison(runs / "classes", compare("classes", fewer, RESAMPLES))
+    save_a_report(runs / "classes", contenders)
+    lost = f"seed 1, seed 2, {contenders[0].name}"
+    with pytest.raises(SystemExit, match=f"classes: {lost} would be lost; run them too, or delete .*classes.json"):
+        leaderboard.main(runs, write=True)
+    assert page.read_text() == written
+
+
+def save_a_report(protocol: Path, contenders: list[Contender]) -> None:
+    folder = protocol / "seed-0" / contenders[0].name / "report"
+    folder.mkdir(parents=True)
+    save_report(folder, contenders[0].reports[0])
