@@ -27,6 +27,9 @@ Written by `python docs/recipes_table.py` from the first lines of each recipe: c
 say what must lie where (`data`), what the recipe needs, and how it differs from the paper. `xcompat recipes` lists all of
 them, `xcompat recipes NAME --to recipes` copies one, and `xcompat train RECIPE --dry-run` tries it on stand-ins.
 
+`../shared` is a folder beside the clone with public data and models, which are not distributed with this project. Put yours
+there, or name other paths: `xcompat train RECIPE data.images.path=…`.
+
 Published numbers are copied from the papers, in percent. Protocols differ between papers: compare methods inside one table.
 """
 

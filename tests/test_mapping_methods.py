@@ -840,7 +840,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_stage_with_a_seed_of_its_own_is_trained_as_with_that_seed(raw: dict[str, Any], tmp_path: Path) -> None:
-    """φ_old^alt (fct.txt §5.1): the same settings once more, other weights and another order of the data."""
+    """φ_old^alt (FCT §5.1): the same settings once more, other weights and another order of the data."""
     old, again = (safetensors.torch.load_file(raw["run"] / name / "model" / "model.safetensors") for name in ("old", "again"))
     stage = {"name": "old", "method": "independent", "options": {"dim": 6}, "old": None, "evaluation": None}
     new = {"model": TINY, "image_size": 16, "stem": "small"}

@@ -18,7 +18,7 @@ Space = Annotated[Literal["old", "own"], typer.Option(help="Whose index is searc
 @app.command(name="faiss")
 def to_faiss(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of the old model's embeddings, or a gallery.")],
-    model: Annotated[str, typer.Option(help="A run's folder or a checkpoint: procrustes, ridge, or a linear query_map.")],
+    model: Annotated[str, typer.Option(help="A run's folder or a checkpoint with a linear map: procrustes, ridge, query_map …")],
     out: Annotated[Path, typer.Option(help="The faiss index to write; replaced if this command made it.")],
     overwrite: Overwrite = False,
 ) -> None:

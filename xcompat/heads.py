@@ -19,7 +19,7 @@ OPPOSITE = 1e-6
 class Projection(nn.Sequential):
     """φ, the map from the new embedding space into the old one.
 
-    Linear-LN-GELU-Linear-LN-GELU-Linear with four times the output's width inside and no dropout (xbt.txt §4.1).
+    Linear-LN-GELU-Linear-LN-GELU-Linear with four times the output's width inside and no dropout (XBT §4.1).
     D = 768 and d = 512 give 6.83 M parameters.
 
     Args:
@@ -72,7 +72,7 @@ def first_dims(dim: int, kept: int) -> nn.Linear:
 
 
 class ForwardTransform(nn.Module):
-    """h, the map from an old embedding and its side-information into the new space (fct.txt §3.2, Appendix D.1).
+    """h, the map from an old embedding and its side-information into the new space (FCT §3.2, Appendix D.1).
 
     Each input passes Linear-BN-ReLU twice, 256 wide; their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
     Without side-information there is one branch; the paper feeds zeros to a second, whose output is then constant. The output is
@@ -163,7 +163,7 @@ class ResidualBottleneck(nn.Module):
 
 
 class OrthogonalTransform(nn.Module):
-    """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (bt2.txt Lemmas 2 and 3; T_⊥ of oca.txt §3.2).
+    """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (BT² Lemmas 2 and 3; T_⊥ of OCA §3.2).
 
     Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays orthogonal
     through any optimiser step, with determinant 1. There is no bias, which would change angles. Q starts at the identity,

@@ -7,7 +7,7 @@ highest: text embedding (from tokens on the card, and from strings into a cache)
 compiled, and from JPEG files into a cache), φ in batches of 8,192 (its logits in float32, and in TF32 as with
 `training.tf32: true`), and a step of the pair stage with 1,024 pairs, all of CLIP L/14's size with random weights, on which speed
 does not depend.
-Hours are those of 67 million texts and 4 million pairs, one epoch each (xbt.txt §4.1), beside the paper's 1.55 and 2.84 on eight
+Hours are those of 67 million texts and 4 million pairs, one epoch each (XBT §4.1), beside the paper's 1.55 and 2.84 on eight
 A100 (its Table 7). With --tiny, and without a GPU, everything but compiling runs at toy size: that it runs is all that it shows
 then. Not run on a GPU yet: none was at hand.
 """

@@ -92,7 +92,7 @@ def batches(rows_N: NDArray[np.int64], epochs: int, seed: int) -> Iterator[torch
 
 
 def mixed(embeds_BD: torch.Tensor, old_BD: torch.Tensor, credible_B: torch.Tensor) -> torch.Tensor:
-    """Replace some new embeddings by credible old ones (mixbct.txt Algorithm 1)."""
+    """Replace some new embeddings by credible old ones (MixBCT Algorithm 1)."""
     draw_B = torch.rand(len(embeds_BD)).masked_fill(~credible_B, -1)
     chosen = draw_B.topk(int(SHARE * len(embeds_BD))).indices
     mixed_B = torch.zeros_like(credible_B)

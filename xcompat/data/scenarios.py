@@ -1,4 +1,4 @@
-"""Divide classes and samples between the training sets of the old and the new model (mixbct.txt §4.2)."""
+"""Divide classes and samples between the training sets of the old and the new model (MixBCT §4.2)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Subset(BaseModel):
 def old_and_new_rows(
     labels_N: NDArray[np.int64], n_classes: int, scenario: Scenario, fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide samples between the old and the new model (mixbct.txt §4.2, Table 1).
+    """Divide samples between the old and the new model (MixBCT §4.2, Table 1).
 
     ``*-class``: the old model sees the first ``fraction`` of the classes in class order, rounded down as in the paper's table, at
     least one. ``*-data``: it sees the first ``fraction`` of each class's samples in the order of the data, rounded up.

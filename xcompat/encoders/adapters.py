@@ -14,7 +14,7 @@ from xcompat.errors import XcompatError
 
 
 class VisualPrompts(nn.Module):
-    """Learned tokens after the patch tokens, so that a class token stays first (xbt.txt §3.3).
+    """Learned tokens after the patch tokens, so that a class token stays first (XBT §3.3).
 
     Args:
         count: number of prompts n.

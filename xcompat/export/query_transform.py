@@ -114,7 +114,8 @@ def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
             f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
-            "name a model of procrustes, ridge, query_map with options.shape linear, or of more dimensions than its old one"
+            "name a model of procrustes, ridge or another linear map, query_map with options.shape linear, or a model of more "
+            "dimensions than its old one"
         )
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(

@@ -13,7 +13,7 @@ from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_b
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
-    """One minus the cosine, L_∠ = mean(1 − cos(x, target)) (oca.txt Eqn. 5; the cosine losses of bt2.txt).
+    """One minus the cosine, L_∠ = mean(1 − cos(x, target)) (OCA Eqn. 5; the cosine losses of BT²).
 
     The paper writes a minus before the sum, which would open the angle; here it closes.
 
@@ -36,7 +36,7 @@ def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
 
 
 def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = None) -> Tensor:
-    """Mean Euclidean distance to the old embedding of the same sample, not squared (mixbct.txt Eqn. 8).
+    """Mean Euclidean distance to the old embedding of the same sample, not squared (MixBCT Eqn. 8).
 
     Args:
         new_BD: new embeddings, L2-normalised if the old ones are.
@@ -66,7 +66,7 @@ def ace_loss(
     angle_weight: float = 5.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Aligning compatible embeddings: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (oca.txt Eqn. 3).
+    """Aligning compatible embeddings: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (OCA Eqn. 3).
 
     The paper's logits are dot products of raw features with class means of raw old features (Eqn. 4); its public code normalises
     the features. Means of unit old embeddings are shorter than 1, and their dot products with unit features leave the softmax
@@ -99,7 +99,7 @@ def ace_loss(
 def classifier_kl_loss(
     mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float | None, *, reverse: bool = False
 ) -> Tensor:
-    """KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both embeddings (fct.txt Appendix E; Wang et al. 2020).
+    """KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both embeddings (FCT Appendix E; Wang et al. 2020).
 
     p = softmax(s·cos(W, x)), as unit vectors have no lengths, or softmax(W·x), the classifier's own predictions. Logits are
     computed for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.

@@ -21,7 +21,7 @@ def clip_contrastive_loss(
     mined_BD: Tensor | None = None,
     mined_items_B: Tensor | None = None,
 ) -> Tensor:
-    """Symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in xbt.txt Eqns. 3 and 5).
+    """Symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in XBT Eqns. 3 and 5).
 
     Each rank computes its own B rows and B columns against the whole batch. Embeddings are gathered with gradients, and
     data-parallel training averages them, so that loss and gradient equal those of one process with the whole batch. Every rank
@@ -130,12 +130,12 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops:
 
 
 def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: float, topk_negatives: int | None = None) -> Tensor:
-    """Regression-alleviating compatible training (Zhang et al. 2022; "Contrast" in bt2.txt §4.3).
+    """Regression-alleviating compatible training (Zhang et al. 2022; "Contrast" in BT² §4.3).
 
     L = mean_i −log(p_i / (p_i + Σ_k exp(cos(new_i, old_k)/τ) + Σ_k exp(cos(new_i, new_k)/τ))) with p_i = exp(cos(new_i, old_i)/τ)
     and k over the samples of other classes. The sample's own old embedding is to score above old and new embeddings of other
     classes, so that a gradually refreshed gallery brings no new errors. Other samples of its class are neither positives nor
-    negatives. bt2.txt misprints the formula (the second sum lies outside the logarithm, and both sums lack the anchor); this is
+    negatives. BT² misprints the formula (the second sum lies outside the logarithm, and both sums lack the anchor); this is
     the loss of the authors' public code.
 
     Negatives come from the global batch, all with gradients; the public code has none through other ranks' new negatives.

@@ -22,7 +22,7 @@ class AutoencoderConfig(BackboneConfig):
 
 
 class AutoencoderModel(UnlabelledModel):
-    """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (fct.txt §5.1, Appendix D.4.2).
+    """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (FCT §5.1, Appendix D.4.2).
 
     The target is the preprocessed image averaged down to 32 × 32 pixels; the paper reconstructs the whole image with a
     MobileNetV2-like decoder. Inference does without the decoder.

@@ -56,7 +56,7 @@ class Bt2Output(CompatOutput):
 
 
 class Bt2Model(PrototypedModel):
-    """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (bt2.txt Algorithm 1).
+    """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (BT² Algorithm 1).
 
     The backbone gives φ1 of m + d dimensions. φ3 = normalise(φ1[:m]) is trained like the independent model. φ2 = normalise(f(φ1))
     of e dimensions holds the rest of what the old space needs. B1 and B2 are orthogonal, and φ5 is the first d dimensions.

@@ -28,7 +28,7 @@ class ContrastConfig(ClassifiedConfig):
 
 
 class ContrastModel(ClassifiedModel):
-    """L = CE(W, f) + λ·RACT(f[:d], f_old, y) (Zhang et al. 2022; "Contrast" in bt2.txt §4)."""
+    """L = CE(W, f) + λ·RACT(f[:d], f_old, y) (Zhang et al. 2022; "Contrast" in BT² §4)."""
 
     config_class = ContrastConfig
     columns = ("pixel_values", "labels", "old_embeds")

@@ -20,7 +20,7 @@ class DirectConfig(ProjectedConfig):
 
 
 class DirectModel(ProjectedModel):
-    """L = L_c(φ(v_new), w_old) + L_c(φ(w_new), v_old), φ from random initialisation and all of it trained (xbt.txt Eqn. 6)."""
+    """L = L_c(φ(v_new), w_old) + L_c(φ(w_new), v_old), φ from random initialisation and all of it trained (XBT Eqn. 6)."""
 
     config_class = DirectConfig
     columns = ("pixel_values", "input_ids", "old_embeds", "old_text_embeds")

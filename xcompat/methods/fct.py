@@ -28,7 +28,7 @@ class FctConfig(ForwardMapConfig):
 
 
 class FctModel(ForwardMapModel):
-    """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (fct.txt §3.3, §4.4).
+    """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (FCT §3.3, §4.4).
 
     ``kl`` is KL(p_new ‖ p_h) of softmaxes over the classifier's logits, or over cosines times ``logit_scale`` where embeddings
     have unit length; the paper does not state the direction. The paper's Adam adds weight decay to the gradient; ours is

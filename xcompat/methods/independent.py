@@ -26,7 +26,7 @@ class IndependentConfig(ClassifiedConfig):
     """Configuration of :class:`IndependentModel`; with ``classes`` it learns from labels, else from captions.
 
     Args:
-        mixup: α of mixup, for a model trained on classes; 0 for none. fct.txt §5.1 trains side-information with mixup and gives
+        mixup: α of mixup, for a model trained on classes; 0 for none. FCT §5.1 trains side-information with mixup and gives
             no value; 0.2 is usual.
     """
 

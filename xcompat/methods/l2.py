@@ -21,8 +21,8 @@ class L2Config(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        keep: the share of each class's old embeddings that is credible (:func:`~xcompat.models.credible.credible_mask`); others
-            pull at nothing. 0.9 is L2* of mixbct.txt Table 6.
+        keep: the share of each class's old embeddings that is credible, which is near to the class's centre; others
+            pull at nothing. 0.9 is L2* of MixBCT Table 6.
     """
 
     model_type = "xcompat-l2"
@@ -32,7 +32,7 @@ class L2Config(ClassifiedConfig):
 
 
 class L2Model(ClassifiedModel):
-    """L = CE(W, f) + λ·mean‖f̂[:d] − f̂_old‖, the norm and not its square (mixbct.txt §3.2).
+    """L = CE(W, f) + λ·mean‖f̂[:d] − f̂_old‖, the norm and not its square (MixBCT §3.2).
 
     Both sides have length 1, as galleries are compared by cosine.
     """

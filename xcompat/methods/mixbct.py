@@ -38,7 +38,7 @@ class MixBctConfig(ClassifiedConfig):
 
 
 class MixBctModel(ClassifiedModel):
-    """L = CE(W, mix(f, f_old)): one loss and one classifier for both (mixbct.txt Algorithm 1).
+    """L = CE(W, mix(f, f_old)): one loss and one classifier for both (MixBCT Algorithm 1).
 
     Each batch draws ⌊αB⌋ samples with a credible old embedding, or all of them if there are fewer. New features are normalised
     like the old embeddings.

@@ -37,7 +37,7 @@ class OcaConfig(PrototypedConfig):
 
 
 class OcaModel(PrototypedModel):
-    """L = CE(W, Q·h_new) + λ1·CE(W_old, h_bct) + λ2·L_∠(h_bct), h_new = [h_bct | h_e] (oca.txt Eqn. 6).
+    """L = CE(W, Q·h_new) + λ1·CE(W_old, h_bct) + λ2·L_∠(h_bct), h_new = [h_bct | h_e] (OCA Eqn. 6).
 
     Q is orthogonal, without bias; inference drops Q and W and uses plain h_new. The paper's L_∠ has a minus sign that would open
     the angle; here it is mean(1 - cos), which closes it.

@@ -26,7 +26,7 @@ class ProjectionConfig(CompatConfig):
 
 
 class ProjectionModel(PhiModel):
-    """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (xbt.txt Eqn. 3).
+    """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (XBT Eqn. 3).
 
     No encoder is in memory. The paper pretrains on texts alone; training on images is its ablation (h).
 

@@ -48,7 +48,7 @@ class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 
     P are the target's class means, in place of its classifier; m and t have unit length; s is ``logit_scale``; the weights are
-    ours. Narrow blocks cannot rotate a space, so from the identity two independently trained models stay apart (fct.txt
+    ours. Narrow blocks cannot rotate a space, so from the identity two independently trained models stay apart (FCT
     Appendix J finds the method below old/old). By default R is therefore the Procrustes rotation, and the blocks learn the rest.
     """
 

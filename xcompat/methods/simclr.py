@@ -39,7 +39,7 @@ class SimClrConfig(BackboneConfig):
 
 
 class SimClrModel(UnlabelledModel):
-    """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; fct.txt Appendix D.4.1).
+    """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; FCT Appendix D.4.1).
 
     There is no projector: the loss compares the stored embeddings themselves, the output of a last batch norm.
     ``data.augmentation`` draws two views, and ``crops`` small crops beside them look for both (multi-crop; Caron et al. 2020).

@@ -40,7 +40,7 @@ class UniBctConfig(ClassifiedConfig):
 
 
 class UniBctModel(ClassifiedModel):
-    """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in mixbct.txt).
+    """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in MixBCT).
 
     In each class, E = softmax(N Nᵀ/τ) without its diagonal is the graph of new embeddings N, and O are the old embeddings. The
     prototype is the mean of (1 − λ)(I − λE)⁻¹O (:func:`refined_weights`). The method needs no old classes, only old embeddings of

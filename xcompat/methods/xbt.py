@@ -24,7 +24,7 @@ class XbtConfig(ProjectedConfig):
 
 
 class XbtModel(ProjectedModel):
-    """The pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (xbt.txt Eqn. 5).
+    """The pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (XBT Eqn. 5).
 
     φ comes from text-only pretraining. Without its adapters and prompts the encoder is the original new model, bit for bit.
     """

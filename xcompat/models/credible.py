@@ -16,7 +16,7 @@ _ROWS = 16384
 
 
 def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 0.9) -> NDArray[np.bool_]:
-    """Leave out the old embeddings that are farthest from the centre of their class (mixbct.txt §3.4, denoising).
+    """Leave out the old embeddings that are farthest from the centre of their class (MixBCT §3.4, denoising).
 
     Embeddings are L2-normalised per sample, then each dimension is L2-normalised over the data set, and the distance to the
     class's mean is Euclidean, as in the authors' public code. Equally far samples are kept in the order of the data; distances

@@ -40,7 +40,7 @@ class Embedder:
         dim: dimension of what :meth:`embed` returns.
         logit_scale: scale of its own training, if known.
         compatible_with: versions whose galleries share its space.
-        reads: what it embeds of an image with a caption; a text encoder has captions (bt2.txt §4.7).
+        reads: what it embeds of an image with a caption; a text encoder has captions (BT² §4.7).
         autocast: half precision to compute in where that loses little; None for the precision of the weights.
         space: in which :meth:`embed` gives its embeddings.
         passages: the model with the prompt of passages, if this one has that of queries (:meth:`for_queries`).

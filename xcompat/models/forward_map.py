@@ -34,7 +34,7 @@ class ForwardMapConfig(CompatConfig):
 
 
 class ForwardMapModel(CompatModel):
-    """h(φ_old, ψ), and, in a chain, g(φ_old, ψ) (fct.txt §3.3, §4.4); a subclass writes what h learns by.
+    """h(φ_old, ψ), and, in a chain, g(φ_old, ψ) (FCT §3.3, §4.4); a subclass writes what h learns by.
 
     h and g have unit length (the form of Appendix D.7) where the embeddings that they approximate have; between models that are
     trained with ``metric: l2`` they are raw and compared by L2 distance, as in the paper's other tables. After half of the

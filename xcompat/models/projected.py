@@ -84,6 +84,6 @@ class ProjectedModel(PhiModel):
         return self.projection(embeds)
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return synthetic old embeddings φ(v_new), φ(w_new) (xbt.txt Eqn. 4; see :meth:`CompatModel.embed_batch`)."""
+        """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4; see :meth:`CompatModel.embed_batch`)."""
         own = super().embed_batch(batch)
         return CompatOutput(**{name: self.projection(embeds) for name, embeds in own.items()})

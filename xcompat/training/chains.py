@@ -1,4 +1,4 @@
-"""Chains of maps of galleries: what one update has mapped, the next one maps again (fct.txt §4.4)."""
+"""Chains of maps of galleries: what one update has mapped, the next one maps again (FCT §4.4)."""
 
 from __future__ import annotations
 

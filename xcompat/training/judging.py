@@ -192,7 +192,7 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
 
 
 def _complementarity(old: Contestant, side_info: Contestant) -> str:
-    """Return a note on the similarity of the gallery's old embeddings and its side-information (fct.txt §5.3)."""
+    """Return a note on the similarity of the gallery's old embeddings and its side-information (FCT §5.3)."""
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
     kind = "texts" if isinstance(old, EmbeddedTexts) else "images"
     try:

@@ -124,7 +124,7 @@ class OptimiserFactory:
             model: the possibly wrapped model.
             optimiser: its class.
             lr: learning rate.
-            prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in xbt.txt §4.1).
+            prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in XBT §4.1).
             encoder_lr_factor: learning rate of the encoder's own weights over ``lr``.
             weight_decay: of the decayed weights.
             decayed: which they are.

@@ -106,7 +106,7 @@ class DataSettings(Section):
         queries: labelled images that are searched for.
         gallery: labelled images that are searched; the queries themselves unless given.
         test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
-        old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (bt2.txt §4.7).
+        old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (BT² §4.7).
         old_embeddings: whether a method reads old embeddings of plain images and of captions (``cached``, computed once) or of
             the same augmented view as the new ones (``online``, computed in every epoch), as pairs that are streamed need it.
         new_embeddings: the same for the embeddings of the independent new model, which BT² reads.

@@ -17,7 +17,7 @@ AGAINST = "against-"
 
 
 def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
-    """Read the cases q_i/g_j of a chain of updates from its stages' reports (bt2.txt §4.8).
+    """Read the cases q_i/g_j of a chain of updates from its stages' reports (BT² §4.8).
 
     Args:
         folders: the report's folder of each stage, in order, with its reports against earlier galleries.

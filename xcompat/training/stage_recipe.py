@@ -50,7 +50,7 @@ class StageRecipe(Section):
         mini_batch_size: samples embedded at a time if the graph of a whole batch does not fit into memory. Loss and gradient stay
             those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache). It must
             divide ``training.per_device_train_batch_size``; None for the whole batch at once.
-        prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in xbt.txt §4.1).
+        prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in XBT §4.1).
         encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters. Below 1 it protects
             pretrained weights from the first gradients of an untrained head.
         weight_decay_on: what ``training.weight_decay`` draws towards zero: ``matrices``, the weights of layers without biases,
