@@ -23,7 +23,7 @@ from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, ch
 from xcompat.mapping import folds as folds_of
 from xcompat.mapping.candidates import LINES, Known, fit
 from xcompat.mapping.choosing import Choice, careful, joined
-from xcompat.mapping.folds import FEWEST, PROTOCOLS, folds
+from xcompat.mapping.folds import FEWEST, PROTOCOLS, QUERIES, folds
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import remembered
@@ -149,6 +149,25 @@ def test_nothing_that_is_searched_was_learned_from(counts: list[int], searched: 
         assert both is None or set(both) == set(known) | set(fold.searched.get("new classes", both))
         assert all((labels[known] == label).sum() >= 2 for label in labels[known]), "each query has somebody to find"
     assert len(new_classes) < 2 or not new_classes[0] & new_classes[1], "each half is new once"
+
+
+@pytest.mark.parametrize(("classes", "each", "searching"), [(10, 4000, 10), (1000, 700, 17), (100, 500, 17), (4, 9000, 4)])
+def test_many_items_of_a_class_leave_room_for_other_classes(classes: int, each: int, searching: int) -> None:
+    labels = np.repeat(np.arange(classes), each)
+    for searched in ("known", "unknown"):
+        for fold in folds(labels, searched):  # type: ignore[arg-type]
+            for protocol in ("known classes", "new classes"):
+                if protocol in fold.searched:
+                    there = searching if searched == "known" else min(searching, classes // 2)
+                    counts = np.bincount(labels[fold.searched[protocol]])
+                    assert np.count_nonzero(counts) == there
+                    assert QUERIES <= counts.sum() < QUERIES + counts.max()
+
+
+def test_whole_classes_are_held_out_where_they_are_small() -> None:
+    labels = np.repeat(np.arange(100), 200)  # 60 of each are held out
+    (fold, _) = folds(labels, "known")
+    assert set(np.bincount(labels[fold.searched["known classes"]])) == {0, 60}
 
 
 def test_gains_are_those_of_the_metrics_on_each_fold() -> None:

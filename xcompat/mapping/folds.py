@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,8 @@ LEARNED = 100_000
 """Most items that a fold learns from: more take longer and change little."""
 QUERIES = 1000
 """Most held-out items of known classes, and of new classes; each is a query, and each is searched."""
+CLASSES = 16
+"""Fewest classes that search each other, if there are as many: few classes are told apart by every map, and one by none."""
 FEWEST = 4
 """Least items of a class from which some are held out: two to find each other, two to learn from."""
 FEWEST_GROUPS = 10
@@ -112,6 +115,8 @@ def _split(rows: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDA
 
 
 def _enough(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return whole groups, as many as make :data:`QUERIES` rows."""
+    """Return groups that make :data:`QUERIES` rows: whole ones, unless these would be fewer than :data:`CLASSES`."""
+    most = max(QUERIES // CLASSES, math.ceil(QUERIES / len(groups)))
+    groups = [group[:most] for group in groups]
     ends = np.cumsum([len(group) for group in groups])
     return np.concatenate(groups[: int(np.searchsorted(ends, QUERIES)) + 1])
