@@ -23,7 +23,7 @@ import torch
 from gallery_upgrade import BATCH, DIM, alone, fct, ridge
 from measuring import KEPT, Row, in_fresh_process, main, not_installed, peak_memory, timed
 
-from xcompat.engines import TableModel, parts
+from xcompat.engines import TableModel, sources
 from xcompat.engines.commands import Workers
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parts import Job
@@ -84,7 +84,7 @@ def measure(items: int = 100_000, workers: int = 1, most: int = 400_000) -> list
     """Measure both maps by all engines, and the memory of one process on ``items`` and ``most`` rows."""
     silence_libraries()
     torch.set_num_threads(workers)
-    parts.PART_ROWS = min(parts.PART_ROWS, max(BATCH, items // 16))  # many files for each worker
+    sources.PART_ROWS = min(sources.PART_ROWS, max(BATCH, items // 16))  # many files for each worker
     rows = []
     KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=KEPT.resolve()) as name:

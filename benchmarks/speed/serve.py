@@ -89,7 +89,7 @@ def measure(searches: int = 200, items: int = 100_000, dim: int = 512, rounds: i
         def loop() -> list[list[str]]:
             return [[hit.id for side in sides for hit in find(opened, side, text, DEPTH, None)[:10]] for text in texts]
 
-        every = httpx.Limits(max_connections=None)
+        every = httpx.Limits(max_connections=None, keepalive_expiry=1)  # the server keeps them for 5 s, and the loop takes longer
         with (
             served(old, new, gallery) as address,
             httpx.Client(base_url=address, timeout=None, limits=every) as client,
