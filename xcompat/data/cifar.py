@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from xcompat.data.classes import load_classes
 from xcompat.data.schema import ID, IMAGE, LABEL, pick_column
@@ -139,6 +138,8 @@ def refuse_other_layouts(paths: Sequence[Path]) -> None:
 
 
 def _png(pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    from PIL import Image
+
     buffer = BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels_HWC)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
