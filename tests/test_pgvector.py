@@ -33,7 +33,7 @@ OLD = Fingerprint.from_string("the old model")
 def database(postgres: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return a connection to an empty schema, which its own address finds first."""
     with psycopg.connect(postgres, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+        connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records CASCADE")
         yield connection
 
 
@@ -119,6 +119,39 @@ def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str
     made = [row[0] for row in database.execute("SELECT indexdef FROM pg_indexes WHERE tablename = 'items'").fetchall()]
     assert any("hnsw (embedding_new halfvec_cosine_ops) WITH (m='8')" in statement for statement in made)
     assert migration.verify(store, Mapping(model)).passed
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
+    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray, earlier: bool
+) -> None:
+    """Their columns have other names; an earlier version gave both one function, and its migrations go on."""
+    database.execute("CREATE TABLE others AS SELECT id, embedding AS vector FROM items")
+    database.execute("ALTER TABLE others ADD PRIMARY KEY (id)")
+    other, mapping = opened(postgres, table="others"), Mapping(model)
+    before = database.execute(_FOLLOWING).fetchall()
+    other.name_model("vector", OLD)
+    for each in (store, other):
+        migration.start(each, mapping, "new")
+    if earlier:
+        database.execute("CREATE FUNCTION xcompat_new_follows() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$")
+        for table in ("items", "others"):
+            made = "SELECT tgfoid::regproc::text FROM pg_trigger WHERE tgrelid = %s::regclass"
+            database.execute(f"DROP FUNCTION {database.execute(made, (table,)).fetchone()[0]} CASCADE")
+            on = f"BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION xcompat_new_follows()"
+            database.execute(f"CREATE TRIGGER xcompat_new_follows {on}")
+    migration.switch(store, mapping)
+    database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))
+    database.execute("UPDATE others SET vector = %s WHERE id < 2", (text(vectors[9]),))
+    migration.switch(other, mapping)
+    assert [migration.rollback(each)[1] for each in (store, other)] == [1, 0]
+    for each in (store, other):
+        migration.rollback(each)
+    assert database.execute(_FOLLOWING).fetchall() == before
+
+
+_FOLLOWING = "SELECT tgname FROM pg_trigger UNION ALL SELECT proname FROM pg_proc WHERE proname LIKE 'xcompat%' ORDER BY 1"
+"""Triggers, and functions of ours, which those of tables that are dropped leave behind."""
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

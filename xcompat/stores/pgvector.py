@@ -21,6 +21,7 @@ from xcompat.stores.base import BEFORE, Rows, Space, Store
 from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
 from xcompat.stores.pgvector_records import Records
 from xcompat.stores.pgvector_search import OPERATORS, Searches
+from xcompat.stores.pgvector_triggers import follow, unfollow
 from xcompat.stores.uri import StoreUri
 
 OPTIONS = ("table", "column", "id", "metric")
@@ -211,7 +212,7 @@ class PgVectorStore(Store):
             raise XcompatError(f"{self.uri} has a column {name!r} already; choose another name")
         with explained(self.uri), self.connection.transaction():
             self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
-            self._follow(name)
+            follow(self.client, self.schema, self.table, name, self.space)
             self.name_model(name, model)
 
     @override
@@ -223,15 +224,6 @@ class PgVectorStore(Store):
                 f"{self.space} of {self.uri} has an approximate index ({indexes[0][0]}), which pgvector builds for {dtype} of "
                 f"{most:,} dimensions at most, and the new vectors have {dim:,}; take {other}"
             )
-
-    def _follow(self, space: str) -> None:
-        """Empty a space of each row whose vector changes in the one that is searched: there it is of what was before."""
-        for statement in (_FUNCTION, _TRIGGER):
-            self._do(statement, new=space, old=self.space)
-
-    def _unfollow(self, space: str) -> None:
-        for statement in ("DROP TRIGGER IF EXISTS {trigger} ON {table}", "DROP FUNCTION IF EXISTS {function}()"):
-            self._do(statement, new=space)
 
     @override
     def write(self, space: str, rows: Rows) -> int:
@@ -254,18 +246,18 @@ class PgVectorStore(Store):
         if self.space + BEFORE in self._columns():
             return
         with explained(self.uri), self.connection.transaction():
-            self._unfollow(space)
+            unfollow(self.client, self.table, space)
             self._rename({self.space: self.space + BEFORE, space: self.space})
-            self._follow(self.space + BEFORE)
+            follow(self.client, self.schema, self.table, self.space + BEFORE, self.space)
 
     @override
     def switch_back(self, space: str) -> None:
         if self.space + BEFORE not in self._columns():
             return
         with explained(self.uri), self.connection.transaction():
-            self._unfollow(self.space + BEFORE)
+            unfollow(self.client, self.table, self.space + BEFORE)
             self._rename({self.space: space, self.space + BEFORE: self.space})
-            self._follow(space)
+            follow(self.client, self.schema, self.table, space, self.space)
 
     def _rename(self, names: dict[str, str]) -> None:
         """Rename columns, and what is known of them."""
@@ -278,7 +270,7 @@ class PgVectorStore(Store):
     def drop_space(self, name: str) -> None:
         models = self.record("spaces") or {}
         with explained(self.uri), self.connection.transaction():
-            self._unfollow(name)
+            unfollow(self.client, self.table, name)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
 
@@ -341,17 +333,9 @@ class PgVectorStore(Store):
     def _do(self, statement: str, **parts: str | sql.Composable) -> None:
         """Execute a statement about the table; parts that are strings are names."""
         named = {name: sql.Identifier(part) if isinstance(part, str) else part for name, part in parts.items()}
-        if isinstance(new := parts.get("new"), str):
-            mark = f"xcompat_{new}_follows"
-            named |= {"trigger": sql.Identifier(mark), "function": sql.Identifier(self.schema, mark)}
         self.client.execute(sql.SQL(statement).format(table=self.table, key=sql.Identifier(self.key), **named))
 
 
-_FUNCTION = """
-CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN IF NEW.{old} IS DISTINCT FROM OLD.{old} THEN NEW.{new} := NULL; END IF; RETURN NEW; END $$
-"""
-_TRIGGER = "CREATE TRIGGER {trigger} BEFORE UPDATE OF {old} ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()"
 _UPDATE = """
 UPDATE {table} AS t SET {new} = r.vector FROM unnest(%s::text[], %s::text[], %s::{kind}[]) AS r (id, state, vector)
 WHERE t.{key} = r.id::{key_type} AND t.xmin::text = r.state
