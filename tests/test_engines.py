@@ -328,10 +328,49 @@ def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
     command = (*command, "--out", tmp_path / "images", "--column", "image")
     code, _, error = run(*command)
     assert code == 2 and "1 of 3 pictures cannot be read, such as '6'; mend or remove them" in error
-    shutil.rmtree(tmp_path / "images")
     monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
-    assert "1 of 3 pictures cannot be read, such as '6': they are left out" in run(*command)[1]
-    assert pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "all were there" in run(*command)[1]
+    _, out, _ = run(*command)
+    assert "1 of 3 pictures cannot be read, such as '6': they are left out" in out
+    assert (
+        pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "holds 2 embeddings" in out and "all were there" in out
+    )
+
+
+def test_pictures_that_cannot_be_read_are_refused_until_they_are_mended(
+    run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PART_ROWS", 2)
+    paths = [str(tmp_path / f"{number}.png") for number in range(4)]
+    for path in paths:
+        images[0].save(path)
+    Path(paths[2]).write_bytes(b"no picture")
+    pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
+    command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
+    for _ in range(2):
+        code, _, error = run(*command)
+        assert code == 2 and "1 of 4 pictures cannot be read, such as '2'; mend or remove them" in error
+    unmended = files_in(tmp_path / "out")
+    images[1].save(paths[2])
+    code, out, _ = run(*command)
+    assert code == 0 and "holds 4 embeddings" in out and "2 made in" in out, "the part that lacked one, and no other"
+    made = files_in(tmp_path / "out")
+    assert pq.read_table(tmp_path / "out")["id"].to_pylist() == list(range(4)) and "all were there" in run(*command)[1]
+    assert {name for name in made if made[name] != unmended[name]} == {"part-000001.parquet"}
+
+
+def test_a_part_that_does_not_say_what_it_left_out_is_made_anew(
+    run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
+    images[0].save(tmp_path / "0.png")
+    paths = [str(tmp_path / "0.png"), str(tmp_path / "missing.png")]
+    pq.write_table(pa.table({"id": [0, 1], "image": paths}), tmp_path / "items.parquet")
+    command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
+    assert "holds 1 embeddings" in run(*command)[1]
+    whole, file = files_in(tmp_path / "out"), tmp_path / "out" / "part-000000.parquet"
+    pq.write_table(pq.read_table(file), file)  # the schema keeps the plan, and what was left out is lost
+    assert files_in(tmp_path / "out") != whole
+    assert "2 made in" in run(*command)[1] and files_in(tmp_path / "out") == whole
 
 
 def test_other_file_systems_get_whole_files(

@@ -7,12 +7,20 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
 from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
-from xcompat.distributed import barrier, gather_objects, is_main_process, process_state, rank, world_size
+from xcompat.distributed import (
+    barrier,
+    from_main_process,
+    gather_objects,
+    is_main_process,
+    process_state,
+    rank,
+    world_size,
+)
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parquet import FOOTERS_AT_ONCE
 from xcompat.engines.parts import Job
@@ -30,6 +38,20 @@ PLAN = "_plan.json"
 """A name that readers of folders of Parquet leave out."""
 MOST_UNREAD = 0.01
 """A larger share of pictures that cannot be read stops the run."""
+
+
+class _Found(NamedTuple):
+    """What an earlier run left.
+
+    Args:
+        todo: the parts that are to be made.
+        unread: how many pictures the others leave out.
+        example: the id of one of these.
+    """
+
+    todo: list[Part]
+    unread: int
+    example: str | None
 
 
 def embed(
@@ -63,12 +85,11 @@ def embed(
     if id_column == column:
         raise XcompatError(f"--column and --id-column both name {column!r}; an id is not what is embedded")
     job = _job(source, TableModel.open(model, reads, column, dtype), out, id_column)
-    parts = _to_make(job, source.parts)
-    barrier()  # until all have looked at what is there
+    found = from_main_process(lambda: _found(job, source.parts))
     started = time.perf_counter()
-    _make(job, source, parts[rank() :: world_size()], workers)
+    unread = _make(job, source, found, workers)
     if is_main_process():
-        _tell(job, source, sum(part.rows for part in parts), time.perf_counter() - started)
+        _tell(job, source, source.rows - unread, sum(part.rows for part in found.todo), time.perf_counter() - started)
 
 
 def _column(source: Source, given: str | None) -> tuple[str, Reads]:
@@ -138,50 +159,69 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
         )
 
 
-def _to_make(job: Job, parts: list[Part]) -> list[Part]:
-    """Return the parts without a file; refuse a file that another made."""
+def _found(job: Job, parts: list[Part]) -> _Found:
+    """Look at what is there; refuse a file that another made.
+
+    A part without a file is to be made, and so is one that leaves out a picture that can be read now. The others stay, with what
+    they lack: where few pictures are damaged most parts lack one, and a run that goes on would begin anew.
+    """
     there = set(names_in(job.out))
     made = [part for part in parts if part.name in there]
-    for part, whole in zip(made, map_in_threads(job.is_made, made, FOOTERS_AT_ONCE), strict=True):
-        if not whole:
+    todo, unread, example = [part for part in parts if part.name not in there], 0, None
+    for part, written in zip(made, map_in_threads(job.written, made, FOOTERS_AT_ONCE), strict=True):
+        if written is None:
             raise XcompatError(
                 f"{path_in(job.out, part.name)} is not what `xcompat embed` writes there; move it away, and start again"
             )
-    return [part for part in parts if part.name not in there]
+        if written.can_grow:
+            todo.append(part)
+        else:
+            unread, example = unread + written.unread, example or written.example
+    return _Found(sorted(todo, key=lambda part: part.number), unread, example)
 
 
-def _make(job: Job, source: Source, parts: list[Part], workers: Workers) -> None:
-    """Make the parts, and say how fast; raise what stopped one."""
-    unread, cut, example, failed = 0, 0, None, None
-    if parts:
+def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
+    """Make the parts, and say how fast; raise what stopped one. Return how many pictures all parts leave out."""
+    parts = found.todo[rank() :: world_size()]
+    unread, cut, example = 0, 0, found.example
+    failed = _too_many(found.unread, source, example)
+    if parts and failed is None:
         with progress_bar() as bar:
             total = sum(part.rows for part in parts)
             task = bar.add_task(f"{job.model.reads} through {job.model.made.name}", total=total, rate="")
             for done in workers.run(job, parts):
                 rate_of(bar, task, done.rows, "rows")
                 unread, cut, example = unread + done.unread, cut + done.cut, example or done.example
-                failed = done.error
-                if unread > MOST_UNREAD * source.rows:
-                    failed = f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}; mend or remove them"
+                failed = done.error or _too_many(found.unread + unread, source, example)
                 if failed is not None:
                     break
     for failure in _shared([failed]):
         if failure is not None:
             raise XcompatError(f"{failure}; what is made is kept: start again to continue")
     unread, cut = (sum(_shared([count])) for count in (unread, cut))
+    unread, example = unread + found.unread, next(filter(None, _shared([example])), None)
     if unread:
         notice(f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}: they are left out")
     if cut:
         notice(f"{cut:,} of {source.rows:,} texts are longer than {job.model.made.name} takes and lost their end")
+    return unread
+
+
+def _too_many(unread: int, source: Source, example: str | None) -> str | None:
+    """Return what is wrong where too many pictures cannot be read."""
+    if unread <= MOST_UNREAD * source.rows:
+        return None
+    return f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}; mend or remove them"
 
 
 def _shared(mine: list[Any]) -> Iterable[Any]:
     return (each for of_rank in gather_objects(mine, shared=True) for each in of_rank)
 
 
-def _tell(job: Job, source: Source, made: int, seconds: float) -> None:
-    size = source.rows * job.model.dim * (4 if job.model.dtype == "float32" else 2)
-    what = f"{job.out} holds {source.rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
+def _tell(job: Job, source: Source, rows: int, made: int, seconds: float) -> None:
+    """Say what the folder holds, and how much of it was made now."""
+    size = rows * job.model.dim * (4 if job.model.dtype == "float32" else 2)
+    what = f"{job.out} holds {rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
     now = f"{made:,} made in {seconds:.1f} s, {made / max(seconds, 1e-9):,.0f} rows/s" if made else "all were there"
     console.print(
         f"[green]✓[/] {literal(what)} [dim]({job.model.dim} of {job.model.dtype}, {decimal(size)}; {now})[/]", soft_wrap=True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import ID
 from xcompat.engines.places import opened, path_in, write_to
 from xcompat.engines.sources import Part, Reader
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ABOUT = b"xcompat"
 """Key of a part's metadata, which say what it was made of, and by which model."""
+UNREAD = b"xcompat.unread"
+"""Key of the metadata of a part that leaves pictures out: id and path of each, or no path where the table holds its bytes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,20 @@ class Done:
     example: str | None = None
     cut: int = 0
     error: str | None = None
+
+
+class Written(NamedTuple):
+    """What a part's file lacks.
+
+    Args:
+        unread: how many rows it leaves out.
+        example: the id of one of these.
+        can_grow: whether one of them can be read now, or may be: files of earlier releases do not say which they left out.
+    """
+
+    unread: int
+    example: str | None
+    can_grow: bool
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,8 @@ class Job:
         """Do the same for an engine, to which a part and what became of it are JSON."""
         return json.dumps(asdict(self(Part(**json.loads(told)))))
 
-    def is_made(self, part: Part) -> bool:
-        """Return whether a part's file, which exists, is what this job writes there."""
+    def written(self, part: Part) -> Written | None:
+        """Return what a part's file, which exists, lacks; None if it is not what this job writes there."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -83,9 +100,16 @@ class Job:
             with opened(self.out, path_in(self.out, part.name)) as file:
                 footer = pq.read_metadata(file)
         except (OSError, pa.ArrowException):
-            return False
-        told = json.dumps(self.about(part), sort_keys=True).encode()
-        return (footer.metadata or {}).get(ABOUT) == told
+            return None
+        about = footer.metadata or {}
+        if about.get(ABOUT) != json.dumps(self.about(part), sort_keys=True).encode():
+            return None
+        unread = part.rows - footer.num_rows
+        if unread and UNREAD not in about:
+            return Written(unread, None, can_grow=True)
+        left_out = json.loads(about.get(UNREAD, b"[]"))
+        can_grow = any(path is not None and _is_readable(path) for _, path in left_out)
+        return Written(unread, left_out[0][0] if left_out else None, can_grow)
 
     def about(self, part: Part) -> dict[str, str]:
         """Return what the metadata of a part's file say."""
@@ -95,21 +119,24 @@ class Job:
     def _make(self, part: Part) -> Done:
         import pyarrow.parquet as pq
 
-        cut, rows, example = -self.model.texts_cut, 0, None
+        cut, unread = -self.model.texts_cut, list[tuple[str, str | None]]()
         kept = {ABOUT: json.dumps(self.about(part), sort_keys=True).encode()}
         with write_to(self.out, part.name) as file:
             writer = None
             for table in self._tables(part):
                 made = self.model(table).select([self.id_column, EMBEDDING]).rename_columns([ID, EMBEDDING])
-                read = made.filter(made.column(EMBEDDING).is_valid())  # Arrow cannot read lists of fixed size where some are null
-                if len(read) < len(made) and example is None:
-                    example = str(made.filter(made.column(EMBEDDING).is_null())[ID][0])
+                read = made.column(EMBEDDING).is_valid()  # Arrow cannot read lists of fixed size where some are null
                 writer = writer or pq.ParquetWriter(file, made.schema.with_metadata(kept))
-                writer.write_table(read)
-                rows += len(read)
+                writer.write_table(made.filter(read))
+                left_out = table.filter(made.column(EMBEDDING).is_null())
+                pictures = left_out.column(self.model.column).to_pylist()
+                unread += zip(map(str, left_out.column(self.id_column)), map(_path_of, pictures), strict=True)
             assert writer is not None, "a part has rows"
+            if unread:
+                writer.add_key_value_metadata({UNREAD: json.dumps(unread)})
             writer.close()
-        return Done(part.number, part.rows, part.rows - rows, example, cut + self.model.texts_cut)
+        example = unread[0][0] if unread else None
+        return Done(part.number, part.rows, len(unread), example, cut + self.model.texts_cut)
 
     def _tables(self, part: Part) -> Iterator[pa.Table]:
         """Yield the columns that are read, block by block."""
@@ -129,3 +156,18 @@ class Job:
             if name not in names:
                 raise XcompatError(f"there is no column {name!r}; {nearest(name, names)}")
         return wanted
+
+
+def _path_of(picture: Any) -> str | None:  # noqa: ANN401 - a path, bytes, or both
+    """Return where a picture lies; None if the table holds its bytes."""
+    if isinstance(picture, dict):
+        picture = picture.get("path") if picture.get("bytes") is None else None
+    return picture if isinstance(picture, str) else None
+
+
+def _is_readable(path: str) -> bool:
+    try:
+        open_image(path)
+    except UnusableSampleError:
+        return False
+    return True
