@@ -28,7 +28,7 @@ from xcompat.engines.places import is_local, located, names_in, opened, path_in,
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, without_secrets
 from xcompat.files import clear_leftovers
 from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import map_in_threads
@@ -134,8 +134,9 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
             clear_leftovers(Path(path))
         if PLAN not in names:
             system.create_dir(path, recursive=True)
+            about = {"source": without_secrets(source.uri), "model": model.made.name}
             with write_to(out, PLAN) as file:
-                file.write(json.dumps(plan | {"source": source.uri, "model": model.made.name}, indent=2).encode() + b"\n")
+                file.write(json.dumps(plan | about, indent=2).encode() + b"\n")
     barrier()
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return Job(model, source.reader, out if "://" in out else path, id_column, digest)
@@ -145,12 +146,12 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
     try:
         begun = json.loads(written)
         different = [key for key in plan if begun[key] != plan[key]]
-        of = begun["source"]
+        of = without_secrets(begun["source"])  # earlier releases wrote it as it was typed
     except (ValueError, TypeError, KeyError):
         raise XcompatError(f"{out} holds a {PLAN} that `xcompat embed` did not write; choose another folder") from None
     if different:
         key = different[0]
-        if key == "files" and of != uri:
+        if key == "files" and of != without_secrets(uri):
             raise XcompatError(
                 f"{out} was begun with {of}, and this is {uri}; name the first to continue, or choose another folder"
             )
@@ -221,7 +222,7 @@ def _shared(mine: list[Any]) -> Iterable[Any]:
 def _tell(job: Job, source: Source, rows: int, made: int, seconds: float) -> None:
     """Say what the folder holds, and how much of it was made now."""
     size = rows * job.model.dim * (4 if job.model.dtype == "float32" else 2)
-    what = f"{job.out} holds {rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
+    what = f"{without_secrets(job.out)} holds {rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
     now = f"{made:,} made in {seconds:.1f} s, {made / max(seconds, 1e-9):,.0f} rows/s" if made else "all were there"
     console.print(
         f"[green]✓[/] {literal(what)} [dim]({job.model.dim} of {job.model.dtype}, {decimal(size)}; {now})[/]", soft_wrap=True
