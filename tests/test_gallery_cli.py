@@ -306,6 +306,28 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Ru
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_other_pictures_under_the_same_names_are_refused_or_replaced(
+    run: Run, tmp_path: Path, folder_of: dict[str, str], count: int
+) -> None:
+    model, gallery = folder_of["clip"], tmp_path / "gallery"
+    colours = {"one": 40, "copy": 40, "other": 200}
+    for name, colour in colours.items():
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            pixels = np.random.default_rng(colour + number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    assert run("build", tmp_path / "one", "--model", model, "--out", gallery)[0] == 0
+    code, out, _ = run("add", gallery, tmp_path / "copy", "--model", model)
+    assert code == 0 and f"0 pictures added to {gallery}, {count} were there already" in " ".join(out.split())
+    code, _, err = run("add", gallery, tmp_path / "other", "--model", model)
+    more = " and 4 more" if count > 1 else ""
+    assert code == 2 and f"has other pictures under the same ids: '0.png'{more} of {count} that were looked at; move these" in err
+    code, out, _ = run("add", gallery, tmp_path / "other", "--model", model, "--replace")
+    assert code == 0 and f"{count} pictures added" in out and len(Gallery.open(gallery)) == count
+    assert run("add", gallery, tmp_path / "other", "--model", model)[0] == 0
+
+
 def test_an_interrupted_build_keeps_what_is_embedded(
     run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,37 @@ def test_a_gallery_holds_each_text_as_the_model_embeds_it_alone(
     assert code == 0 and len(rows) == 3 and "1.000" in rows[0] and document(7) in rows[0]
 
 
+@pytest.mark.parametrize("kept", ["--keep-text", "--no-keep-text"])
+def test_other_texts_under_the_same_ids_are_refused_or_replaced(run: Run, tmp_path: Path, old_folder: str, kept: str) -> None:
+    numbered = {name: tmp_path / f"{name}.txt" for name in ("one", "other", "same")}
+    for name, first in (("one", 0), ("other", 3), ("same", 0)):
+        numbered[name].write_text("".join(f"{document(number)}\n" for number in range(first, first + 3)))
+    gallery = tmp_path / "gallery"
+    assert run("build", numbered["one"], "--model", old_folder, "--out", gallery, kept)[0] == 0
+    before = rows_of(Gallery.open(gallery))
+    for verb in (("add", gallery, numbered["other"]), ("build", numbered["other"], "--out", gallery)):
+        code, _, err = run(*verb, "--model", old_folder, kept)
+        assert code == 2 and "has other texts under the same ids: '0' and 2 more" in err and len(err.splitlines()) == 1
+        assert "--id-column" in err and "--replace" in err and Gallery.open(gallery).generation == 1
+    code, out, _ = run("add", gallery, numbered["same"], "--model", old_folder, "--replace", kept)
+    assert code == 0 and "0 texts added" in out and "3 were there already" in " ".join(out.split())
+    code, out, _ = run("add", gallery, numbered["other"], "--model", old_folder, "--replace", kept)
+    after = rows_of(Gallery.open(gallery))
+    assert code == 0 and "3 texts added" in out and list(after) == list(before) == ["0", "1", "2"]
+    assert not any(np.allclose(after[name][0], before[name][0]) for name in after)
+
+
+def test_a_text_that_changed_is_embedded_anew_alone(run: Run, documents: Path, tmp_path: Path, old_folder: str) -> None:
+    gallery, changed = tmp_path / "gallery", tmp_path / "changed.jsonl"
+    assert run("build", documents, "--model", old_folder, "--out", gallery)[0] == 0
+    rows = gzip.decompress(documents.read_bytes()).decode().splitlines()
+    changed.write_text("\n".join([*rows[:5], json.dumps({"id": "doc-5", "text": "a whale"}), *rows[6:]]))
+    code, _, err = run("add", gallery, changed, "--model", old_folder)
+    assert code == 2 and "has other texts under the same ids: 'doc-5'; give these ids" in err
+    code, out, _ = run("add", gallery, changed, "--model", old_folder, "--replace")
+    assert code == 0 and "1 texts added" in out and rows_of(Gallery.open(gallery))["doc-5"][1] == {"text": "a whale"}
+
+
 def test_texts_are_left_out_of_the_metadata_and_columns_chosen_as_asked(run: Run, tmp_path: Path, old_folder: str) -> None:
     (tmp_path / "docs.csv").write_text("nr,title,body\nx,Bears,sleep in winter\ny,Ants,work\n")
     options = ("--text-column", "title", "--text-column", "body", "--id-column", "nr", "--no-keep-text")

@@ -165,7 +165,9 @@ def add(
     gallery: Folder,
     source: Source,
     model: ModelName = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Embed anew what another model embedded.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Embed anew what another model embedded, or what has changed under its id.")
+    ] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
     id_column: IdColumn = None,

@@ -11,8 +11,8 @@ from xcompat.data import BadSamples
 from xcompat.distributed import from_main_process
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import Added, ingest, origins_of
-from xcompat.retrieval.originals import Originals
+from xcompat.retrieval.ingestion import Added, ingest
+from xcompat.retrieval.originals import Originals, origins_of
 from xcompat.retrieval.segment import id_hashes
 from xcompat.spreading import Spread
 

@@ -16,8 +16,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import origins_of
-from xcompat.retrieval.originals import Originals, Parts, Pictures
+from xcompat.retrieval.originals import Originals, Parts, Pictures, origins_of
 from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, own_preparation
 from xcompat.retrieval.segment import Segment, id_hashes
 

@@ -13,12 +13,12 @@ from xcompat.data import BadSamples
 from xcompat.distributed import from_main_process, gather_objects, is_main_process, process_state, rank, world_size
 from xcompat.embedding import embed_contents
 from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.interrupts import Interrupts
 from xcompat.models.embedder import Embedder
 from xcompat.progress import Waiting, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals, Parts
+from xcompat.retrieval.same_names import others
 from xcompat.retrieval.versions import require_like_sides
 from xcompat.spreading import Spread
 
@@ -65,7 +65,7 @@ def ingest(
         gallery: the gallery; processes other than the first see the new items when they open it again.
         originals: pictures or texts.
         embedder: the model.
-        replace: whether to replace the embeddings of other models.
+        replace: whether to replace the embeddings of other models, and of other originals under the same ids.
         rows: row numbers of the originals to embed, in this order; None for all.
         spread: workers of an engine that embed in the place of the processes.
         side_info: the model of side-information, which the processes store beside the embeddings.
@@ -74,8 +74,8 @@ def ingest(
         The counts, on every process.
 
     Raises:
-        XcompatError: another model embedded one of them and ``replace`` is not set, too many cannot be read, the model embeds no
-            such originals, or the gallery holds other parts of them.
+        XcompatError: another model embedded one of them, or another is there under its id, and ``replace`` is not set; too many
+            cannot be read, the model embeds no such originals, or the gallery holds other parts of them.
     """
     process_state()  # must come first: rows are dealt only to processes that have joined the group
     for model in (embedder, *([side_info] if side_info is not None else [])):
@@ -117,7 +117,7 @@ def _missing(
     replace: bool,
     side_info: Embedder | None,
 ) -> NDArray[np.int64]:
-    """Return the wanted rows that this model has not embedded."""
+    """Return the wanted rows that this model has not embedded; with ``replace`` also those whose ids stand for others."""
     originals.require_same(gallery)
     ids = originals.ids
     place = gallery.find([ids[row] for row in wanted.tolist()])
@@ -130,7 +130,15 @@ def _missing(
                 f"{ids[foreign[0]]!r} and {len(foreign) - 1} more are in the gallery already, embedded by another model; "
                 "leave them out, or replace their embeddings (--replace)"
             )
-    missing = wanted[np.array([version != embedder.fingerprint for version in place], dtype=bool)]
+    missing_n = np.array([version != embedder.fingerprint for version in place], dtype=bool)
+    if (found := others(gallery, originals, wanted[~missing_n], embedder)) is not None:
+        if not replace:
+            raise XcompatError(
+                f"{gallery.path} has other {originals.kind} under the same ids: {found.named}; {originals.tell_apart}, or "
+                "replace what is there (xcompat gallery add --replace)"
+            )
+        missing_n |= np.isin(wanted, found.rows)
+    missing = wanted[missing_n]
     if len(missing) or side_info is not None:  # else nothing is added, and nothing was asked for that is not there
         _require_sides(gallery, embedder, side_info)
     return missing
@@ -194,15 +202,3 @@ def _embedded_by_workers(
         read = np.isfinite(made.embeds_ND[:, 0])
         if read.any():
             yield _Part(part[read], made.embeds_ND[read], None)
-
-
-def origins_of(gallery: Gallery, originals: Originals) -> list[Fingerprint | None]:
-    """Return the model that embedded each original; refuse originals none of which is in the gallery."""
-    originals.require_same(gallery)
-    origins = gallery.find(originals.ids)
-    if all(origin is None for origin in origins):
-        raise XcompatError(
-            f"none of the {len(origins)} {originals.kind} is in {gallery.path}: ids are {originals.ids_are}, and the first one "
-            f"here is {originals.ids[0]!r}"
-        )
-    return origins

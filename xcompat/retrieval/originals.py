@@ -22,6 +22,7 @@ from xcompat.errors import XcompatError
 from xcompat.progress import Waiting
 
 if TYPE_CHECKING:
+    from xcompat.fingerprint import Fingerprint
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.gallery import Gallery
 
@@ -40,6 +41,8 @@ class Originals(Protocol):
     """What messages call them."""
     ids_are: ClassVar[str]
     """What messages say of their ids."""
+    tell_apart: ClassVar[str]
+    """What messages say to do where others have the same ids."""
     ids: Sequence[str]
     dataset: hf.Dataset
     max_bad_share: float
@@ -83,6 +86,7 @@ class Pictures:
 
     kind: ClassVar[str] = "pictures"
     ids_are: ClassVar[str] = "the paths below the folder that the gallery was built from"
+    tell_apart: ClassVar[str] = "move these into a folder with a name of its own below the one that is named"
 
     def __init__(self, dataset: hf.Dataset, max_bad_share: float = UNREADABLE) -> None:
         self.dataset, self.ids, self.max_bad_share = dataset, dataset[ID][:], max_bad_share
@@ -138,6 +142,7 @@ class Texts:
 
     kind: ClassVar[str] = "texts"
     ids_are: ClassVar[str] = "what --id-column, --words and --overlap made of the texts that the gallery was built from"
+    tell_apart: ClassVar[str] = "give these ids of their own (--id-column), as rows without one are numbered"
 
     max_bad_share = 0.0  # texts that cannot be read are refused with their file
 
@@ -248,3 +253,15 @@ def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dat
         dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share))
     assert isinstance(dataset, hf.Dataset)
     return dataset
+
+
+def origins_of(gallery: Gallery, originals: Originals) -> list[Fingerprint | None]:
+    """Return the model that embedded each original; refuse originals none of which is in the gallery."""
+    originals.require_same(gallery)
+    origins = gallery.find(originals.ids)
+    if all(origin is None for origin in origins):
+        raise XcompatError(
+            f"none of the {len(origins)} {originals.kind} is in {gallery.path}: ids are {originals.ids_are}, and the first one "
+            f"here is {originals.ids[0]!r}"
+        )
+    return origins

@@ -1,0 +1,83 @@
+"""Originals under ids that a gallery has: whether they are what it embedded, as ids alone do not tell."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.data import BadSamples
+from xcompat.data.schema import TEXT
+from xcompat.models.embedder import Embedder
+from xcompat.retrieval.doctor import OTHER, Stored, dividing
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.originals import Originals
+
+LOOKED_AT = 32
+"""Originals that are embedded again where the gallery keeps no content: if a tenth are others, one sample in 29 misses them."""
+BLOCK = 8192
+
+
+class Others(NamedTuple):
+    """Originals that are not what the gallery has under their ids.
+
+    Args:
+        rows: their row numbers; where a sample has shown them, those of all that may be others.
+        named: the first of them and how many they are, for a message.
+    """
+
+    rows: NDArray[np.int64]
+    named: str
+
+
+def others(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> Others | None:
+    """Compare originals with what a model embedded under their ids: by texts that are kept, else by what it makes of a sample.
+
+    Args:
+        gallery: the gallery.
+        originals: pictures or texts.
+        rows: (n,) those of them that the model embedded.
+        embedder: the model.
+
+    Returns:
+        Those that differ; None if none is known to.
+    """
+    differing_n, kept_n = _by_text(gallery, originals, rows)
+    if differing_n.any():
+        return Others(rows[differing_n], _named(originals, rows[differing_n]))
+    unknown = rows[~kept_n]
+    drawn = np.sort(np.random.default_rng(0).choice(unknown, min(LOOKED_AT, len(unknown)), replace=False))
+    found = _by_embedding(gallery, originals, drawn, embedder)
+    return Others(unknown, _named(originals, found, f" of {len(drawn)} that were looked at")) if len(found) else None
+
+
+def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which texts differ from those that are kept, and of which one is kept."""
+    differing_n, kept_n = np.zeros((2, len(rows)), bool)
+    for start in range(0, len(rows) if TEXT in originals.dataset.column_names else 0, BLOCK):
+        block = rows[start : start + BLOCK]
+        stored, now = gallery.metadata([originals.ids[row] for row in block.tolist()]), originals.metadata(block)
+        for place, pair in enumerate(zip(stored, now, strict=True), start):
+            texts = [about[TEXT] for about in pair if about is not None and TEXT in about]
+            kept_n[place] = len(texts) == 2
+            differing_n[place] = len(texts) == 2 and texts[0] != texts[1]
+    return differing_n, kept_n
+
+
+def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> NDArray[np.int64]:
+    """Return the originals whose embedding is not what is stored; those that cannot be read are not told."""
+    if not len(rows):
+        return rows
+    stored, every = Stored.of_gallery(gallery, embedder.fingerprint, originals, rows), np.arange(len(rows))
+    fresh_nd = stored.fresh(originals.embed(embedder, rows, BadSamples(1.0, len(rows), quiet=True)), every)
+    every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
+    cosines_n = stored.cosines(fresh_nd[every], every)
+    if len(every) < 2:
+        return rows[every[cosines_n < OTHER]]
+    chance = float(np.median(stored.cosines(fresh_nd[every], np.roll(every, 1))))
+    return rows[every[cosines_n < dividing(cosines_n, chance)]]
+
+
+def _named(originals: Originals, rows: NDArray[np.int64], of: str = "") -> str:
+    return f"{originals.ids[int(rows[0])]!r}{f' and {len(rows) - 1:,} more' if len(rows) > 1 else ''}{of}"
