@@ -572,6 +572,8 @@ def test_images_alone_are_judged_by_their_classes(run: Run, embeddings: Callable
     assert f"{noisy} holds images alone" in line and "labels.txt" in line and "text_embeds.npy" in line
     (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" for row in range(39)))
     assert "labels.txt has 39 lines for 40 images" in refused(run("evaluate", "--old", noisy, "--new", clean, *out))
+    (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" if row % 8 else "\n" for row in range(40)))
+    assert "5 of 40 lines are blank, first line 1;" in refused(run("evaluate", "--old", noisy, "--new", clean, *out))
     (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" for row in range(40)))
     code, said, _ = run("evaluate", "--old", noisy, "--new", clean, "--require-compatible", *out)
     assert code == 0 and "image-to-image: 40 queries" in said

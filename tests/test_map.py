@@ -110,6 +110,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other ids": (lambda new: (new / "image_ids.txt").write_text("\n".join(map(str, range(720)))), "share no id"),
     "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "names 'a' more than once"),
     "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt"),
+    "no class": (
+        lambda new: (new / "labels.txt").write_text("\n".join(["x", "", " "] * 240)),
+        "labels.txt: 480 of 720 lines are blank, first line 2; name the class",
+    ),
     "other classes": (
         lambda new: (new / "labels.txt").write_text("\n".join(["x"] * 720)),
         "is 'class 0' in .* and 'x' in",

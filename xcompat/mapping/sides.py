@@ -98,6 +98,21 @@ def require_side(path: Path) -> list[str]:
     return kinds
 
 
+def read_labels(file: Path) -> list[str]:
+    """Return the class that each line of a file names.
+
+    Raises:
+        XcompatError: a line is blank; images without a class are no class of their own.
+    """
+    labels = read_lines(file)
+    if blank := [number for number, label in enumerate(labels, 1) if not label.strip()]:
+        raise XcompatError(
+            f"{file}: {len(blank):,} of {len(labels):,} lines are blank, first line {blank[0]:,}; name the class of each image, "
+            "or leave out images without one"
+        )
+    return labels
+
+
 def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
     """Return where embeddings of a kind lie, or would, and the name of the file with their ids."""
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
@@ -108,7 +123,7 @@ def _read_side(path: Path, kind: str, captioned: bool) -> Side:
     vectors = read_vectors(place)
     embeds_ND, ids = _checked(place, vectors.rows_ND), vectors.ids or read_lines(path / listed)
     of_items = kind == "image" or not captioned
-    labels = read_lines(path / LABELS) if of_items and (path / LABELS).is_file() else None
+    labels = read_labels(path / LABELS) if of_items and (path / LABELS).is_file() else None
     for name, lines in ((listed, ids), (LABELS, labels)):
         if lines is not None and len(lines) != len(embeds_ND):
             raise XcompatError(f"{path / name} has {len(lines):,} lines, but {place.name} has {len(embeds_ND):,} rows")

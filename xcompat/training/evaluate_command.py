@@ -18,6 +18,7 @@ from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.fingerprint import Fingerprint
+from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
@@ -215,7 +216,7 @@ def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImage
 
 def _labels(folder: Path, count: int) -> list[str]:
     file = require_labels(folder)
-    if len(labels := read_lines(file)) != count:
+    if len(labels := read_labels(file)) != count:
         raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; they must be as many")
     return labels
 
