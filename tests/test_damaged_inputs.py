@@ -25,6 +25,7 @@ from xcompat.hub.lineage import trace_lineage
 from xcompat.methods import FctConfig, FctModel
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, upgrading
+from xcompat.retrieval.commands import read_ids
 from xcompat.retrieval.faiss_index import FaissIndex
 
 OLD = Fingerprint.from_string("old")
@@ -51,6 +52,18 @@ def test_lines_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 6") as refused:
         read_lines(path)
     one_line(refused, path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_end_at_line_breaks_alone(end: str, tmp_path: Path) -> None:
+    path, ids = tmp_path / "ids.txt", ["a\x85b", "c\u2028d\u2029e", "f\x0cg\x0bh", "i\x1cj\x1dk\x1el"]
+    for last in ("", end):
+        path.write_bytes(b"\xef\xbb\xbf" + end.join(ids).encode() + last.encode())
+        assert read_lines(path) == read_ids(path) == load_classes(path) == ids
+    path.write_bytes(f"a{end}{end}b{end}{end}".encode())
+    assert read_lines(path) == ["a", "", "b", ""] and read_ids(path) == ["a", "", "b"]
+    path.write_bytes(b"")
+    assert read_lines(path) == read_ids(path) == []
 
 
 def test_class_names_that_are_no_text(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", "/our/clip", "--out", tmp_path / "g")
     code, _, err = run(*adopt)
     assert code == 2 and "with --ids" in err
-    for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "cannot be read")):
+    for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "own.faiss is not UTF-8 text")):
         code, _, err = run(*adopt, "--ids", ids)
         assert code == 2 and message in err and not (tmp_path / "g").exists()
     for more in ((tmp_path,), ("--dtype", "bfloat16")):

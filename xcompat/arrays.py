@@ -33,15 +33,18 @@ def map_array(path: Path) -> NDArray[Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file.
+    r"""Return the lines of a UTF-8 file, which may begin with a byte order mark.
+
+    A line ends at ``\n``, ``\r\n`` or ``\r`` alone: in an id, a form feed, U+0085 or U+2028 is a character like any other.
 
     Raises:
         XcompatError: the file is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise XcompatError(f"{path} is not UTF-8 text; convert it ({error.reason} at byte {error.start})") from None
+    return lines if lines[-1] else lines[:-1]
 
 
 def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 from rich.table import Table
 
+from xcompat.arrays import read_lines
 from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -65,11 +66,14 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
 
 
 def read_ids(file: Path) -> list[str]:
-    """Read one id per line of a UTF-8 file; accept a byte order mark, carriage returns, and empty lines at the end."""
+    """Read one id per line of a UTF-8 file, as :func:`~xcompat.arrays.read_lines` does; accept empty lines at the end."""
     try:
-        return file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        names = read_lines(file)
+    except OSError as error:
         raise XcompatError(f"--ids {file} cannot be read ({error}); name a text file with one id a line") from None
+    while names and not names[-1]:
+        names.pop()
+    return names
 
 
 def resync(gallery: Gallery, ids: Path | None) -> None:
