@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel
 
+from xcompat.arrays import numbered
 from xcompat.data import PairSource, flatten_captions, load_pairs
+from xcompat.data.pairs import rows_of_ids
 from xcompat.errors import XcompatError
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, Known
-from xcompat.mapping.paired import grouped
+from xcompat.mapping.paired import grouped, load_paired
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.dry_run import dry_run_recipe
@@ -104,6 +110,30 @@ def test_what_belongs_together_is_one_group() -> None:
     assert images[0] == images[1] and images[2] not in (images[0], -1), "images of captions that read alike belong together"
     assert images[3] == images[4] == -1 and texts[4] == -1, "an image without captions, a caption without an image"
     assert list(texts[:4]) == [images[0]] * 3 + [images[2]] and sorted({*images} - {-1}) == [0, 1]
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=3)))
+def test_strings_are_numbered_as_numpy_does(names: list[str]) -> None:
+    distinct, places = numbered(iter(names))
+    expected, inverse = np.unique(np.array(names, "U3"), return_inverse=True)
+    assert distinct == expected.tolist() and places.tolist() == inverse.tolist() and places.dtype == np.int64
+
+
+def test_one_long_caption_does_not_lengthen_the_others(tmp_path: Path) -> None:
+    count = 10_000  # an array of NumPy holds 120 MB
+    ids, captions = [str(row) for row in range(count)], [f"a dog {row}" for row in range(count - 1)] + ["x" * 3000]
+    dataset = datasets.Dataset.from_dict({"id": captions})
+    np.save(tmp_path / "image_embeds.npy", np.eye(2, dtype=np.float32)[np.arange(count) % 2])
+    for name, lines in (("image_ids.txt", ids), ("labels.txt", captions)):
+        (tmp_path / name).write_text("\n".join(lines))
+    tracemalloc.start()
+    try:
+        images, texts = grouped(ids, ids, captions)
+        assert images.tolist() == texts.tolist() and [len(rows) for rows in rows_of_ids(dataset)] == [1] * count
+        assert load_paired(tmp_path, tmp_path).n_classes == count
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise XcompatError(f"{path} is not UTF-8 text; convert it ({error.reason} at byte {error.start})") from None
     return lines if lines[-1] else lines[:-1]
+
+
+def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Number strings by their order; an array of them, as ``np.unique`` makes, would give each the room of the longest.
+
+    Args:
+        names: N strings.
+
+    Returns:
+        The distinct ones, sorted, and the place of each string among them (N,).
+
+    Example:
+        >>> distinct, places_N = numbered(["b", "a", "b"])
+        >>> distinct, places_N.tolist()
+        (['a', 'b'], [1, 0, 1])
+    """
+    names = list(names)
+    distinct = sorted(set(names))
+    place = {name: number for number, name in enumerate(distinct)}
+    return distinct, np.fromiter((place[name] for name in names), np.int64, len(names))
 
 
 def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch.utils.data import Dataset
 
+from xcompat.arrays import numbered
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
@@ -144,8 +145,8 @@ def rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
     """List the rows of each id, ids in sorted order."""
     if ID not in dataset.column_names:
         raise XcompatError(f"one_per_id needs the column {ID!r}; set id_column")
-    _, codes_N, counts = np.unique(np.asarray(dataset[ID][:]), return_inverse=True, return_counts=True)
-    return np.split(np.argsort(codes_N, kind="stable"), np.cumsum(counts)[:-1])
+    _, codes_N = numbered(dataset[ID][:])
+    return np.split(np.argsort(codes_N, kind="stable"), np.cumsum(np.bincount(codes_N))[:-1])
 
 
 def _caption_offsets(dataset: datasets.Dataset) -> NDArray[np.int64]:

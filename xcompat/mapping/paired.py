@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import rows_of
+from xcompat.arrays import numbered, rows_of
 from xcompat.errors import XcompatError
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
@@ -192,10 +192,10 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    ids, codes = np.unique([*image_ids, *text_ids], return_inverse=True)
-    _, said_M = np.unique(list(texts), return_inverse=True)
+    ids, codes = numbered([*image_ids, *text_ids])
+    said, said_M = numbered(texts)
     images_N, texts_M = codes[: len(image_ids)], codes[len(image_ids) :]
-    size = len(ids) + (int(said_M.max()) + 1 if len(said_M) else 0)
+    size = len(ids) + len(said)
     edges = coo_array((np.ones(len(texts_M), bool), (texts_M, len(ids) + said_M)), shape=(size, size))
     _, group = connected_components(edges, directed=False)
     both = np.intersect1d(group[images_N], group[texts_M])
@@ -251,7 +251,7 @@ def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     """Return one kind of items in one order, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
-    labels_N = np.unique(labels, return_inverse=True)[1].astype(np.int64) if labels is not None else None
+    labels_N = numbered(labels)[1] if labels is not None else None
     new_ND, old_Nd = picked(new.embeds_ND, new_rows_N), picked(old.embeds_ND, old_rows_N)
     ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
     return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
@@ -290,13 +290,13 @@ def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int
     return old_rows_N, new_rows_N, (note,)
 
 
-def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]) -> NDArray[np.str_] | None:
+def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]) -> list[str] | None:
     """Return the class of each item, from the side that has classes; if both have, they must agree."""
-    found = [np.array(side.labels)[rows_N] for side, rows_N in ((old, old_rows_N), (new, new_rows_N)) if side.labels is not None]
-    if len(found) == 2 and (found[0] != found[1]).any():
-        row = int(np.flatnonzero(found[0] != found[1])[0])
+    sides = ((old.labels, old_rows_N), (new.labels, new_rows_N))
+    found = [[labels[row] for row in rows_N.tolist()] for labels, rows_N in sides if labels is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        row, first, second = next((row, *both) for row, both in enumerate(zip(*found, strict=True)) if both[0] != both[1])
         name = old.ids[int(old_rows_N[row])] if old.ids is not None else f"row {row}"
-        first, second = (str(classes[row]) for classes in found)
         raise XcompatError(f"{name} is {first!r} in {old.path / LABELS} and {second!r} in {new.path / LABELS}")
     return found[0] if found else None
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from safetensors.torch import load_file, save_file
 
+from xcompat.arrays import numbered
 from xcompat.data import flatten_captions
 from xcompat.data.schema import ID, SIDE_INFO
 from xcompat.embedding import EmbeddingCache
@@ -155,7 +156,7 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
     if data.settings.data.remembered is not None:  # for data.pairs, training has warned already
         warn_of_shared_texts(data, texts, "data.remembered")
     image_groups_N, text_groups_M = grouped(data.remembered[ID], text_ids, texts)
-    _, rows_M = np.unique(texts, return_index=True)
+    _, rows_M = np.unique(numbered(texts)[1], return_index=True)
     new_images, new_texts = data.remembered_caches(new)
     old_images, old_texts = data.remembered_caches(models.embedder("old"))
     images = _readable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)

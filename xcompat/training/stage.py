@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from xcompat.data import (
@@ -317,8 +316,8 @@ class StageData:
         """Embed the images with captions that queries may remember, and the distinct captions, sorted."""
         assert self.settings.remembered_pairs is not None
         images = cached_images(embedder, self.remembered, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
-        distinct = np.unique(flatten_captions(self.remembered)[0])
-        return images, cached_captions(embedder, distinct.tolist(), self.cache_dir)
+        distinct = sorted(set(flatten_captions(self.remembered)[0]))
+        return images, cached_captions(embedder, distinct, self.cache_dir)
 
 
 def weights_digest(folder: Path) -> str:
