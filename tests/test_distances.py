@@ -165,5 +165,5 @@ def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_fol
         OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
     with pytest.raises(XcompatError, match="embeddings of the old model are compared by l2, and those of BctModel by cosine"):
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
-    with pytest.raises(XcompatError, match="captions are compared by cosine"):
+    with pytest.raises(XcompatError, match="options.metric: a model that learns from captions .* compared by cosine"):
         IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from xcompat.errors import XcompatError
+from xcompat.methods import IndependentModel
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.sections import DataSettings
-from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.unread import unread, unread_sections
 
 PAIRS = {"pairs": {"path": "photos"}}
@@ -101,3 +102,36 @@ def test_sections_that_nothing_reads_are_told() -> None:
     assert unread_sections([solved]) == ["ridge: training changes nothing: method ridge is solved and not trained"]
     assert unread_sections([trained]) == ["direct: data.texts changes nothing: method direct does not learn from texts"]
     assert unread_sections([solved, trained]) == unread_sections([trained])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dim", 8),
+        ("extra_dim", 4),
+        ("batch_norm", True),
+        ("metric", "l2"),
+        ("head", "cosface"),
+        ("head_scale", 20.0),
+        ("head_margin", 0.2),
+        ("triplet_weight", 1.0),
+        ("mixup", 0.2),
+        ("adapters", {"prompts": 2}),
+    ],
+)
+def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str, str], name: str, value: object) -> None:
+    recipe = {"method": "independent", "options": {name: value}}
+    refused = f"options.{name}: a model that learns from captions .*; leave {name} out, or train on classes"
+    for data in (PAIRS, {"text_pairs": {"path": "pairs.jsonl"}}):
+        with pytest.raises(XcompatError, match=refused):
+            parse_recipe(recipe | {"data": data}, "demo", "demo.yaml")
+    with pytest.raises(XcompatError, match=refused):
+        IndependentModel.from_encoder(folder_of["clip"], **{name: value})
+    large = {"training": {"per_device_train_batch_size": 8}}
+    assert parse_recipe(recipe | {"data": IMAGES} | large, "demo", "demo.yaml").stages[0].options == {name: value}
+
+
+def test_what_a_model_of_captions_reads_is_taken() -> None:
+    usual = {name: value for name, value in usual_options("independent").items() if name != "logit_scale"}
+    stage = {"method": "independent", "data": PAIRS, "options": usual | {"logit_scale": 20.0}}
+    assert parse_recipe(stage, "demo", "demo.yaml").stages[0].options["logit_scale"] == 20.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.losses import siglip_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.config import CompatConfig
 from xcompat.models.learning import PASSAGES
 from xcompat.models.pair_contrast import pair_contrast
 from xcompat.outputs import Batch, CompatOutput
@@ -64,12 +66,24 @@ class IndependentModel(ClassifiedModel):
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        if config.metric == "l2" and config.classes is None:
-            raise XcompatError("captions are compared by cosine; leave options.metric out, or train on classes")
         if config.mixup and self.balances_batches(vars(config)):
             raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets")
         if config.classes is not None:
             self.columns = ClassifiedModel.columns  # type: ignore[misc]  # classes or captions: the configuration decides
+
+    @classmethod
+    @override
+    def refuse_unread(cls, options: Mapping[str, Any], on_classes: bool) -> None:
+        """Refuse all that would lie beside the encoder, which is what :meth:`export` leaves of a model of captions."""
+        super().refuse_unread(options, on_classes)
+        usual = cls.config_class()
+        read = {field.name for field in fields(CompatConfig)} - {"adapters"}
+        beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
+        if not on_classes and (name := next(beside, None)):
+            raise XcompatError(
+                f"options.{name}: a model that learns from captions or texts is its encoder alone, compared by cosine; "
+                f"leave {name} out, or train on classes"
+            )
 
     def set_trainable(self) -> None:
         """Train every weight that the loss depends on; with captions these are the towers, the scale and the bias."""

@@ -93,8 +93,9 @@ class CompatModel(PushableModel, EmbedsBatches):
             The model in float32, in evaluation mode, the encoder's weights those given.
 
         Raises:
-            XcompatError: the old model is not described, or the method is trained without one.
+            XcompatError: the old model is not described, or the method is trained without one, or does not read an option.
         """
+        cls.refuse_unread(options, on_classes=options.get("classes") is not None)
         if old is not None and not cls.compares_with_old:
             raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
         if old is not None and not isinstance(old, dict):

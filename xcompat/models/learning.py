@@ -73,6 +73,18 @@ class LearningModel(SpacesModel):
         return False
 
     @classmethod
+    def refuse_unread(cls, options: Mapping[str, Any], on_classes: bool) -> None:
+        """Refuse options that a model which is to be made would not read.
+
+        Args:
+            options: the method's configuration.
+            on_classes: whether it will learn from labelled images.
+
+        Raises:
+            XcompatError: naming the option.
+        """
+
+    @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
         """Return D of a model that is to be made, where that does not depend on its encoder.
 
