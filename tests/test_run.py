@@ -318,9 +318,11 @@ def test_weights_that_changed_after_training_are_not_reused(raw: dict[str, Any],
         run_recipe(recipe)
 
 
+@pytest.mark.parametrize("compared", [["phi"], []])
 def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_one(
-    raw: dict[str, Any], tmp_path: Path, undrawn: None
+    raw: dict[str, Any], tmp_path: Path, undrawn: None, compared: list[str]
 ) -> None:
+    raw["stages"][1]["evaluation"]["compare_with"] = compared
     run_recipe(recipe_of(raw))
     shutil.rmtree(tmp_path / "run" / "phi")
     raw["stages"][0]["options"] = {"noise_std": 0.3}
@@ -334,6 +336,22 @@ def test_a_stage_trained_anew_is_not_mixed_with_what_was_made_from_the_former_on
     assert json.loads((tmp_path / "run" / "report" / "report.json").read_text())["cases"] != json.loads(old_report)["cases"], (
         "judged again"
     )
+
+
+def test_a_map_whose_galleries_are_mapped_again_is_solved_again_where_it_was_deleted(
+    raw: dict[str, Any], folder_of: dict[str, str], tmp_path: Path, undrawn: None
+) -> None:
+    ridge = {"method": "ridge", "options": {"direction": "old_to_new"}}
+    second = {"name": "second", "old": raw["new"], "new": folder_of["siglip"]}
+    recipe = recipe_of(raw, stages=[{"name": "first", **ridge}, {**second, **ridge}])
+    run_recipe(recipe)
+    assert [hop.name for hop in StageRun(recipe, recipe.stages[1])._hops] == ["first"]
+    evaluated = (tmp_path / "run" / "evaluated.json").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "first")
+    assert not StageRun(recipe, recipe.stages[1]).is_finished
+    run_recipe(recipe)
+    assert StageRun(recipe, recipe.stages[1]).is_finished
+    assert (tmp_path / "run" / "evaluated.json").read_bytes() == evaluated, "the same map, so the same report"
 
 
 def test_a_phi_for_another_old_model_is_not_judged_on_this_gallery(raw: dict[str, Any], folder_of: dict[str, str]) -> None:

@@ -130,8 +130,8 @@ class StageRun:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether nothing is left to do: the stage is trained, and evaluated if it is to be."""
-        made = (self.settings.name, *(self.settings.evaluation.compare_with if self.settings.evaluation is not None else ()))
+        """Return whether nothing is left to do: the stage and what it is made from are trained, and it is judged if asked for."""
+        made = [*self._judged, *self.settings.made_from()]
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
         return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
 
@@ -264,10 +264,9 @@ class StageRun:
 
     def _wanted(self) -> Evaluated:
         """Return the inputs that an up-to-date report has."""
-        named = (self.settings.name, *self._evaluation.compare_with, *(hop.name for hop in self._hops))
         return Evaluated(
             settings=self._evaluation.model_dump(mode="json"),
-            models={name: self.models.digest_of(name) for name in named} | self.models.inputs(),
+            models={name: self.models.digest_of(name) for name in self._judged} | self.models.inputs(),
             data=judged_on(settings_of(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
         )
@@ -326,6 +325,12 @@ class StageRun:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")
             yield version, test.embed(earlier, self.recipe.cache_dir)
+
+    @property
+    def _judged(self) -> list[str]:
+        """Return the stages that a report is of: this one, those it is compared with, and those whose galleries it maps again."""
+        compared = self.settings.evaluation.compare_with if self.settings.evaluation is not None else []
+        return [self.settings.name, *compared, *(hop.name for hop in self._hops)]
 
     @property
     def _hops(self) -> list[StageRecipe]:
