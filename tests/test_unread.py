@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from xcompat.errors import XcompatError
-from xcompat.methods import IndependentModel
+from xcompat.fingerprint import Fingerprint
+from xcompat.methods import METHODS, IndependentModel
+from xcompat.models import describe_old
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import StageRecipe, usual_options
@@ -102,6 +104,16 @@ def test_sections_that_nothing_reads_are_told() -> None:
     assert unread_sections([solved]) == ["ridge: training changes nothing: method ridge is solved and not trained"]
     assert unread_sections([trained]) == ["direct: data.texts changes nothing: method direct does not learn from texts"]
     assert unread_sections([solved, trained]) == unread_sections([trained])
+
+
+@pytest.mark.parametrize("method", [name for name, model in METHODS.items() if model.embeds_in_memory])
+def test_a_map_has_no_adapters(folder_of: dict[str, str], method: str) -> None:
+    refused = f"options.adapters: {METHODS[method].__name__} is a map of embeddings, .*; leave adapters out"
+    with pytest.raises(XcompatError, match=refused):
+        parse_recipe({"method": method, "options": WIDE}, "demo", "demo.yaml")
+    with pytest.raises(XcompatError, match=refused):
+        METHODS[method].from_encoder(folder_of["clip"], old=describe_old(Fingerprint.from_string("old"), dim=8), **WIDE)
+    assert parse_recipe({"method": method, "options": {"adapters": None}}, "demo", "demo.yaml").stages[0].method == method
 
 
 @pytest.mark.parametrize(

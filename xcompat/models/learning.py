@@ -83,6 +83,11 @@ class LearningModel(SpacesModel):
         Raises:
             XcompatError: naming the option.
         """
+        if cls.embeds_in_memory and options.get("adapters") is not None:
+            raise XcompatError(
+                f"options.adapters: {cls.__name__} is a map of embeddings, and the encoder that makes them stays as it is; "
+                "leave adapters out"
+            )
 
     @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
