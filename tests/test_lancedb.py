@@ -116,6 +116,20 @@ def test_a_new_column_gets_the_indexes_of_the_old_one(
     assert sorted(index.columns for index in place.table.list_indices()) == [["embedding"], ["id"]]
 
 
+def test_a_second_migration_builds_the_index_too(place: LancePlace, mapping: Mapping, vectors: np.ndarray) -> None:
+    """That of the first one is called by the name that the column has only while it is filled."""
+    place.table.create_index("embedding", config=HnswSq(distance_type="cosine"))
+    config = RidgeModel.config_class(old=describe_old(*mapping.made), embedding_dim=DIM, direction="old_to_new")
+    pair = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
+    for each in (mapping, Mapping(RidgeModel(config).fit([pair]).eval())):
+        store = place.open()
+        migration.start(store, each)
+        assert len(store.index_like("embedding_new")) == 1
+        migration.switch(store, each)
+        migration.finish(store)
+        assert [index.columns for index in place.table.list_indices()] == [["embedding"]]
+
+
 def test_a_switch_is_one_version(place: LancePlace, mapping: Mapping) -> None:
     store = place.open()
     migration.start(store, mapping)

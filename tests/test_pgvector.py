@@ -121,6 +121,66 @@ def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str
     assert migration.verify(store, Mapping(model)).passed
 
 
+def following(mapping: Mapping, vectors: np.ndarray) -> Mapping:
+    """Return a map of what a map makes of vectors."""
+    made, dim = mapping.made
+    config = RidgeModel.config_class(old=describe_old(made, dim), embedding_dim=OLD_DIM, direction="old_to_new")
+    pair = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
+    return Mapping(RidgeModel(config).fit([pair]).eval())
+
+
+def test_a_second_migration_builds_the_index_too(
+    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    """That of the first one is called by the name that the column has only while it is filled; what a kill left is built anew."""
+    database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
+    mapping = Mapping(model)
+    for each in (mapping, following(mapping, vectors)):
+        store = opened(postgres)
+        migration.start(store, each)
+        assert [made.split("hnsw ")[1] for (made,) in database.execute(_APPROXIMATE).fetchall()] == [
+            "(embedding vector_cosine_ops)",
+            "(embedding_new vector_cosine_ops)",
+        ]
+        (made,) = store.index_like("embedding_new")
+        database.execute("UPDATE pg_index SET indisvalid = false WHERE indexrelid = %s::regclass", (made,))
+        assert len(store.index_like("embedding_new")) == 1
+        migration.switch(store, each)
+        migration.finish(store)
+        ((index,),) = database.execute(_APPROXIMATE).fetchall()
+        assert index.endswith("ON public.items USING hnsw (embedding vector_cosine_ops)")
+
+
+_APPROXIMATE = "SELECT indexdef FROM pg_indexes WHERE indexdef LIKE '%hnsw%' ORDER BY split_part(indexdef, ' ON ', 2)"
+
+
+def test_a_partitioned_table_gets_the_indexes_of_its_partitions(
+    postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    database.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, embedding vector({OLD_DIM})) PARTITION BY RANGE (id)")
+    database.execute("CREATE TABLE low PARTITION OF items FOR VALUES FROM (0) TO (100)")
+    database.execute("CREATE TABLE high PARTITION OF items DEFAULT PARTITION BY RANGE (id)")
+    database.execute("CREATE TABLE higher PARTITION OF high DEFAULT")
+    database.cursor().executemany(
+        "INSERT INTO items VALUES (%s, %s)", [(row, text(vector)) for row, vector in enumerate(vectors)]
+    )
+    database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
+    database.execute("CREATE INDEX ON higher USING hnsw (embedding vector_ip_ops)")
+    before = database.execute(_APPROXIMATE).fetchall()
+    store, mapping = opened(postgres), Mapping(model)
+    store.name_model("embedding", OLD)
+    migration.start(store, mapping)
+    assert len(store.index_like("embedding_new")) == 5
+    database.execute("UPDATE items SET embedding = %s WHERE id IN (7, 200)", (text(vectors[9]),))
+    assert migration.status(store)[1] == 2
+    migration.switch(store, mapping)
+    np.testing.assert_allclose(stored(database, "embedding")[0][200], mapping(vectors[9:10])[0], atol=1e-5)
+    migration.finish(store)
+    assert [made.split(" ON ")[1] for (made,) in database.execute(_APPROXIMATE).fetchall()] == [
+        made.split(" ON ")[1] for (made,) in before
+    ]
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
     store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray, earlier: bool

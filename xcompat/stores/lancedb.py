@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import lancedb
@@ -235,12 +236,13 @@ class LanceStore(Store):
     @override
     def index_like(self, space: str) -> list[str]:
         """Build the approximate indexes of the searched column for another one too, and bring all indexes up to date."""
-        made, dim = [], self.spaces()[space].dim
-        for number, index in enumerate(self._indexes(self.space)):
-            name = f"{space}_idx{number or ''}"
-            if name not in [other.name for other in self._indexes(space)]:
-                distance = self.table.index_stats(index.name).distance_type
-                self._do(self.table.create_index, space, config=like(index, distance, dim), name=name)
+        made, dim = [index.name for index in self._indexes(space)], self.spaces()[space].dim
+        for index in self._indexes(self.space)[len(made) :]:
+            with explained(self.uri):  # of an earlier migration, the searched column's index has this column's name
+                taken = {other.name for other in self.table.list_indices()}
+            name = next(name for number in count() if (name := f"{space}_idx{number or ''}") not in taken)
+            distance = self.table.index_stats(index.name).distance_type
+            self._do(self.table.create_index, space, config=like(index, distance, dim), name=name)
             made.append(name)
         if self.table.list_indices():  # rows that were written have moved, out of what indexes of other columns cover
             self._do(self.table.optimize, cleanup_older_than=ALWAYS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, Rows, Space, Store
 from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
+from xcompat.stores.pgvector_indexes import index_like, indexes
 from xcompat.stores.pgvector_records import Records
 from xcompat.stores.pgvector_search import OPERATORS, Searches
 from xcompat.stores.pgvector_triggers import follow, unfollow
@@ -102,21 +102,8 @@ class PgVectorStore(Store):
 
     def _metric(self) -> Metric:
         """Return how vectors are compared: as an index of the column does, else by cosine."""
-        made = " ".join(how for _, how in self._indexes(self.space))
+        made = " ".join(index.made for index in indexes(self.client, self.table, self.space))
         return next((metric for metric in OPERATORS if f"_{metric}_ops" in made), "cosine")
-
-    def _indexes(self, column: str) -> list[tuple[str, str]]:
-        """Return the names of a column's approximate indexes, and the end of the statement that makes each."""
-        asked = "SELECT indexrelid::regclass::text, pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = to_regclass(%s)"
-        found = self.client.ask(asked, self.table.as_string(self.connection))
-        quoted = sql.Identifier(column).as_string(self.connection)
-        return [
-            (name, made.split(" USING ", 1)[1])
-            for name, made in found
-            if " USING " in made
-            and (f"({column} " in made or f"({quoted} " in made)
-            and ("USING hnsw" in made or "USING ivfflat" in made)
-        ]
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -218,10 +205,10 @@ class PgVectorStore(Store):
     @override
     def check_space(self, dim: int, dtype: str) -> None:
         most = INDEXED[dtype]
-        if dim > most and (indexes := self._indexes(self.space)):
+        if dim > most and (found := indexes(self.client, self.table, self.space)):
             other = "--dtype float16" if dim <= INDEXED["float16"] else "a map into fewer, or drop that index first"
             raise XcompatError(
-                f"{self.space} of {self.uri} has an approximate index ({indexes[0][0]}), which pgvector builds for {dtype} of "
+                f"{self.space} of {self.uri} has an approximate index ({found[0].name}), which pgvector builds for {dtype} of "
                 f"{most:,} dimensions at most, and the new vectors have {dim:,}; take {other}"
             )
 
@@ -289,26 +276,7 @@ class PgVectorStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        """Build the approximate indexes of the searched column for another one too, without locking writers out."""
-        made = []
-        for number, (_, how) in enumerate(self._indexes(self.space)):
-            name = f"{self._name.split('.')[-1].strip(chr(34))}_{space}_xcompat_{number}"[:63]
-            if not self.client.ask(
-                "SELECT 1 FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid WHERE relname = %s AND indisvalid", name
-            ):
-                how = re.sub(
-                    r"\(.*? (vector|halfvec)_",
-                    f"({sql.Identifier(space).as_string(self.connection)} {TYPES[self.spaces()[space].dtype]}_",
-                    how,
-                    count=1,
-                )
-                self._do("DROP INDEX CONCURRENTLY IF EXISTS {index}", index=sql.Identifier(self.schema, name))
-                self._do(
-                    "CREATE INDEX CONCURRENTLY {index} ON {table} USING " + how.replace("{", "{{").replace("}", "}}"),
-                    index=sql.Identifier(name),
-                )
-            made.append(name)
-        return made
+        return index_like(self.client, self.table, self.space, space, self.spaces()[space].dtype)
 
     # ------------------------------------------------------------------------------------------------- records
 
