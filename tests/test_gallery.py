@@ -14,7 +14,7 @@ import pytest
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.errors import GenerationGoneError
 from xcompat.files import write_array
-from xcompat.retrieval import Gallery
+from xcompat.retrieval import Gallery, faiss_building, filtered_search
 from xcompat.retrieval.manifest import read_manifest
 
 DIM = 8
@@ -475,6 +475,64 @@ def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Pa
     gallery.commit()
     stored = dict(zip(names(100), few, strict=True)) | dict(zip(names(12_000, "more"), many, strict=True))
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=8") == naive(stored, vectors(3, 1), 5)
+
+
+@pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat", "IVF64,PQ4x4", "IVF64,SQ8,RFlat", "PQ4x4"])
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def test_few_rows_of_an_approximate_index_are_searched_exactly(
+    index: str, metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faiss_building, "PER_CENTROID", 1)
+    monkeypatch.setattr(filtered_search, "READ_AT_ONCE", 7 * 4 * DIM)  # seven vectors at a time
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, metric=metric, index=index)
+    embeds, queries = vectors(3000), vectors(25, 1)
+    gallery.add(embeds, names(3000), [{"part": n % 200} for n in range(3000)])
+    gallery.commit()
+    assert gallery.segments[0].record.index == index
+    few = {name: embeds[n] for n, name in enumerate(names(3000)) if n % 200 == 7}
+    for k in (10, 20):  # 15 are kept
+        assert found(gallery, queries, k, where={"part": 7}) == naive(few, queries, k, metric)
+    assert found(gallery, queries[:0], 5, where={"part": 7}) == []
+    gallery.remove([name for name in names(3000) if name not in few])
+    gallery.commit()
+    assert found(gallery, queries, 10) == naive(few, queries, 10, metric)
+
+
+def test_a_filter_whose_rows_lie_far_from_the_query_finds_them(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, metric="l2", index="IVF64,Flat")
+    embeds = vectors(12_000)
+    embeds[6000:, 0] += 100
+    gallery.add(embeds, names(12_000), [{"side": n // 6000} for n in range(12_000)])
+    gallery.commit()
+    far = dict(zip(names(12_000)[6000:], embeds[6000:], strict=True))
+    assert found(gallery, vectors(3, 1), 5, where={"side": 1}, parameters="nprobe=1") == naive(far, vectors(3, 1), 5, "l2")
+
+
+@pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat"])
+def test_a_filter_costs_no_recall(index: str, tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    embeds, queries = vectors(12_000), vectors(50, 1)
+    gallery.add(embeds, names(12_000), [{"part": n % 10} for n in range(12_000)])
+    gallery.commit()
+
+    def recall(parts: list[int]) -> float:
+        kept = {name: embeds[n] for n, name in enumerate(names(12_000)) if n % 10 in parts}
+        pairs = zip(found(gallery, queries, 10, where={"part": parts}), naive(kept, queries, 10), strict=True)
+        return float(np.mean([len(set(hits) & set(exact)) / 10 for hits, exact in pairs]))
+
+    assert min(recall(list(range(some))) for some in (4, 7)) >= recall(list(range(10))) - 0.02
+
+
+def test_an_index_that_cannot_filter_drops_rows_for_a_few_queries_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="PQ4x4")
+    gallery.add(vectors(12_000), names(12_000), [{"part": n % 10} for n in range(12_000)])
+    gallery.commit()
+    at_once = found(gallery, vectors(9, 1), 5, where={"part": list(range(1, 10))})
+    monkeypatch.setattr(filtered_search, "HITS_AT_ONCE", 2 * 1205)
+    assert found(gallery, vectors(9, 1), 5, where={"part": list(range(1, 10))}) == at_once
+    assert all(len(hits) == 5 and all(int(name.split()[1]) % 10 for name in hits) for hits in at_once)
 
 
 BESIDE_TORCH_UTILS = """

@@ -16,6 +16,7 @@ from typing_extensions import override
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
+from xcompat.retrieval.filtered_search import Found, Vectors
 from xcompat.retrieval.manifest import (
     AdoptedRecord,
     Manifest,
@@ -48,14 +49,18 @@ class AdoptedIndex(FaissIndex):
 
     @override
     def search(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        self,
+        queries_Qd: NDArray[np.float32],
+        k: int,
+        kept_N: NDArray[np.bool_] | None = None,
+        vectors: Vectors | None = None,
+    ) -> Found:
         """Search only the rows that the segment uses; vectors added later are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
             kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
         with self._watched():
-            return super().search(queries_Qd, k, kept_N)
+            return super().search(queries_Qd, k, kept_N, vectors)
 
     @override
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:

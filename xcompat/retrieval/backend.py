@@ -14,6 +14,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.faiss_building import EXACT, build_faiss, is_lossless, make_index
 from xcompat.retrieval.faiss_index import open_faiss, write_faiss
+from xcompat.retrieval.filtered_search import Found, Vectors
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
 INDEX_FILE = "index.faiss"
@@ -31,9 +32,16 @@ class VectorIndex(Protocol):
         """Dimension of the vectors."""
 
     def search(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
+        self,
+        queries_Qd: NDArray[np.float32],
+        k: int,
+        kept_N: NDArray[np.bool_] | None = None,
+        vectors: Vectors | None = None,
+    ) -> Found:
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found.
+
+        ``vectors`` gives rows as they were added, where they lie beside the index: to compare kept rows that it would not find.
+        """
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""

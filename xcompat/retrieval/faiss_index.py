@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
+from xcompat.retrieval.filtered_search import Found, Vectors, search_kept
 from xcompat.retrieval.manifest import Metric
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
@@ -34,7 +35,7 @@ class FaissIndex:
         import faiss
 
         _say_if_overwritten()
-        self._alone = Lock()  # two threads must not search on one GPU at once
+        self._alone = Lock()  # two threads must not search on one GPU, or prepare the index, at once
         self._owner = index  # faiss frees the index inside an IndexIDMap with it
         index = faiss.downcast_index(index)
         if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
@@ -85,14 +86,19 @@ class FaissIndex:
         self.__dict__.pop("_on_gpus", None)  # make a new copy on GPUs, with these parameters
 
     def search(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        self,
+        queries_Qd: NDArray[np.float32],
+        k: int,
+        kept_N: NDArray[np.bool_] | None = None,
+        vectors: Vectors | None = None,
+    ) -> Found:
         """Find the nearest rows.
 
         Args:
             queries_Qd: (Q, d) float32.
             k: number of rows per query.
             kept_N: (N,) bool, rows that may be found; None for all.
+            vectors: gives the vectors of rows as they were added, to compare few kept rows; None for those of the index.
 
         Returns:
             (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more.
@@ -101,44 +107,37 @@ class FaissIndex:
             XcompatError: the index is damaged in a way that only a search shows.
         """
         try:
-            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
+            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N, vectors)
         except (RuntimeError, IndexError) as error:
             raise XcompatError(f"faiss cannot search the index: {reason_of(error)}; if memory is enough, {_DAMAGED}") from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
 
-    def _find(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None, vectors: Vectors | None) -> Found:
         """Return faiss's distances and rows."""
-        if kept_N is None:
-            if self._on_gpus is not self.index:
-                with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
-                    return self._on_gpus.search(queries_Qd, k)
-            return self.index.search(queries_Qd, k)
-        # on the CPU: faiss-gpu would leave the filter out of account
-        # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
-        search = getattr(self.index, "search_numpy", self.index.search)
+        if kept_N is not None:  # on the CPU: faiss-gpu would leave the filter out of account
+            return search_kept(self.index, queries_Qd, k, kept_N, vectors or self._own_vectors)
+        if self._on_gpus is not self.index:
+            with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
+                return self._on_gpus.search(queries_Qd, k)
+        return self.index.search(queries_Qd, k)
+
+    @cached_property
+    def _own_vectors(self) -> Vectors | None:
+        """What gives the index's own vectors; None if it gives none back, or none have to be given."""
+        if self.is_exact:
+            return None
         try:
-            return search(queries_Qd, k, params=_selecting(self.index, kept_N))
-        except RuntimeError:  # some indexes, such as plain product quantisers, cannot filter rows
-            return self._search_and_drop(queries_Qd, k, kept_N)
+            self.vectors(np.zeros(1, np.int64))
+        except RuntimeError:  # such as one whose transforms cannot be undone
+            return None
+        return self.vectors
 
     @cached_property
     def _on_gpus(self) -> Any:  # noqa: ANN401 - faiss has no types
         """The index on all GPUs; the index itself where it stays on the CPU."""
         return on_gpus(self.index)
-
-    def _search_and_drop(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Find enough rows that k are left after dropping those not kept."""
-        scores_QK, rows_QK = self.index.search(queries_Qd, min(self.rows, k + int((~kept_N).sum())))
-        dropped_QK = ~kept_N[rows_QK] | (rows_QK < 0)
-        order_Qk = np.argsort(dropped_QK, axis=1, kind="stable")[:, :k]
-        rows_QK[dropped_QK] = -1
-        return np.take_along_axis(scores_QK, order_Qk, 1), np.take_along_axis(rows_QK, order_Qk, 1)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d) float32; a quantised index returns them quantised."""
@@ -147,8 +146,9 @@ class FaissIndex:
         ivf = faiss.try_extract_index_ivf(self.index)
         if isinstance(ivf, faiss.IndexIVFFastScan):
             raise RuntimeError("of a fast-scan IVF faiss gives none back")  # faiss would abort the process
-        if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
-            ivf.make_direct_map()  # else each call scans every list
+        with self._alone:  # two threads must not both make the map
+            if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
+                ivf.make_direct_map()  # else each call scans every list
         return self.index.reconstruct_batch(rows_n)
 
     def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -211,30 +211,6 @@ def _say_if_overwritten() -> None:
             "faiss-cpu has overwritten files of faiss-gpu, so no GPU is used: "
             "`pip uninstall -y faiss-cpu faiss-gpu && pip install xcompat[gpu]`"
         )
-
-
-def _selecting(index: Any, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
-    """Return search parameters that let an index find only kept rows."""
-    import faiss
-
-    packed = np.packbits(kept_N, bitorder="little")
-    selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
-    selector.packed = packed  # faiss holds only a pointer to it
-    return _parameters(index, selector)
-
-
-def _parameters(index: Any, selector: Any) -> Any:  # noqa: ANN401
-    import faiss
-
-    index = faiss.downcast_index(index)
-    if isinstance(index, faiss.IndexPreTransform):
-        inner = _parameters(index.index, selector)
-        return faiss.SearchParametersPreTransform(index_params=inner)
-    if isinstance(index, faiss.IndexIVF):
-        return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe)
-    if isinstance(index, faiss.IndexHNSW):
-        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
-    return faiss.SearchParameters(sel=selector)
 
 
 def reason_of(error: Exception) -> str:

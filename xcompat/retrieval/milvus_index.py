@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
+from xcompat.retrieval.filtered_search import Found, Vectors
 from xcompat.retrieval.manifest import Metric, SegmentRecord
 from xcompat.retrieval.milvus_lite import load_collection
 
@@ -135,9 +136,13 @@ class MilvusIndex:
 
     @_answered
     def search(
-        self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
+        self,
+        queries_Qd: NDArray[np.float32],
+        k: int,
+        kept_N: NDArray[np.bool_] | None = None,
+        vectors: Vectors | None = None,
+    ) -> Found:
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; Milvus itself finds kept rows."""
         if k > FOUND_AT_MOST:
             raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")
         chosen: dict[str, Any] = {}

@@ -199,8 +199,7 @@ class Search:
         for number, segment in enumerate(self.segments):
             if segment.record.version != version.digest:
                 continue
-            kept_N = segment.kept if where is None else segment.matching(where)
-            scores_Qk, rows_Qk = segment.index.search(queries_Qd, min(top_k, segment.record.rows), kept_N)
+            scores_Qk, rows_Qk = segment.search(queries_Qd, top_k, where)
             parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
         joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
         return Candidates(*merge_candidates([joined], top_k, "raw")[:3])

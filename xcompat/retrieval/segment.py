@@ -16,6 +16,7 @@ from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
+from xcompat.retrieval.filtered_search import Found
 from xcompat.retrieval.integrity import MENDING, require_whole
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
@@ -136,6 +137,21 @@ class Segment:
     def metadata_text(self, rows_n: NDArray[np.int64]) -> list[str | None]:
         """Return the metadata of rows as JSON texts."""
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
+
+    def search(self, queries_Qd: NDArray[np.float32], k: int, where: dict[str, Any] | None) -> Found:
+        """Find the nearest rows of those that match a metadata filter and have not been removed.
+
+        Args:
+            queries_Qd: (Q, d) float32.
+            k: most rows per query.
+            where: as in :meth:`matching`; None for all.
+
+        Returns:
+            (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; k is the segment's rows at most.
+        """
+        kept_N = self.kept if where is None else self.matching(where)
+        vectors = self.vectors if VECTORS_FILE in self.record.files else None
+        return self.index.search(queries_Qd, min(k, self.record.rows), kept_N, vectors)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
         """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.

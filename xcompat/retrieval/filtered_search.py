@@ -1,0 +1,148 @@
+"""Search some rows of a faiss index: few of them one by one, more of them with as much more effort as there are more rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vectors: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+Found: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int64]]
+
+READ_AT_ONCE, HITS_AT_ONCE = 2**25, 2**22
+"""Bytes of vectors, and hits of several queries, that are in memory at once."""
+
+
+def search_kept(
+    index: Any,  # noqa: ANN401 - faiss has no types
+    queries_Qd: NDArray[np.float32],
+    k: int,
+    kept_N: NDArray[np.bool_],
+    vectors: Vectors | None,
+) -> Found:
+    """Find the nearest of the rows that are kept: min(k, kept) of them for each query.
+
+    A graph, or the nearest lists, hold few of the kept rows or none if these are few, and faiss looks no further by itself.
+
+    Args:
+        index: faiss's own index.
+        queries_Qd: (Q, d) float32.
+        k: number of rows per query.
+        kept_N: (N,) bool, rows that may be found.
+        vectors: gives the vectors of rows; None if nothing does, then fewer rows may be found.
+
+    Returns:
+        (Q, k) faiss's distances, the best first, and (Q, k) rows, -1 where there are no more.
+
+    Raises:
+        RuntimeError: faiss cannot search the index.
+    """
+    rows_n = np.flatnonzero(kept_N)
+    if vectors is not None and len(rows_n) <= _as_cheap(index, k, len(rows_n)):
+        return _compared(index, queries_Qd, k, rows_n, vectors)
+    # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
+    search = getattr(index, "search_numpy", index.search)
+    try:
+        distances_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(index, k, kept_N))
+    except RuntimeError:  # some indexes, such as plain product quantisers, cannot filter rows
+        if vectors is not None and 2 * len(rows_n) < len(kept_N):
+            return _compared(index, queries_Qd, k, rows_n, vectors)
+        distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N)
+    lacking_Q = (rows_Qk >= 0).sum(axis=1) < min(k, len(rows_n))
+    if vectors is not None and lacking_Q.any():
+        distances_Qk[lacking_Q], rows_Qk[lacking_Q] = _compared(index, queries_Qd[lacking_Q], k, rows_n, vectors)
+    return distances_Qk, rows_Qk
+
+
+def _as_cheap(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
+    """Return about how many vectors are compared one by one in the time of a search whose effort grows with what is dropped."""
+    import faiss
+
+    outer, index = index, _searching(index)
+    if isinstance(index, faiss.IndexIVF):  # up to here it would visit every list, and read as many bytes
+        return index.ntotal * index.nprobe / index.nlist * index.code_size / (4 * outer.d)
+    if isinstance(index, faiss.IndexHNSW):
+        # 100,000 vectors of 64 and 256 dimensions, HNSW32: a step took 3 to 4 µs, as long as 20 to 100 vectors read in order
+        return max(index.hnsw.efSearch, k) * index.ntotal / max(kept, 1) * index.hnsw.nb_neighbors(0)
+    return 0  # it compares every row, whichever are kept
+
+
+def _searching(index: Any) -> Any:  # noqa: ANN401
+    """Return the index inside transforms and refinements."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return _searching(index.index)
+    return _searching(index.base_index) if isinstance(index, faiss.IndexRefine) else index
+
+
+def _compared(
+    index: Any,  # noqa: ANN401
+    queries_Qd: NDArray[np.float32],
+    k: int,
+    rows_n: NDArray[np.int64],
+    vectors: Vectors,
+) -> Found:
+    """Compare the queries with the vectors of all rows, block by block."""
+    import faiss
+
+    best = faiss.ResultHeap(len(queries_Qd), k, keep_max=index.metric_type == faiss.METRIC_INNER_PRODUCT)
+    size = max(1, READ_AT_ONCE // (4 * index.d))
+    for start in range(0, len(rows_n), size):
+        rows_b = rows_n[start : start + size]
+        distances_Qk, places_Qk = faiss.knn(queries_Qd, np.ascontiguousarray(vectors(rows_b)), k, index.metric_type)
+        best.add_result(distances_Qk, np.where(places_Qk < 0, -1, rows_b[places_Qk]))
+    best.finalize()
+    return best.D, best.I
+
+
+def _search_and_drop(
+    index: Any,  # noqa: ANN401
+    queries_Qd: NDArray[np.float32],
+    k: int,
+    kept_N: NDArray[np.bool_],
+) -> Found:
+    """Find enough rows that k are left after dropping those not kept."""
+    more = max(k, min(index.ntotal, k + int((~kept_N).sum())))
+    size = max(1, HITS_AT_ONCE // more)
+    distances_Qk, rows_Qk = np.empty((len(queries_Qd), k), np.float32), np.empty((len(queries_Qd), k), np.int64)
+    for start in range(0, len(queries_Qd), size):
+        here = slice(start, start + size)
+        distances_QK, rows_QK = index.search(queries_Qd[here], more)
+        dropped_QK = ~kept_N[rows_QK] | (rows_QK < 0)
+        rows_QK[dropped_QK] = -1
+        order_Qk = np.argsort(dropped_QK, axis=1, kind="stable")[:, :k]
+        distances_Qk[here], rows_Qk[here] = (np.take_along_axis(each, order_Qk, 1) for each in (distances_QK, rows_QK))
+    return distances_Qk, rows_Qk
+
+
+def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
+    """Return search parameters that let an index find only kept rows, and look at as many of them as it does of all."""
+    import faiss
+
+    packed = np.packbits(kept_N, bitorder="little")
+    selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
+    selector.packed = packed  # faiss holds only a pointer to it
+    return _parameters(index, selector, k, len(kept_N) / max(int(kept_N.sum()), 1))
+
+
+def _parameters(index: Any, selector: Any, k: int, more: float) -> Any:  # noqa: ANN401
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        inner = _parameters(index.index, selector, k, more)
+        return faiss.SearchParametersPreTransform(index_params=inner)
+    if isinstance(index, faiss.IndexRefine):
+        inner = _parameters(index.base_index, selector, k, more)
+        return faiss.IndexRefineSearchParameters(k_factor=index.k_factor, base_index_params=inner)
+    if isinstance(index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, math.ceil(index.nprobe * more)))
+    if isinstance(index, faiss.IndexHNSW):
+        effort = math.ceil(max(index.hnsw.efSearch, k) * more)
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=min(index.ntotal, effort))
+    return faiss.SearchParameters(sel=selector)
