@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +463,19 @@ def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=64") == exact
     with pytest.raises(XcompatError, match="do not fit the index"):
         found(gallery, vectors(3, 1), 5, parameters="nprobes=64")
+
+
+def test_search_parameters_hold_for_one_search(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")
+    gallery.add(vectors(12_000), names(12_000))
+    gallery.commit()
+    queries = vectors(20, 1)
+    alone = {effort: found(gallery, queries, 5, parameters=effort) for effort in (None, "nprobe=1", "nprobe=64")}
+    assert found(gallery, queries, 5) == alone[None] and len({str(hits) for hits in alone.values()}) == 3
+    efforts = [*alone] * 20
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda effort: found(gallery, queries, 5, parameters=effort), efforts))
+    assert together == [alone[effort] for effort in efforts], "threads that search at once have each their own"
 
 
 def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -127,8 +128,6 @@ class Search:
         """Search all versions; the arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
-        if parameters is not None:
-            self._set_parameters(parameters)
         views = query_views(model, embeds_QD, self.manifest)
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
         asked = []
@@ -145,30 +144,33 @@ class Search:
             asked.append(Queries(version, queries_Qd, sample_QS))
         if not asked:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
-        hits = (
-            self._ranked(asked, top_k, where, merge) if group_by is None else self._grouped(asked, top_k, where, merge, group_by)
-        )
+        ranked = partial(self._ranked, where=where, merge=merge, parameters=parameters)
+        hits = ranked(asked, top_k) if group_by is None else self._grouped(ranked, asked, top_k, group_by)
         if confidence_Q is None:
             return hits
         sure = zip(hits, confidence_Q.tolist(), strict=True)
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
-    def _ranked(self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge) -> list[list[Hit]]:
+    def _ranked(
+        self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge, parameters: str | None
+    ) -> list[list[Hit]]:
         """Return the k best hits of each query."""
         found = [
-            self._candidates(queries.version, queries.embeds_Qd, k, where)._replace(sample_QS=queries.sample_QS)
+            self._candidates(queries.version, queries.embeds_Qd, k, where, parameters)._replace(sample_QS=queries.sample_QS)
             for queries in asked
         ]
         return self._hits(merge_candidates(found, k, merge), with_standing=len(found) > 1 and merge != "raw")
 
-    def _grouped(self, asked: list[Queries], top_k: int, where: dict[str, Any] | None, merge: Merge, key: str) -> list[list[Hit]]:
+    def _grouped(
+        self, ranked: Callable[[list[Queries], int], list[list[Hit]]], asked: list[Queries], top_k: int, key: str
+    ) -> list[list[Hit]]:
         """Return each query's best hits of different groups: look through more and more hits until there are enough groups."""
         best: list[list[Hit]] = [[] for _ in asked[0].embeds_Qd]
         open_n, k, most = np.arange(len(best)), top_k, max(top_k, GROUPED_AT_MOST)
         while len(open_n):
             k, wanting = min(k * GROUPED_HITS, most), []
             for part in np.array_split(open_n, -(-len(open_n) * k // HITS_AT_ONCE)):
-                found = self._ranked([queries.of(part) for queries in asked], k, where, merge)
+                found = ranked([queries.of(part) for queries in asked], k)
                 for row, hits in zip(part.tolist(), found, strict=True):
                     best[row] = best_of_groups(hits, key)[:top_k]
                     if len(best[row]) < top_k and len(hits) == k:
@@ -181,25 +183,22 @@ class Search:
                 break
         return best
 
-    def _set_parameters(self, parameters: str) -> None:
-        """Set the search effort of the approximate indexes; if there are none, of the exact ones, which refuse it."""
-        indexes = [segment.index for segment in self.segments]
-        for index in [index for index in indexes if not index.is_exact] or indexes:
-            index.set_parameters(parameters)
-
     def _candidates(
         self,
         version: VersionRecord,
         queries_Qd: NDArray[np.float32],
         top_k: int,
         where: dict[str, Any] | None,
+        parameters: str | None,
     ) -> Candidates:
-        """Find the nearest items of one version."""
+        """Find the nearest items of one version; a search effort is for the approximate indexes, unless there are none."""
         parts = []
+        all_exact = parameters is not None and all(segment.index.is_exact for segment in self.segments)  # these refuse it
         for number, segment in enumerate(self.segments):
             if segment.record.version != version.digest:
                 continue
-            scores_Qk, rows_Qk = segment.search(queries_Qd, top_k, where)
+            effort = None if segment.index.is_exact and not all_exact else parameters
+            scores_Qk, rows_Qk = segment.search(queries_Qd, top_k, where, effort)
             parts.append(Candidates(scores_Qk, np.full_like(rows_Qk, number), rows_Qk))
         joined = Candidates(*(np.concatenate([part[place] for part in parts], axis=1) for place in range(3)))
         return Candidates(*merge_candidates([joined], top_k, "raw")[:3])

@@ -87,6 +87,7 @@ class Segment:
         self.record = record
         self._backend = backend
         self._matched: dict[str, NDArray[np.bool_]] = {}
+        self._last_tuned: tuple[str, VectorIndex] | None = None
 
     def __len__(self) -> int:
         """Return the number of embeddings, without removed ones."""
@@ -95,9 +96,21 @@ class Segment:
     @cached_property
     def index(self) -> VectorIndex:
         """The index that searches the vectors."""
+        return self._open()
+
+    def _open(self) -> VectorIndex:
         if INDEX_FILE in self.record.files:
             self._file(INDEX_FILE)
         return self._backend.open(self.record, self.folder)
+
+    def _tuned(self, parameters: str) -> VectorIndex:
+        """Open the index once more for a search effort: searches at the same time may have others. The last one is kept."""
+        tuned = self._last_tuned  # read once: another thread may replace it
+        if tuned is None or tuned[0] != parameters:
+            tuned = parameters, self._open()
+            tuned[1].set_parameters(parameters)
+            self._last_tuned = tuned
+        return tuned[1]
 
     def _file(self, name: str) -> Path:
         """Return a file's path after comparing the file with its checksum."""
@@ -138,20 +151,24 @@ class Segment:
         """Return the metadata of rows as JSON texts."""
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
 
-    def search(self, queries_Qd: NDArray[np.float32], k: int, where: dict[str, Any] | None) -> Found:
+    def search(
+        self, queries_Qd: NDArray[np.float32], k: int, where: dict[str, Any] | None = None, parameters: str | None = None
+    ) -> Found:
         """Find the nearest rows of those that match a metadata filter and have not been removed.
 
         Args:
             queries_Qd: (Q, d) float32.
             k: most rows per query.
             where: as in :meth:`matching`; None for all.
+            parameters: search effort of this search alone; None for that of the index.
 
         Returns:
             (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; k is the segment's rows at most.
         """
         kept_N = self.kept if where is None else self.matching(where)
         vectors = self.vectors if VECTORS_FILE in self.record.files else None
-        return self.index.search(queries_Qd, min(k, self.record.rows), kept_N, vectors)
+        index = self.index if parameters is None else self._tuned(parameters)
+        return index.search(queries_Qd, min(k, self.record.rows), kept_N, vectors)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
         """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.

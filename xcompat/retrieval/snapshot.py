@@ -137,7 +137,7 @@ class Snapshot:
             top_k: most hits per query.
             where: keys and values (or lists of accepted values) that an item's metadata must have.
             merge: how to rank hits of several versions, see :func:`~xcompat.retrieval.searching.merge_candidates`.
-            parameters: search effort of approximate indexes, such as ``nprobe=32,efSearch=128``.
+            parameters: search effort of approximate indexes in this search, such as ``nprobe=32,efSearch=128``.
             old_queries: queries of the old model, used where the new model is not sure.
             group_by: key of the metadata, such as ``document``: of each of its values only the best item is a hit, and items
                 without it are hits of their own. There are ``top_k`` hits if the 16,384 nearest items are of so many groups.
