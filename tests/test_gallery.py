@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +127,31 @@ def test_filters_are_exact(make: Make) -> None:
     some = {"item 7": stored["item 7"], "item 8": stored["item 8"]}
     assert found(gallery, vectors(3, 1), 5, where={"n": [7, 8, 99]}) == naive(some, vectors(3, 1), 5)
     assert found(gallery, vectors(3, 1), 5, where={"colour": "mauve"}) == [[], [], []]
+
+
+def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    abouts = [{"c": "red", "y": 2020, "t": [1, 2]}, {"c": "blue", "y": "2020"}, {"c": "green", "y": 2021, "t": [[1]]}]
+    gallery.add(vectors(3), names(3), abouts)
+    gallery.commit()
+
+    def left(where: dict[str, Any]) -> set[int]:
+        return {int(name.split()[1]) for name in found(gallery, vectors(1, 1), 3, where=where)[0]}
+
+    for kind in (tuple, set, frozenset, np.array, list):
+        assert left({"c": kind(["red", "blue"])}) == {0, 1}, kind
+    assert left({"y": np.int64(2020)}) == {0} and left({"y": "2020"}) == {1} and left({"y": np.array(2020)}) == {0}
+    assert left({"y": range(2019, 2022)}) == {0, 2} and left({"t": [(1, 2)]}) == {0} and left({"t": None}) == {1}
+    assert left({"c": np.str_("red")}) == {0} and left({"c": ()}) == set()
+    for where, said in (
+        ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date, which no metadata are; give texts, numbers"),
+        ({"c": [b"red"]}, "the filter of 'c' holds a bytes"),
+        ({"c": (each for each in "ab")}, "the filter of 'c' holds a generator"),
+        ({7: "red"}, "the filter {7: 'red'} is no dictionary of metadata's keys; write such as {'colour': 'red'}"),
+        ("c=red", "the filter 'c=red' is no dictionary"),
+    ):
+        with pytest.raises(XcompatError, match=re.escape(said)):
+            left(where)
 
 
 def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:

@@ -15,7 +15,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, VersionRecord
-from xcompat.retrieval.segment import Segment
+from xcompat.retrieval.segment import Segment, plain_filter
 from xcompat.retrieval.versions import as_float32, query_confidence, query_views
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class Search:
         """Search all versions; the arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
+        where = None if where is None else plain_filter(where)
         views = query_views(model, embeds_QD, self.manifest)
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
         asked = []

@@ -174,12 +174,12 @@ class Segment:
         """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.
 
         Args:
-            where: key -> required value, or a list of accepted values.
+            where: key -> required value, or a list of accepted values, as :func:`plain_filter` returns it.
 
         Returns:
             (rows,) bool.
         """
-        asked = json.dumps(where, sort_keys=True, default=str)
+        asked = json.dumps(where, sort_keys=True)
         if asked not in self._matched:
             while len(self._matched) >= FILTERS_KEPT:
                 self._matched.pop(next(iter(self._matched)))
@@ -297,6 +297,38 @@ def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
     import pyarrow as pa
 
     return pa.array(np.asarray(rows_n, np.int64))
+
+
+def plain_filter(where: object) -> dict[str, Any]:
+    """Return a metadata filter in values as metadata hold them: tuples, sets and arrays as lists, numpy's values as Python's.
+
+    Args:
+        where: key -> required value, or accepted values.
+
+    Raises:
+        XcompatError: the filter is no dictionary, or holds what no metadata can be.
+
+    Example:
+        >>> plain_filter({"colour": ("red", "blue"), "year": np.int64(2020)})
+        {'colour': ['red', 'blue'], 'year': 2020}
+    """
+    if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
+        raise XcompatError(f"the filter {where!r} is no dictionary of metadata's keys; write such as {{'colour': 'red'}}")
+    return {key: _plain(value, key) for key, value in where.items()}
+
+
+def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's scalars too
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [_plain(each, key) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each, key) for name, each in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise XcompatError(
+        f"the filter of {key!r} holds a {type(value).__name__}, which no metadata are; give texts, numbers, True, False or None, "
+        "or a list of these"
+    )
 
 
 def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:

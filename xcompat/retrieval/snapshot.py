@@ -135,7 +135,7 @@ class Snapshot:
             embeds_QD: (Q, D) query embeddings as the model outputs them.
             model_or_fingerprint: the query model; with a fingerprint, embeddings are compared as they are.
             top_k: most hits per query.
-            where: keys and values (or lists of accepted values) that an item's metadata must have.
+            where: keys and values (or lists, tuples, sets or arrays of accepted values) that an item's metadata must have.
             merge: how to rank hits of several versions, see :func:`~xcompat.retrieval.searching.merge_candidates`.
             parameters: search effort of approximate indexes in this search, such as ``nprobe=32,efSearch=128``.
             old_queries: queries of the old model, used where the new model is not sure.
@@ -147,7 +147,8 @@ class Snapshot:
 
         Raises:
             FingerprintMismatchError: the model is not compatible with a stored version.
-            XcompatError: a query is zero, not finite or of another dimension, or ``top_k`` is less than 1.
+            XcompatError: a query is zero, not finite or of another dimension, ``top_k`` is less than 1, or ``where`` holds what
+                no metadata are.
         """
         with self.reading():
             return self._search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries, group_by)
