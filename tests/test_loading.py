@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -451,3 +452,51 @@ def test_two_pictures_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
         (folder / "captions.csv").write_text("image,caption\n0001.png,a shoe\n")
     with pytest.raises(XcompatError, match="two samples are called '0001.png'"):
         load_pairs(PairSource(path=[str(tmp_path / "shop-a"), str(tmp_path / "shop-b")]))
+
+
+@pytest.mark.parametrize("ids", [["7", None, "8", None], [7, None, 8, None], ["7", " ", "8", ""]])
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_rows_without_an_id_are_refused(tmp_path: Path, ids: list[Any], kind: str) -> None:
+    columns = {"image": [png(n) for n in range(4)], "caption": list("abcd"), "id": ids, "sku": range(4)}
+    if kind == "parquet":
+        pd.DataFrame(columns).to_parquet(tmp_path / "set.parquet")  # which makes numbers with gaps floats
+    else:
+        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
+    path = str(tmp_path / ("set.parquet" if kind == "parquet" else "set"))
+    with pytest.raises(XcompatError, match=r"row 1 has no id, as 2 of 4 have none; fill the column"):
+        load_pairs(path)
+    assert load_pairs(PairSource(path=path, id_column="sku"))["id"][:] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_images_of_a_table_without_an_id_are_refused(tmp_path: Path, suffix: str) -> None:
+    folder = make_folder(tmp_path / "set")
+    rows = [("pics/00.png", "a", "7"), ("pics/01.png", "b", None), ("pics/02.png", "c", " "), ("pics/01.png", "d", None)]
+    table = pd.DataFrame(rows, columns=["image", "caption", "sku"])
+    if suffix == "csv":
+        table.to_csv(folder / "captions.csv", index=False)
+    else:
+        table.to_json(folder / "captions.jsonl", orient="records", lines=True)
+    with pytest.raises(XcompatError, match=r"pics/01.png has no sku, as 2 of 3 images have none"):
+        load_pairs(PairSource(path=str(folder), id_column="sku"))
+
+
+def test_a_sample_of_a_shard_without_an_id_is_a_bad_one(tmp_path: Path) -> None:
+    samples = {f"k{n}": {**sample(n), "json": f'{{"sku": {n if n else "null"}}}'.encode()} for n in range(3)}
+    path = str(write_shard(tmp_path / "part.tar", samples))
+    with pytest.raises(XcompatError, match=r"k0.*empty json\.sku"):
+        load_pairs(PairSource(path=path, id_column="json.sku"))
+    assert load_pairs(PairSource(path=path, id_column="json.sku", max_bad_share=0.5))["id"][:] == ["1", "2"]
+
+
+def test_one_id_of_two_pictures_is_said_unless_the_column_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def load(images: list[int], **options: str) -> str:
+        columns = {"image": [png(n) for n in images], "caption": list("abc"), "id": ["x", "y", "x"]}
+        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
+        caplog.clear()
+        load_pairs(PairSource(path=str(tmp_path / "set"), **options))
+        return caplog.text
+
+    assert not load([0, 1, 0]), "captions of one picture"
+    assert "rows 0 and 2 have the id 'x' and different pictures, which count as one item" in load([0, 1, 2])
+    assert not load([0, 1, 2], id_column="id")

@@ -59,6 +59,13 @@ def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.Cap
     assert "2 of 26 rows lack a text and are left out, such as" in said and "line 25" in said.replace("\n", "")
 
 
+def test_a_pair_without_an_id_is_refused(pairs_file: str) -> None:
+    with Path(pairs_file).open("a") as file:
+        file.write(json.dumps(ROWS[0] | {"about": None}) + "\n")
+    with pytest.raises(XcompatError, match=r"line 25 has no about; fill it, or leave the row out"):
+        load_text_pairs(TextPairSource(path=pairs_file, id_column="about"))
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

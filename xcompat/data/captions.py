@@ -21,6 +21,7 @@ from xcompat.data.schema import (
     LABEL,
     LABEL_COLUMNS,
     captions_of,
+    is_blank,
     pick_column,
 )
 from xcompat.data.sources import PairSource, has_suffix, image_files
@@ -45,7 +46,7 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         Rows in order of first appearance, each with the path of its image.
 
     Raises:
-        XcompatError: the file cannot be read, is empty, lacks a column, or names images that do not exist.
+        XcompatError: the file cannot be read, is empty, lacks a column or an id, or names images that do not exist.
     """
     table = _read_table(file)
     where, columns = str(file), [str(column) for column in table.columns]
@@ -59,10 +60,10 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     names = [str(name) for name in table[image].drop_duplicates()]
+    ids = _own_ids(file, sample_id, names, grouped[sample_id]) if sample_id else names
     folder = _folder_of(file, names)
-    for name in names:
-        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}}
-        row[ID] = str(grouped[sample_id][name][0]) if sample_id else name
+    for name, own_id in zip(names, ids, strict=True):
+        row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: own_id}
         if caption:
             row[CAPTION] = [text for value in grouped[caption][name] for text in captions_of(value)]
             if not row[CAPTION]:
@@ -172,6 +173,17 @@ def _person_and_camera(file: Path) -> tuple[str, str]:
             "rename it, move it away, or set another format"
         )
     return found[1], found[2]
+
+
+def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) -> list[str]:
+    """Return the first id in the rows of each image, or raise if there are images without."""
+    found = [next((str(value) for value in values[name] if not is_blank(value)), None) for name in names]
+    if lacking := [name for name, own in zip(names, found, strict=True) if own is None]:
+        raise XcompatError(
+            f"{file}: {lacking[0]} has no {column}, as {len(lacking):,} of {len(names):,} images have none; fill the column, or "
+            "name another under id_column"
+        )
+    return [own for own in found if own is not None]
 
 
 def _one_value(values: list[Any], where: str, what: str, means: str) -> str:

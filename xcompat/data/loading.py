@@ -312,6 +312,8 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     """Select, rename and cast the columns of a data set that has its own."""
     import datasets
 
+    from xcompat.data.ids import require_ids
+
     if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
         dataset = dataset._resolve_features()  # reads one batch; columns cannot be cast without their types
     wanted = (source.image_column, source.caption_column, source.id_column, source.label_column, source.camera_column)
@@ -326,6 +328,8 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     if CAMERA in picked:
         dataset = dataset.cast_column(CAMERA, datasets.Value("string"))
     if ID in picked:
+        if isinstance(dataset, datasets.Dataset):
+            require_ids(dataset, picked[ID], source)
         return dataset.cast_column(ID, datasets.Value("string"))
     if isinstance(dataset, datasets.Dataset):
         # labelled queries leave out the gallery's image of their own id, which row 7 of another split is not

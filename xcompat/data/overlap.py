@@ -32,6 +32,19 @@ def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
     return sum(_digest(test, row) in trained for row, _ in asked)
 
 
+def same_picture(one: tuple[datasets.Dataset, int], other: tuple[datasets.Dataset, int]) -> bool:
+    """Return whether two rows, each of a data set, hold the same picture byte by byte; so do those of which one is missing.
+
+    Example:
+        >>> import datasets
+        >>> pictures = datasets.Dataset.from_dict({"image": [{"bytes": each, "path": None} for each in (b"a", b"b", b"a")]})
+        >>> [same_picture((pictures, 0), (pictures, row)) for row in range(3)]
+        [True, False, True]
+    """
+    sizes = [next(iter(_sizes(dataset.select([row]))), None) for dataset, row in (one, other)]
+    return None in sizes or (sizes[0] == sizes[1] and _digest(*one) == _digest(*other))
+
+
 def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
     """Yield row and size in bytes of every picture that is there."""
     row = 0

@@ -74,3 +74,13 @@ def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], w
         if name in columns:
             return name
     raise XcompatError(f"{where} has no column named {' or '.join(known[:2])} (it has {', '.join(columns)}); set {what}")
+
+
+def is_blank(value: object) -> bool:
+    """Return whether a cell is empty: None, NaN, or white space alone. As ids, such cells would all be one.
+
+    Example:
+        >>> [is_blank(value) for value in (None, float("nan"), " ", 0, "7")]
+        [True, True, True, False, False]
+    """
+    return value is None or value != value or not str(value).strip()  # NaN is not itself

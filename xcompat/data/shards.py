@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from xcompat.data.addresses import is_address, opened, shown, why
 from xcompat.data.problems import Problems
-from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of
+from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of, is_blank
 from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
 from xcompat.progress import notice
@@ -69,7 +69,7 @@ class ShardColumns:
             if not sample.get(name):
                 raise _SampleError(f"no {name}")
             row[IMAGE] = {"bytes": sample[name], "path": f"{sample['__key__']}.{name}"}
-        row[ID] = str(_member(sample, self.id)) if self.id else sample["__key__"]
+        row[ID] = self._id(sample, self.id) if self.id else sample["__key__"]
         if self.with_caption:
             row[CAPTION] = self._captions(sample)
         if self.label:
@@ -77,6 +77,12 @@ class ShardColumns:
         if self.camera:
             row[CAMERA] = self._camera(sample, self.camera)
         return row
+
+    def _id(self, sample: dict[str, Any], name: str) -> str:
+        value = _member(sample, name)
+        if is_blank(value):
+            raise _SampleError(f"empty {name}")
+        return str(value)
 
     def _label(self, sample: dict[str, Any], name: str) -> int | str:
         value = _member(sample, name)

@@ -62,7 +62,8 @@ class ImageSource(DataSource):
         format: the format of the files; ``auto`` finds out, except for ``market1501``: images that are named as in Market-1501
             (``0002_c1s1_000451_03.jpg`` is person 0002 by camera 1).
         image_column: the column (webdataset: the member) with the image; unless given, found by name or type.
-        id_column: the column with the sample's id; the file name, ``__key__`` or row number unless given.
+        id_column: the column with the sample's id, which no row may lack; the file name, ``__key__``, a column ``id`` or the row
+            number unless given.
         label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
         camera_column: the column with what took the image. A query then does not find items of its own class and camera, as in
             re-identification.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.pairs import DrawnDataset, RowArray
-from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, pick_column
+from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, is_blank, pick_column
 from xcompat.data.sources import TextPairSource
 from xcompat.data.texts import open_rows, rows_of
 from xcompat.errors import XcompatError
@@ -81,11 +81,13 @@ def _pairs(
         if source.negative_column is not None:
             pick_column(source.negative_column, (), columns, "negative_column", where)
             pair[NEGATIVES] = [text for text in captions_of(row[source.negative_column]) if text != pair[PASSAGE]]
-        if source.id_column is not None:
-            pair[ID] = str(row[pick_column(source.id_column, (), columns, "id_column", where)])
         if not (pair[QUERY] and pair[PASSAGE] and (pair[NEGATIVES] or source.negative_column is None)):
             record["lacking"].append(where)
             continue
+        if source.id_column is not None:
+            if is_blank(value := row[pick_column(source.id_column, (), columns, "id_column", where)]):
+                raise XcompatError(f"{where} has no {source.id_column}; fill it, or leave the row out")
+            pair[ID] = str(value)
         record["kept"] += 1
         yield pair
 
