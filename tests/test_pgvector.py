@@ -100,6 +100,27 @@ def test_a_stream_gives_every_row_once(postgres: str, database: Any, vectors: np
     np.testing.assert_allclose(rows, vectors, atol=1e-3 if "half" in kind else 0)
 
 
+@pytest.mark.parametrize(
+    "index", ["hnsw (embedding vector_cosine_ops)", "ivfflat (embedding vector_cosine_ops) WITH (lists = 20)"]
+)
+def test_an_index_gives_as_many_hits_as_are_asked_for(postgres: str, database: Any, index: str) -> None:
+    """More than pgvector looks at by itself, and those that fit a condition; what is set for that ends with the search."""
+    database.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, price int, embedding vector({OLD_DIM}))")
+    rows = [(row, row % 100, text(vector)) for row, vector in enumerate(unit_vectors(2000, OLD_DIM))]
+    database.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
+    database.execute(f"CREATE INDEX ON items USING {index}")
+    queries = unit_vectors(2, OLD_DIM) + 0.1
+    for asked in (queries, queries[:1]):
+        store = opened(f"{postgres}&options=-cenable_seqscan%3Doff")
+        assert [len(each) for each in store.search(asked, 300)] == [300] * len(asked)
+        found = store.search(asked, 20, "price = 7")
+        assert [len({hit.id for hit in each}) for each in found] == [20] * len(asked)
+        assert all(scores == sorted(scores, reverse=True) for scores in ([hit.score for hit in each] for each in found))
+        kinds = ("hnsw.ef_search", "hnsw.iterative_scan", "ivfflat.iterative_scan")
+        shown = [store.connection.execute(f"SHOW {name}").fetchone()[0] for name in kinds]  # type: ignore[attr-defined]
+        assert shown == ["40", "off", "off"]
+
+
 # ----------------------------------------------------------------------------------------------------- migration
 
 

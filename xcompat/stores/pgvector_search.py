@@ -1,9 +1,9 @@
-"""Searches in PostgreSQL, each in one statement, which also tells whether its column is still the one that was looked at."""
+"""Searches in PostgreSQL, each one round trip, which also tells whether its column is still the one that was looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +19,26 @@ from xcompat.stores.pgvector_client import Client
 from xcompat.stores.pgvector_records import Records
 
 OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
+_ITERATES = "(SELECT (string_to_array(extversion, '.'))[1:2]::int[] >= ARRAY[0, 8] FROM pg_extension WHERE extname = 'vector')"
+"""Whether pgvector can go on in an index until enough rows fit a condition."""
+_KNOWN = "coalesce(nullif(current_setting('hnsw.ef_search', true), '')::int, 40)"
+"""What is set, or pgvector's own number before it is loaded."""
+_WIDE = f"SELECT set_config('hnsw.ef_search', least(1000, greatest({_KNOWN}, %s))::text, true)"
+"""Sets for one transaction how many candidates HNSW keeps, which are as many as it finds: no fewer than are asked for."""
+_ITERATIVE = "".join(f", set_config('{kind}.iterative_scan', 'relaxed_order', true)" for kind in ("hnsw", "ivfflat"))
+_ASKED = """
+SELECT * FROM (SELECT {}::text, {}, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s) AS found (id, away, said)
+ORDER BY away + 0
+"""
+"""With a sum, since an index claims to have sorted the distances, and one that goes on has not quite."""
 
 
 class _Seen(NamedTuple):
-    """A column as it was looked at, and what was written down of all columns then."""
+    """A column as it was looked at, what was written down of all columns then, and whether indexes go on for a condition."""
 
     said: str | None
     space: Space
+    iterates: bool
 
 
 class Searches:
@@ -70,8 +83,9 @@ class Searches:
                     return hits
         hits = None
         while hits is None:
-            said = self.client.ask(sql.SQL("SELECT {}").format(self.records.said("spaces")))[0][0]
-            seen = _Seen(said, self.look()[name])
+            asked = sql.SQL("SELECT {}, {}").format(self.records.said("spaces"), sql.SQL(_ITERATES))
+            said, iterates = self.client.ask(asked)[0]
+            seen = _Seen(said, self.look()[name], iterates)
             if self.records.exists:  # else nothing would tell that it has changed
                 self._seen[name] = seen
             hits = self._found(seen, queries(seen.space), top_k, filter)
@@ -83,22 +97,20 @@ class Searches:
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")
         distance = sql.SQL("{} {} %s::vector{}").format(column, sql.SQL(OPERATORS[self.metric]), half)
         where = sql.SQL(f"AND ({filter.replace('%', '%%')})") if filter else sql.SQL("")
-        asked = sql.SQL("SELECT {}::text, {}, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s").format(
-            sql.Identifier(self.key), distance, self.records.said("spaces"), self.table, column, where
-        )
-
-        given = [(Vector(query_D), top_k) for query_D in queries_QD]
-        found = self.client.again(lambda: self._rows(asked, given))
+        asked = sql.SQL(_ASKED).format(sql.Identifier(self.key), distance, self.records.said("spaces"), self.table, column, where)
+        wide = sql.SQL(_WIDE + _ITERATIVE * seen.iterates)
+        found = self.client.again(lambda: self._rows(wide, asked, queries_QD, top_k))
         if any(said != seen.said for each in found for _, _, said in each):
             return None
         version = seen.space.fingerprint or UNKNOWN
         return [[Hit(item, self._score(float(away)), version, None) for item, away, _ in each] for each in found]
 
-    def _rows(self, asked: sql.Composed, given: list[tuple[Vector, int]]) -> list[list[Any]]:
+    def _rows(self, wide: sql.SQL, asked: sql.Composed, queries_QD: NDArray[np.float32], top_k: int) -> list[list[Any]]:
         connection = self.client.connection
-        with connection.pipeline() if len(given) > 1 else nullcontext():  # which takes longer than one question
-            asking = [connection.execute(asked, each) for each in given]
-            return [cursor.fetchall() for cursor in asking]
+        with connection.pipeline():  # one transaction, and one round trip
+            connection.execute(wide, (top_k,))
+            asking = [connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
+        return [cursor.fetchall() for cursor in asking]
 
     def _score(self, distance: float) -> float:
         return {"cosine": 1 - distance, "ip": -distance, "l2": -(distance**2)}[self.metric]
