@@ -257,6 +257,11 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
     for where, expected in (("year=2020", {"a", "b"}), ("new=true", {"a"}), ("year=1999", {"c"}), ("year=", set())):
         code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, "--where", where)
         assert code == 0 and {text for text in texts if f"item-{text}" in out} == expected, where
+    several = ("--where", "year=1999", "--where", "new=true", "--where", "year=2020")
+    code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, *several)
+    assert code == 0 and {text for text in texts if f"item-{text}" in out} == {"a"}, "any year of these, and new"
+    code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, *several[:2], *several[4:])
+    assert code == 0 and {text for text in texts if f"item-{text}" in out} == {"a", "b", "c"}
     code, _, err = run("search", gallery.path, "a dog", "--model", old_folder, "--where", "year")
     assert code == 2 and "filter 'year' is not KEY=VALUE" in err
 

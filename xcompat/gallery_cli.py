@@ -109,7 +109,9 @@ def search(
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
     where: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE that a hit's metadata must have; of a store, a condition in its own language."),
+        typer.Option(
+            help="KEY=VALUE of a hit's metadata; of several values of one key, any. Of a store, a condition in its own language."
+        ),
     ] = None,
     group_by: Annotated[
         str | None,

@@ -20,7 +20,7 @@ from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT, Manifest
-from xcompat.retrieval.showing import Found, short, wanted_values
+from xcompat.retrieval.showing import Found, short, wanted_metadata
 from xcompat.retrieval.versions import fits, require_views
 from xcompat.spreading import Spread, led
 
@@ -144,7 +144,7 @@ def search(
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
 
-    wanted, model = dict(map(wanted_values, where)) or None, asking(embedder)
+    wanted, model = wanted_metadata(where) or None, asking(embedder)
     require_views(model, gallery.manifest)  # refuse before anything is embedded
     if fallback is not None:
         fallback.require(model, gallery.manifest)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.table import Table
@@ -133,20 +134,25 @@ def short(version: Fingerprint) -> str:
     return str(Fingerprint(version.digest, public_name(version.name)))
 
 
-def wanted_values(pair: str) -> tuple[str, list[Any]]:
-    """Return the key of a filter ``KEY=VALUE`` and the accepted values: the text, and what it means as JSON.
+def wanted_metadata(pairs: Iterable[str]) -> dict[str, list[Any]]:
+    """Return a metadata filter typed as ``KEY=VALUE``: of several values of one key, any; keys must all fit.
+
+    Args:
+        pairs: each accepts the text, and what it means as JSON.
 
     Raises:
-        XcompatError: the filter has no ``=`` or no key.
+        XcompatError: a filter has no ``=`` or no key.
 
     Example:
-        >>> wanted_values("colour=red"), wanted_values("year=2020"), wanted_values("in stock=true")
-        (('colour', ['red']), ('year', ['2020', 2020]), ('in stock', ['true', True]))
+        >>> wanted_metadata(["colour=red", "colour=blue", "year=2020"])
+        {'colour': ['red', 'blue'], 'year': ['2020', 2020]}
     """
-    key, equals, text = pair.partition("=")
-    if not (key and equals):
-        raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; write such as colour=red")
-    try:
-        return key, [text, json.loads(text)]
-    except json.JSONDecodeError:
-        return key, [text]
+    wanted: dict[str, list[Any]] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; write such as colour=red")
+        wanted.setdefault(key, []).append(text)
+        with suppress(json.JSONDecodeError):
+            wanted[key].append(json.loads(text))
+    return wanted

@@ -10,7 +10,7 @@ from PIL.Image import Image
 
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.showing import short, wanted_values
+from xcompat.retrieval.showing import short, wanted_metadata
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.failing import told
 from xcompat.serve.rendering import link, picture_uri, read, render, rest_of, words_of
@@ -156,10 +156,7 @@ def answer(site: Site, asked: Asked) -> str:
     """Search with every model, and return what the page shows."""
     shelf = site.shelves[asked.gallery]
     query = _query(shelf, asked)
-    where: dict[str, Any] = {}
-    for pair in asked.where:
-        key, accepted = wanted_values(pair)
-        where.setdefault(key, []).extend(accepted)
+    where = wanted_metadata(asked.where)
     found = {side.label: _found(shelf, side, query, where) for side in site.sides}
     return render(
         "results.html.j2",

@@ -118,10 +118,9 @@ class GalleryStore(Store):
 def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(condition, str):
         return condition
-    from xcompat.retrieval.showing import wanted_values
+    from xcompat.retrieval.showing import wanted_metadata
 
-    key, values = wanted_values(condition)
-    return {key: values}
+    return wanted_metadata([condition])
 
 
 def open_store(uri: str) -> GalleryStore:
