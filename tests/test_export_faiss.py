@@ -19,6 +19,7 @@ from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.retrieval import Gallery
 
 NEW_DIM, OLD_DIM, ROWS = 16, 8, 1000
 LINEAR = ("procrustes", "ridge", "query_map")
@@ -115,6 +116,25 @@ def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) 
     mapped = (queries @ model.weight + model.bias).detach()
     assert (mapped.norm(dim=-1) - 1).abs().min() > 0.1, "the map changes lengths"
     np.testing.assert_array_equal(plain.search(mapped.numpy(), 10)[1], plain.search(model.view(queries).detach().numpy(), 10)[1])
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_queries_are_brought_to_the_length_of_vectors_that_were_never_normalised(compacted: bool, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    adopted = faiss.IndexFlatL2(OLD_DIM)
+    adopted.add(unit(ROWS, OLD_DIM, seed=1).numpy() * generator.uniform(6, 14, (ROWS, 1)).astype(np.float32))
+    faiss.write_index(adopted, str(tmp_path / "old.faiss"))
+    names = [str(row) for row in range(ROWS)]
+    gallery = Gallery.from_faiss(tmp_path / "gallery", tmp_path / "old.faiss", names, Fingerprint.from_string("old"))
+    if compacted:
+        gallery.remove(["7"])
+        gallery.commit()
+        gallery.compact()
+    model, queries = with_memory(build("ridge"), entries=0), unit(20, NEW_DIM, seed=2).numpy()
+    to_faiss(model, gallery.path, tmp_path / "new.faiss")
+    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries, 10)[1]
+    kept = np.delete(np.arange(ROWS), 7) if compacted else np.arange(ROWS)
+    assert kept[rows].tolist() == [[int(hit.id) for hit in hits] for hits in gallery.search(queries, model, 10)]
 
 
 def test_what_is_added_later_is_mapped_too(tmp_path: Path) -> None:

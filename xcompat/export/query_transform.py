@@ -25,8 +25,9 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     """Write an index of the old model that takes queries of the new one: a chain of transforms in front of the unchanged index.
 
     The chain computes ``model.view`` of queries of length 1 (penultimate features may have any): W·x + b, normalised, and again
-    for a metric. For inner products the length of a mapped query changes only its scores, not its ranking; for L2 it
-    changes both. Vectors are memory-mapped and copied only into the new file.
+    for a metric; then it brings them to the length of vectors that a gallery adopted and that were never normalised. For inner
+    products the length of a mapped query changes only its scores, not its ranking; for L2 it changes both. Vectors are
+    memory-mapped and copied only into the new file.
 
     Args:
         model: a model whose view is one linear layer: a closed form, a linear query map, or a model with more dimensions than its
@@ -42,7 +43,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     import faiss
 
     steps = linear_steps(model)
-    index_file = index_of(Path(index), model)
+    index_file, length = index_of(Path(index), model)
     require_replaceable(Path(out), MADE_BY, overwrite, [index_file])
     stored = map_faiss(index_file)
     old_dim, new_dim = steps[0][0].shape
@@ -53,11 +54,9 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
         )
     transforms = _normalised_inputs(model, new_dim)
     for weight_dD, bias_d in steps:
-        linear = faiss.LinearTransform(weight_dD.shape[1], old_dim, True)
-        faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
-        faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
-        linear.is_trained = True
-        transforms += [linear, faiss.NormalizationTransform(old_dim)]
+        transforms += [_linear(weight_dD, bias_d), faiss.NormalizationTransform(old_dim)]
+    if length != 1:
+        transforms.append(_linear(length * torch.eye(old_dim), torch.zeros(old_dim)))
     inner = stored
     if isinstance(stored, faiss.IndexPreTransform):  # keep one chain, so that a service's search parameters still fit
         transforms += [stored.chain.at(place) for place in range(stored.chain.size())]
@@ -70,8 +69,22 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
         write_faiss(chained, temporary)
 
 
-def index_of(source: Path, model: CompatModel) -> Path:
+def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss has no types
+    """Return the transform x ↦ W·x + b."""
+    import faiss
+
+    linear = faiss.LinearTransform(weight_dD.shape[1], weight_dD.shape[0], True)
+    faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
+    faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
+    linear.is_trained = True
+    return linear
+
+
+def index_of(source: Path, model: CompatModel) -> tuple[Path, float]:
     """Return the index file of a gallery whose embeddings the model is compatible with; any other path unchanged.
+
+    Returns:
+        The file, and the length to which the gallery brings queries; 1 where nothing says of another.
 
     Raises:
         XcompatError: the gallery holds another model's embeddings, or is not one index.
@@ -79,16 +92,17 @@ def index_of(source: Path, model: CompatModel) -> Path:
     if not source.is_dir():
         if source.is_file():  # opening a missing file raises later
             require_readable(source, vectors=False)
-        return source
+        return source, 1.0
     manifest = read_manifest(source)
     for version in manifest.present():
         model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
         raise XcompatError(f"{source} is not one faiss index; make it one with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
+    length = manifest.version(record.version).length
     if record.adopted is not None:
-        return index_of(Path(record.adopted), model)
-    return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE])
+        return index_of(Path(record.adopted), model)[0], length
+    return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE]), length
 
 
 def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
