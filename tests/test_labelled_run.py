@@ -21,6 +21,7 @@ from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.evaluation import Contestants, cmc
+from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.files import read_json
 from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
@@ -35,7 +36,7 @@ from xcompat.training.online import OnlineCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
-from xcompat.training.sections import EvaluationSettings
+from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.training.stage import StageData, StageModels
 
 CLASSES = ["ant", "bee", "cat", "dog"]
@@ -699,6 +700,32 @@ def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
             assert hit.is_hit == (hit.caption == example.query_text)
             red = np.asarray(hit.image)[..., 0].mean()
             assert CLASSES[round((red - 40) / 40)] == hit.caption, "each class has its own amount of red"
+
+
+def test_a_name_stands_for_one_picture_in_queries_and_gallery(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of a query is the query itself; what only has its name is another picture, of the same size in bytes or not."""
+    pictures = {"queries": {"copy": 1, "size": 2, "bytes": 3}, "all": {"copy": 1, "size": 44, "bytes": 5, "more": 6}}
+    for side, named in pictures.items():
+        (tmp_path / side / "ant").mkdir(parents=True)
+        for name, content in named.items():
+            pixels = Image.new("RGB", (content if name == "size" else 4, 4), (content, 0, 0))
+            pixels.save(tmp_path / side / "ant" / f"{name}.png")
+    paths = {side: {"path": str(tmp_path / side)} for side in pictures}
+    test = load_test_set(DataSettings(queries=paths["queries"], gallery=paths["all"]))
+    assert isinstance(test, LabelledTestSet)
+    assert test.gallery_ids == ["ant/bytes.png (gallery)", "ant/copy.png", "ant/more.png", "ant/size.png (gallery)"]
+    assert (
+        "2 of 4 images of the gallery have the id of a query and are different pictures, such as 'ant/bytes.png'" in caplog.text
+    )
+    itself = test.questions()[IMAGE_TO_IMAGE].own_id
+    assert sorted(filter(None, map(itself, range(3)))) == ["ant/copy.png"]
+    assert test.galleries()[0].ids == test.gallery_ids
+    monkeypatch.setattr("xcompat.data.overlap._digest", lambda _: pytest.fail("the same files are not read"))
+    for gallery in (None, paths["queries"]):
+        same = load_test_set(DataSettings(queries=paths["queries"], gallery=gallery))
+        assert isinstance(same, LabelledTestSet) and same.gallery_ids == list(same.queries.dataset["id"])
 
 
 def test_a_stage_that_maps_galleries_is_not_compared_on_the_unmapped_one(trained: dict[str, Any], tmp_path: Path) -> None:

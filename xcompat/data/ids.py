@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from xcompat.data.overlap import same_picture
+from xcompat.data.overlap import same_pictures
 from xcompat.data.schema import ID
 from xcompat.data.sources import PairSource
 from xcompat.errors import XcompatError
-from xcompat.progress import notice
+from xcompat.progress import notice, notice_once
 
 if TYPE_CHECKING:
     import datasets
@@ -60,8 +60,37 @@ def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, colum
     if not len(again_n):
         return
     one, other = int(first[codes_N[again_n[0]]]), int(again_n[0])
-    if not same_picture((dataset, one), (dataset, other)):
+    if not next(same_pictures(dataset, [one], dataset, [other])):
         notice(
             f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} and different pictures, "
             "which count as one item; if they are not, name the column that tells them apart under id_column"
         )
+
+
+def ids_beside(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str]:
+    """Return the ids of a gallery, in which an id of a query is that of the same picture: no query finds itself.
+
+    Pictures of two folders may have one name by chance, which is that of their path below the folder.
+
+    Args:
+        gallery: columns ``id``, each once, and ``image`` (undecoded).
+        queries: likewise.
+
+    Returns:
+        The ids, of which that of another picture than the query's is told apart.
+    """
+    ids, asked = list(gallery[ID]), {name: row for row, name in enumerate(queries[ID])}
+    rows = [row for row, name in enumerate(ids) if name in asked] if gallery is not queries else []
+    same = same_pictures(gallery, rows, queries, [asked[ids[row]] for row in rows])
+    others = [row for row, is_same in zip(rows, same, strict=True) if not is_same]
+    taken = {*ids, *asked}
+    if others:
+        notice_once(
+            f"{len(others):,} of {len(ids):,} images of the gallery have the id of a query and are different pictures, such as "
+            f"{ids[others[0]]!r}: they count as other items"
+        )
+    for row in others:
+        while ids[row] in taken:
+            ids[row] += " (gallery)"
+        taken.add(ids[row])
+    return ids

@@ -1,10 +1,10 @@
-"""Find pictures that are in two data sets, by their content: a test on training images flatters the model."""
+"""Find pictures that are in two data sets, by their content: a name may stand for two, and a picture have two names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,21 +28,42 @@ def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
     sizes = {size for _, size in _sizes(train)}
     asked = [(row, size) for row, size in _sizes(test) if size in sizes]
     wanted = {size for _, size in asked}
-    trained = {_digest(train, row) for row, size in _sizes(train) if size in wanted}
-    return sum(_digest(test, row) in trained for row, _ in asked)
+    trained = {_digest(train[row][IMAGE]) for row, size in _sizes(train) if size in wanted}
+    return sum(_digest(test[row][IMAGE]) in trained for row, _ in asked)
 
 
-def same_picture(one: tuple[datasets.Dataset, int], other: tuple[datasets.Dataset, int]) -> bool:
-    """Return whether two rows, each of a data set, hold the same picture byte by byte; so do those of which one is missing.
+def same_pictures(
+    one: datasets.Dataset, rows: Sequence[int], other: datasets.Dataset, other_rows: Sequence[int]
+) -> Iterator[bool]:
+    """Compare rows of one data set with as many of another, byte by byte; a picture that is missing is like any.
+
+    Only pictures of one size are read, and none that is the same file.
+
+    Args:
+        one: column ``image`` (undecoded).
+        rows: N rows.
+        other: likewise.
+        other_rows: N rows.
+
+    Yields:
+        Whether the pictures are the same.
 
     Example:
         >>> import datasets
         >>> pictures = datasets.Dataset.from_dict({"image": [{"bytes": each, "path": None} for each in (b"a", b"b", b"a")]})
-        >>> [same_picture((pictures, 0), (pictures, row)) for row in range(3)]
+        >>> list(same_pictures(pictures, [0, 0, 0], pictures, [0, 1, 2]))
         [True, False, True]
     """
-    sizes = [next(iter(_sizes(dataset.select([row]))), None) for dataset, row in (one, other)]
-    return None in sizes or (sizes[0] == sizes[1] and _digest(*one) == _digest(*other))
+    mine, others = (of.select_columns([IMAGE]).select(some) for of, some in ((one, rows), (other, other_rows)))
+    sizes, other_sizes = dict(_sizes(mine)), dict(_sizes(others))
+    for row in range(len(rows)):
+        if row not in sizes or row not in other_sizes:
+            yield True
+        elif sizes[row] != other_sizes[row]:
+            yield False
+        else:
+            image, likewise = mine[row][IMAGE], others[row][IMAGE]
+            yield image == likewise or _digest(image) == _digest(likewise)
 
 
 def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
@@ -59,8 +80,7 @@ def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
             row += 1
 
 
-def _digest(dataset: datasets.Dataset, row: int) -> bytes:
-    image = dataset[row][IMAGE]
+def _digest(image: dict[str, Any]) -> bytes:
     if image["bytes"] is not None:
         return xxhash.xxh3_128_digest(image["bytes"])
     with open(image["path"], "rb") as file:  # noqa: PTH123

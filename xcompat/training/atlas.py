@@ -109,7 +109,8 @@ def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: n
         assert isinstance(test, JudgedTestSet)
         direction, ids, asking = TEXT_TO_TEXT, old.query_ids, old.query_ids
         dataset, texts = None, test.texts()
-    stored = dataset[ID] if dataset is not None and len(dataset) != len(ids) else ids  # unreadable pictures are left out
+    every = test.gallery_ids if isinstance(test, LabelledTestSet) else dataset[ID] if dataset is not None else ids
+    stored = every if len(every) != len(ids) else ids  # unreadable pictures are left out
     place_of = {name: place for place, name in reversed(list(enumerate(stored)))}
     query_of = {name: row for row, name in enumerate(asking)} if asking is not ids else {}
     for row in rows_P.tolist():

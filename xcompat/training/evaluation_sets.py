@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from xcompat.data import (
     open_image,
     select,
 )
+from xcompat.data.ids import ids_beside
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
 from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
@@ -167,11 +169,16 @@ class LabelledTestSet(EvaluationSet):
 
     Args:
         queries: the images to search with.
-        gallery: the images to search; a query that is in it does not find itself.
+        gallery: the images to search; a query that is in it, under its own id, does not find itself.
     """
 
     queries: LabelledImages
     gallery: LabelledImages
+
+    @cached_property
+    def gallery_ids(self) -> list[str]:
+        """The ids of the gallery, none of which is a query's unless the pictures are the same."""
+        return ids_beside(self.gallery.dataset, self.queries.dataset)
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedImages:
@@ -184,7 +191,7 @@ class LabelledTestSet(EvaluationSet):
             queries_QD,
             gallery_GD,
             list(self.queries.dataset[ID]),
-            list(self.gallery.dataset[ID]),
+            self.gallery_ids,
             self.queries.class_names(),
             self.gallery.class_names(),
             self.queries.cameras(),
@@ -200,7 +207,7 @@ class LabelledTestSet(EvaluationSet):
         readable_N = np.flatnonzero(np.isfinite(np.asarray(old.query_embeds_QD)[:, 0]))
         chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()
-        query_ids, gallery_ids = self.queries.dataset[ID], self.gallery.dataset[ID]
+        query_ids, gallery_ids = self.queries.dataset[ID], self.gallery_ids
         taken_by, cameras = self.queries.cameras(), self.gallery.cameras()
 
         def counts(query: int, image: int) -> bool:
@@ -225,12 +232,12 @@ class LabelledTestSet(EvaluationSet):
     def galleries(self) -> list[GalleryItems]:
         dataset = self.gallery.dataset
         about = [{CLASS: name} for name in self.gallery.class_names()]
-        return [GalleryItems(PICTURES, "images", dataset[ID][:], about, lambda row: open_image(dataset[row][IMAGE]))]
+        return [GalleryItems(PICTURES, "images", self.gallery_ids, about, lambda row: open_image(dataset[row][IMAGE]))]
 
     @override
     def questions(self) -> dict[str, Questions]:
         dataset, classes = self.queries.dataset, self.queries.class_names()
-        ids, searched = dataset[ID][:], set(self.gallery.dataset[ID][:])
+        ids, searched = dataset[ID][:], set(self.gallery_ids)
 
         def matches(row: int, _: str, about: dict[str, Any]) -> bool:
             return about.get(CLASS) == classes[row]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from xcompat.data import LabelledImages
 from xcompat.data.corpora import normalise
+from xcompat.data.ids import ids_beside
 from xcompat.data.overlap import shared_images
 from xcompat.data.schema import ID
 from xcompat.distributed import is_main_process
@@ -33,7 +34,8 @@ def warn_of_shared_images(data: StageData) -> None:
 
 
 def _require_impostors(queries: LabelledImages, gallery: LabelledImages, stage: str) -> None:
-    others, itself = Counter(gallery.class_names()), dict(zip(gallery.dataset[ID], gallery.class_names(), strict=True))
+    found = gallery.class_names()
+    others, itself = Counter(found), dict(zip(ids_beside(gallery.dataset, queries.dataset), found, strict=True))
     asked = zip(queries.dataset[ID], queries.class_names(), strict=True)
     if not any(others[name] == (itself.get(item) == name) for item, name in asked):
         raise XcompatError(
