@@ -324,8 +324,8 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
     found = load_paired(old, new)
     assert isinstance(found, CaptionedEmbeddings) and len(found.images) == 78 and len(found.texts) == 156
     there = np.delete(np.arange(80), [3, 10])
-    np.testing.assert_array_equal(found.images.new_ND, images[there])
-    np.testing.assert_array_equal(found.texts.new_ND, texts[np.repeat(2 * there, 2) + np.tile([0, 1], 78)])
+    np.testing.assert_array_equal(found.images.new_ND[:], images[there])
+    np.testing.assert_array_equal(found.texts.new_ND[:], texts[np.repeat(2 * there, 2) + np.tile([0, 1], 78)])
     done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,8 +18,10 @@ from PIL import Image
 from transformers import AutoModel
 
 from xcompat.arrays import numbered
-from xcompat.data import PairSource, flatten_captions, load_pairs
+from xcompat.cache_filling import fill_cache
+from xcompat.data import BadSamples, PairSource, flatten_captions, load_pairs
 from xcompat.data.pairs import rows_of_ids
+from xcompat.embedding_cache import CacheInfo, EmbeddingCache
 from xcompat.errors import XcompatError
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, Known
@@ -28,6 +31,7 @@ from xcompat.report import load_report
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE, OLD_MEMORY
+from xcompat.training.remembering import captioned_pairs, labelled_pairs
 from xcompat.training.run import embed_recipe, run_recipe
 
 
@@ -134,6 +138,50 @@ def test_one_long_caption_does_not_lengthen_the_others(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
+
+
+def cache_of(folder: Path, embeds_ND: np.ndarray, kind: str) -> EmbeddingCache:
+    """Write a cache; a row of NaN is an image that cannot be read."""
+    info = CacheInfo("model", "model", "data", kind, *embeds_ND.shape, shard_rows=4)
+
+    def shards(parts: Any, _: Any) -> Any:
+        return (iter([(np.arange(part.stop - part.start), torch.from_numpy(embeds_ND[part]))]) for part in parts)
+
+    return fill_cache(info, folder, shards, BadSamples())
+
+
+def test_where_an_image_cannot_be_read_the_others_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "abcdefghi"
+    pictures = datasets.Dataset.from_dict({"id": list(names), "caption": [[f"{name}1", f"{name}0"] for name in names]})
+    draw = np.random.default_rng(0)
+    embeds = {
+        (model, kind): np.float32(np.float16(draw.standard_normal((len(names) * each, 4))))
+        for model in ("new", "old")
+        for kind, each in (("images", 1), ("texts", 2))
+    }
+    embeds["new", "images"][3] = embeds["old", "images"][5] = np.nan
+    caches = {(model, kind): cache_of(tmp_path / model / kind, rows, kind) for (model, kind), rows in embeds.items()}
+    data: Any = SimpleNamespace(
+        cache=lambda model: caches[model, "images"],
+        images=SimpleNamespace(labels=lambda: np.arange(len(names)) // 3),
+        remembered=pictures,
+        remembered_caches=lambda model: (caches[model, "images"], caches[model, "texts"]),
+        settings=SimpleNamespace(data=SimpleNamespace(remembered=None)),
+    )
+    models: Any = SimpleNamespace(frozen=str, embedder=str)
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbeddingCache, "__getitem__", None)  # nothing is read
+        labelled, captioned = labelled_pairs(models, data, "new"), captioned_pairs(models, data, "new")
+    kept = np.array([0, 1, 2, 4, 6, 7, 8])
+    texts = np.repeat(kept, 2) * 2 + np.tile([0, 1], len(kept))
+    assert labelled.labels_N.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    for pairs, kind, rows in ((labelled, "images", kept), (captioned.images, "images", kept), (captioned.texts, "texts", texts)):
+        for side, model in ((pairs.new_ND, "new"), (pairs.old_Nd, "old")):
+            np.testing.assert_array_equal(side[:], embeds[model, kind][rows])
+            np.testing.assert_array_equal(side[np.array([5, 0, 5])], embeds[model, kind][rows[[5, 0, 5]]])
+            assert side.shape == (len(rows), 4) == (len(side), 4) and len(side[:0]) == 0
+        np.testing.assert_array_equal(pairs.take(np.array([2, 1])).old_Nd, embeds["old", kind][rows[[2, 1]]])
+    assert captioned.groups[1].tolist() == np.repeat(captioned.groups[0], 2).tolist() == np.repeat(range(7), 2).tolist()
 
 
 def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:

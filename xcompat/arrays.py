@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,32 @@ def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN
         copied[places] = part
         forget_pages(array)
     return copied if copied is not None else np.asarray(array[rows_R])
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Some rows of embeddings that need not fit into memory: they are read, by :func:`rows_of`, whenever they are asked for.
+
+    Args:
+        array: all embeddings, read by row numbers.
+        rows_R: the rows that are left of them, in order.
+    """
+
+    array: Any
+    rows_R: NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (R, D)."""
+        return len(self), *self.array.shape[1:]
+
+    def __len__(self) -> int:
+        """Return R."""
+        return len(self.rows_R)
+
+    def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[Any]:
+        """Return rows by number among those that are left, in the given order."""
+        return rows_of(self.array, self.rows_R[rows])
 
 
 def forget_pages(array: object) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import numbered, rows_of
+from xcompat.arrays import SomeRows, numbered, rows_of
 from xcompat.errors import XcompatError
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
+
+Pick: TypeAlias = Callable[[Rows, NDArray[np.int64]], Rows]
+"""From embeddings and the numbers of some rows to these rows."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,18 @@ class PairedEmbeddings:
         return int(self.labels_N.max()) + 1 if self.labels_N is not None else 0
 
     def take(self, rows_R: NDArray[np.int64]) -> Self:
-        """Return some of the items; all of them in order are not copied."""
+        """Copy some of the items; all of them in order are not copied."""
+        return self._picked(rows_R, rows_of)
+
+    def narrowed(self, rows_R: NDArray[np.int64]) -> Self:
+        """Return some of the items, whose embeddings stay where they are."""
+        return self._picked(rows_R, SomeRows)
+
+    def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
-        new_RD, old_Rd = (rows_of(side, rows_R) for side in (self.new_ND, self.old_Nd))
-        return replace(self, new_ND=new_RD, old_Nd=old_Rd, labels_N=labels_R, notes=())
+        return replace(self, new_ND=pick(self.new_ND, rows_R), old_Nd=pick(self.old_Nd, rows_R), labels_N=labels_R, notes=())
 
     def of_old(self) -> Self:
         """Return the same items with the old model in place of the new one."""
@@ -93,8 +102,8 @@ class TurnedEmbeddings(PairedEmbeddings):
     side_NS: Rows | None = None
 
     @override
-    def take(self, rows_R: NDArray[np.int64]) -> Self:
-        return replace(super().take(rows_R), side_NS=self.side_NS[rows_R] if self.side_NS is not None else None)
+    def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
+        return replace(super()._picked(rows_R, pick), side_NS=pick(self.side_NS, rows_R) if self.side_NS is not None else None)
 
     @override
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
@@ -133,7 +142,7 @@ class CaptionedEmbeddings:
         both_K = both_K[both_K >= 0]
         if not len(both_K):
             raise XcompatError("no image has a caption, and no caption an image: there is nothing to remember")
-        return cls(images, texts, notes).take(both_K)
+        return cls(images, texts, notes)._of(both_K, PairedEmbeddings.narrowed)
 
     def of_old(self) -> CaptionedEmbeddings:
         """Return the same items with the old model in place of the new one."""
@@ -170,11 +179,14 @@ class CaptionedEmbeddings:
         return self.images.labels_N, self.texts.labels_N
 
     def take(self, groups_K: NDArray[np.int64]) -> Self:
-        """Return the items of some groups; the groups are renumbered."""
+        """Copy the items of some groups; the groups are renumbered."""
+        return self._of(groups_K, PairedEmbeddings.take)
+
+    def _of(self, groups_K: NDArray[np.int64], picked: Callable[[PairedEmbeddings, NDArray[np.int64]], PairedEmbeddings]) -> Self:
         sides = []
         for side, groups in zip((self.images, self.texts), self.groups, strict=True):
             rows = np.flatnonzero(np.isin(groups, groups_K))
-            sides.append(replace(side.take(rows), labels_N=np.searchsorted(np.sort(groups_K), groups[rows])))
+            sides.append(replace(picked(side, rows), labels_N=np.searchsorted(np.sort(groups_K), groups[rows])))
         return type(self)(sides[0], sides[1], self.notes)
 
 

@@ -165,6 +165,6 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
 
 
 def _readable(pairs: P, *caches: EmbeddingCache) -> P:
-    """Leave out items that one of the models could not read."""
+    """Leave out items that one of the models could not read; the embeddings of the others stay in their caches."""
     kept_N = np.all([cache.readable() for cache in caches], axis=0)
-    return pairs if kept_N.all() else pairs.take(np.flatnonzero(kept_N))
+    return pairs if kept_N.all() else pairs.narrowed(np.flatnonzero(kept_N))
