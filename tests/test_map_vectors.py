@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from xcompat import XcompatError
+from xcompat import XcompatError, arrays
+from xcompat.embedding import embed_images
 from xcompat.mapping import load_paired
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
@@ -239,4 +241,21 @@ def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:
     parquet(tmp_path / "image_embeds.parquet", 3 * made())
     model = StoredModel(tmp_path)
     assert is_stored(str(tmp_path)) and model.dim == DIM
-    np.testing.assert_allclose(model.lookup(IDS[::-1]), made()[::-1], rtol=1e-6)
+    np.testing.assert_allclose(model.lookup(IDS[::-1])[:], made()[::-1], rtol=1e-6)
+    assert model.lookup(IDS[1:]).shape == (ITEMS - 1, DIM)
+
+
+def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "image_embeds.npy", 3 * made())
+    (tmp_path / "image_ids.txt").write_text("\n".join(IDS))
+    model, pictures, read = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS[::-1]}), list[int]()
+
+    def rows_of(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        read.append(len(rows))
+        return array[rows]
+
+    monkeypatch.setattr(arrays, "rows_of", rows_of)
+    for _ in range(2):
+        cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
+        np.testing.assert_allclose(cache[:], made()[::-1], atol=1e-3)
+    assert read == [16, 16, 8], "a finished cache is only opened"

@@ -13,6 +13,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import Compares
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.old_knowledge import Rows
 from xcompat.models.stored import StoredModel
 from xcompat.vectors import is_stored
 
@@ -40,14 +41,14 @@ class FrozenModel(Protocol):
     def classes(self) -> list[str]:
         """Return the names of the model's classes in its own order; empty if it has none."""
 
-    def lookup(self, ids: Sequence[str]) -> NDArray[np.float32] | None:
-        """Fetch the stored embeddings of images.
+    def lookup(self, ids: Sequence[str]) -> Rows | None:
+        """Find the stored embeddings of images.
 
         Args:
             ids: the ids of the images.
 
         Returns:
-            (len(ids), d) float32, L2-normalised; None from a model that computes embeddings.
+            (len(ids), d) float32, L2-normalised, read when they are asked for; None from a model that computes embeddings.
 
         Raises:
             XcompatError: an id has no stored embedding.

@@ -11,12 +11,13 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from xcompat.arrays import read_lines
+from xcompat.arrays import SomeRows, read_lines
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import Compares, describe_old
-from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, rows_by_class
+from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
 from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, read_vectors, require_names, stored_at
 
 
@@ -72,14 +73,14 @@ class StoredModel:
         """Refuse, because no model can embed anything."""
         raise XcompatError(f"{self.name} {otherwise}")
 
-    def lookup(self, ids: Sequence[str]) -> NDArray[np.float32]:
-        """Fetch the stored embeddings of images.
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        """Find the stored embeddings of images.
 
         Args:
             ids: the ids of the images.
 
         Returns:
-            (len(ids), d) float32, L2-normalised.
+            (len(ids), d) float32, L2-normalised; read when they are asked for.
 
         Raises:
             XcompatError: only prototypes are stored, or an image, which the error names, has no embedding.
@@ -97,8 +98,7 @@ class StoredModel:
                 f"{self.name} has no embedding of {len(missing)} of {len(ids)} images, such as {missing[0]!r}; {IDS} must name "
                 "the same ids as the data"
             )
-        rows_Nd = np.asarray(self.embeds_Nd[[place[name] for name in ids]], dtype=np.float32)
-        return rows_Nd / np.linalg.norm(rows_Nd, axis=1, keepdims=True)
+        return _Directions(self.embeds_Nd, np.fromiter((place[name] for name in ids), np.int64, len(ids)))
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
         """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
@@ -108,6 +108,15 @@ class StoredModel:
 
     def classifier_of(self, classes: Sequence[str]) -> None:
         """Return None; the classifier is lost with the model."""
+
+
+class _Directions(SomeRows):
+    """Some stored embeddings, L2-normalised as they are read."""
+
+    @override
+    def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
+        rows_Rd = np.asarray(super().__getitem__(rows), np.float32)
+        return rows_Rd / np.linalg.norm(rows_Rd, axis=1, keepdims=True)
 
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
