@@ -43,6 +43,7 @@ MISTAKES = {
     "train good.yaml method=xbtt": "stages.0.method: unknown method 'xbtt'; did you mean 'xbt'?",
     "train good.yaml method=xbt options.train_encodr=none": "unknown key 'options.train_encodr' for method xbt; did you mean",
     "train good.yaml method=ridge options.regularisation=a": "options.regularisation: Input should be a valid number",
+    "train good.yaml method=mixbct options.mixed_share=30": "options.mixed_share: Input should be less than or equal to 1",
     "train good.yaml training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
     "train good.yaml training.learning_rate=-1": "training.learning_rate: Input should be greater than 0 (found -1)",
     "train good.yaml training.max_steps=a": "training.max_steps: Input should be a valid integer",

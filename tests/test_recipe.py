@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import torch
 
 from xcompat.errors import XcompatError
+from xcompat.methods import METHODS
 from xcompat.training.recipe import Recipe, load_recipe
+from xcompat.training.stage_recipe import usual_options
+from xcompat.training.values import check_options
 
 GOOD = """
 name: demo
@@ -111,6 +117,16 @@ def test_overrides(tmp_path: Path) -> None:
         (["stages.1.options={adapters: {prompts: four}}"], "options.adapters.prompts: .*valid integer.*found 'four'"),
         (["stages.1.options={adapters: {lora: 4}}"], "options.adapters.lora: .*LoraSettings.*found 4"),
         (["stages.0.options.noise_std=high"], "options.noise_std: .*valid number.*found 'high'"),
+        (["stages.0.options.noise_std=-1"], "options.noise_std: Input should be greater than or equal to 0 .found -1"),
+        (
+            ["stages.1.method=mixbct", "stages.1.options={mixed_share: 30}"],
+            "options.mixed_share: Input should be less than or equal to 1",
+        ),
+        (["stages.1.method=unibct", "stages.1.options={refresh_at: [10, 20]}"], "options.refresh_at: .* less than 1 .found 10"),
+        (
+            ["stages.1.method=ridge", "stages.1.options={logit_scale: 0}"],
+            "options.logit_scale: Input should be greater than 0 .found 0",
+        ),
         (["stages.0.name=report"], "a stage is called 'report', which is where the run's report goes"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),
@@ -120,6 +136,26 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], me
     with pytest.raises(XcompatError, match=message) as raised:
         load(tmp_path, GOOD, *overrides)
     assert "\n" not in str(raised.value)
+
+
+CHECKED_BY_THE_MODEL = {
+    *("dim", "extra_dim", "triplet_weight", "propagation", "strength", "rank", "hidden", "neighbours", "mixer_width"),
+    *("clusters", "runs", "rounds", "sample", "crops", "crop_size", "crop_scale"),
+}
+"""Numbers that a method refuses itself, for whoever makes it without a recipe too."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_number_that_a_method_takes_has_a_range(method: str) -> None:
+    hints = get_type_hints(METHODS[method].config_class, localns={"torch": torch}, include_extras=True)
+    numbers = [name for name in usual_options(method) if re.search(r"\b(int|float)\b", str(hints[name]))]
+    assert numbers, "logit_scale at least"
+    for name in set(numbers) - CHECKED_BY_THE_MODEL:
+        wrong = [-7] if "list" in str(hints[name]) else -7
+        for is_quick in (True, False) if name != "logit_scale" else (False,):
+            with pytest.raises(ValueError, match=rf"options.{name}: Input should be greater than .*found -7"):
+                check_options(method, {name: wrong}, {name}, is_quick)
+    check_options(method, usual_options(method), usual_options(method))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -35,9 +36,9 @@ class AdvBctConfig(ClassifiedConfig):
 
     model_type = "xcompat-advbct"
 
-    adversarial_weight: float = 1.0
-    boundary_weight: float = 10.0
-    threshold: float | None = None
+    adversarial_weight: Annotated[float, Field(ge=0)] = 1.0
+    boundary_weight: Annotated[float, Field(ge=0)] = 10.0
+    threshold: Annotated[float, Field(gt=0, le=2)] | None = None
 
 
 class AdvBctModel(ClassifiedModel):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -37,10 +38,10 @@ class Bt2Config(PrototypedConfig):
     model_type = "xcompat-bt2"
 
     extra_dim: int = 32
-    independent_weight: float = 1.0
-    compat_weight: float = 10.0
-    old_weight: float = 5.0
-    norm_ratio: float = 2.0
+    independent_weight: Annotated[float, Field(ge=0)] = 1.0
+    compat_weight: Annotated[float, Field(ge=0)] = 10.0
+    old_weight: Annotated[float, Field(ge=0)] = 5.0
+    norm_ratio: Annotated[float, Field(gt=0)] = 2.0
     classified: Literal["new_part", "whole"] = "new_part"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,9 +25,9 @@ class ContrastConfig(ClassifiedConfig):
 
     model_type = "xcompat-contrast"
 
-    compat_weight: float = 1.0
-    temperature: float = 0.1
-    topk_negatives: int | None = None
+    compat_weight: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 0.1
+    topk_negatives: Annotated[int, Field(ge=1)] | None = None
 
 
 class ContrastModel(ClassifiedModel):

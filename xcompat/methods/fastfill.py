@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -28,9 +29,9 @@ class FastfillConfig(ForwardMapConfig):
 
     model_type = "xcompat-fastfill"
 
-    alignment_weight: float = 1.0
-    scale: float = 30.0
-    smoothing: float = 0.1
+    alignment_weight: Annotated[float, Field(ge=0)] = 1.0
+    scale: Annotated[float, Field(gt=0)] = 30.0
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -31,7 +32,7 @@ class GeometryResidualConfig(ResidualMapConfig):
     model_type = "xcompat-geometry_residual"
 
     start: Literal["procrustes", "ridge"] = "procrustes"
-    margin: float = 0.05
+    margin: Annotated[float, Field(ge=0)] = 0.05
     neighbours: int = 5
 
 

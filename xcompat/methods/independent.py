@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -34,7 +35,7 @@ class IndependentConfig(ClassifiedConfig):
 
     model_type = "xcompat-independent"
 
-    mixup: float = 0.0
+    mixup: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -27,8 +28,8 @@ class L2Config(ClassifiedConfig):
 
     model_type = "xcompat-l2"
 
-    compat_weight: float = 10.0
-    keep: float = 1.0
+    compat_weight: Annotated[float, Field(ge=0)] = 10.0
+    keep: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class L2Model(ClassifiedModel):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -34,8 +36,8 @@ class LceConfig(MappedConfig):
 
     model_type = "xcompat-lce"
 
-    alignment_weight: float = 10.0
-    boundary_weight: float = 10.0
+    alignment_weight: Annotated[float, Field(ge=0)] = 10.0
+    boundary_weight: Annotated[float, Field(ge=0)] = 10.0
 
 
 class LceModel(LearnedMapModel):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,8 +50,8 @@ class MiniVec2VecConfig(MappedConfig):
     neighbours: int = 50
     rounds: int = 50
     sample: int = 10_000
-    least_agreement: float = 0.8
-    seed: int = 0
+    least_agreement: Annotated[float, Field(ge=-1, le=1)] = 0.8
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class MiniVec2VecModel(ClosedFormModel):

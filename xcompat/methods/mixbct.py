@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -32,8 +33,8 @@ class MixBctConfig(ClassifiedConfig):
 
     model_type = "xcompat-mixbct"
 
-    mixed_share: float = 0.3
-    keep: float = 0.9
+    mixed_share: Annotated[float, Field(ge=0, le=1)] = 0.3
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.9
     head: HeadKind = "normalized_softmax"
 
 

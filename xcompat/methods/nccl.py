@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -34,11 +37,11 @@ class NcclConfig(ClassifiedConfig):
 
     model_type = "xcompat-nccl"
 
-    feature_weight: float = 1.0
-    logit_weight: float = 0.01
-    temperature: float = 0.05
-    bank_size: int = 8192
-    max_entropy: float = 0.5
+    feature_weight: Annotated[float, Field(ge=0)] = 1.0
+    logit_weight: Annotated[float, Field(ge=0)] = 0.01
+    temperature: Annotated[float, Field(gt=0)] = 0.05
+    bank_size: Annotated[int, Field(ge=1)] = 8192
+    max_entropy: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
 class NcclModel(ClassifiedModel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -29,8 +30,8 @@ class OcaConfig(PrototypedConfig):
 
     model_type = "xcompat-oca"
 
-    compat_weight: float = 10.0
-    angle_weight: float = 5.0
+    compat_weight: Annotated[float, Field(ge=0)] = 10.0
+    angle_weight: Annotated[float, Field(ge=0)] = 5.0
     extra_dim: int = 32
     transform: Literal["orthogonal", "linear", "none"] = "orthogonal"
     random_start: bool = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -22,7 +25,7 @@ class ProjectionConfig(CompatConfig):
 
     model_type = "xcompat-projection"
 
-    noise_std: float = 0.05
+    noise_std: Annotated[float, Field(ge=0)] = 0.05
 
 
 class ProjectionModel(PhiModel):

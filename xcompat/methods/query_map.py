@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -46,9 +47,9 @@ class QueryMapConfig(CompatConfig):
     input: Literal["embedding", "penultimate"] = "embedding"
     shape: Literal["linear", "residual", "projection"] = "linear"
     loss: Literal["bank", "prototypes", "cosine"] = "bank"
-    scale: float = 15.0
-    pull: float = 1.0
-    bank_size: int = 8192
+    scale: Annotated[float, Field(gt=0)] = 15.0
+    pull: Annotated[float, Field(ge=0)] = 1.0
+    bank_size: Annotated[int, Field(ge=1)] = 8192
 
 
 class QueryMapModel(CompatModel):

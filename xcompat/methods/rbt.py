@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -36,12 +37,12 @@ class RbtConfig(MappedConfig):
     model_type = "xcompat-rbt"
 
     start: Literal["procrustes", "identity"] = "procrustes"
-    blocks: int = 4
-    bottleneck: int = 64
-    paths: int = 4
-    similarity_weight: float = 1.0
-    kl_weight: float = 1.0
-    class_weight: float = 1.0
+    blocks: Annotated[int, Field(ge=1)] = 4
+    bottleneck: Annotated[int, Field(ge=1)] = 64
+    paths: Annotated[int, Field(ge=1)] = 4
+    similarity_weight: Annotated[float, Field(ge=0)] = 1.0
+    kl_weight: Annotated[float, Field(ge=0)] = 1.0
+    class_weight: Annotated[float, Field(ge=0)] = 1.0
 
 
 class RbtModel(LearnedMapModel):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,7 +23,7 @@ class ResidualMlpConfig(ResidualMapConfig):
 
     model_type = "xcompat-residual_mlp"
 
-    regularisation: float = 0.01
+    regularisation: Annotated[float, Field(ge=0)] = 0.01
 
 
 class ResidualMlpModel(ResidualMapModel):

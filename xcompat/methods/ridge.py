@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,7 +24,7 @@ class RidgeConfig(MappedConfig):
 
     model_type = "xcompat-ridge"
 
-    regularisation: float = 0.01
+    regularisation: Annotated[float, Field(ge=0)] = 0.01
     rank: int | None = None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -31,7 +34,7 @@ class SimClrConfig(BackboneConfig):
 
     model_type = "xcompat-simclr"
 
-    temperature: float = 0.1
+    temperature: Annotated[float, Field(gt=0)] = 0.1
     crops: int = 0
     crop_size: int = 96
     crop_scale: float = 0.4

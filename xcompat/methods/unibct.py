@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -27,16 +29,17 @@ class UniBctConfig(ClassifiedConfig):
         old_scale: factor on cosines between features and prototypes; None for plain dot products.
         propagation: λ of the graph, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
         temperature: τ of the graph.
-        refresh_at: shares of training after which the graph is rebuilt; the public code has epochs 10 and 20 of 35.
+        refresh_at: shares of training after which the graph is rebuilt, each at least 0 and below 1; the public code has
+            epochs 10 and 20 of 35.
     """
 
     model_type = "xcompat-unibct"
 
-    compat_weight: float = 1.0
-    old_scale: float | None = 16.0
+    compat_weight: Annotated[float, Field(ge=0)] = 1.0
+    old_scale: Annotated[float, Field(gt=0)] | None = 16.0
     propagation: float = 0.9
-    temperature: float = 0.05
-    refresh_at: list[float] = field(default_factory=lambda: [0.3, 0.6])
+    temperature: Annotated[float, Field(gt=0)] = 0.05
+    refresh_at: list[Annotated[float, Field(ge=0, lt=1)]] = field(default_factory=lambda: [0.3, 0.6])
 
 
 class UniBctModel(ClassifiedModel):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -40,11 +41,11 @@ class ClassifiedConfig(BackboneConfig):
     classes: list[str] | None = None
     extra_dim: int = 0
     head: HeadKind = "softmax"
-    head_scale: float | None = None
-    head_margin: float | None = None
+    head_scale: Annotated[float, Field(gt=0)] | None = None
+    head_margin: Annotated[float, Field(ge=0)] | None = None
     keeps_classifier: bool = False
     triplet_weight: float = 0.0
-    triplet_margin: float | None = None
+    triplet_margin: Annotated[float, Field(ge=0)] | None = None
 
 
 class ClassifiedModel(BackboneModel):

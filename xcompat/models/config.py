@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from pydantic import Field
 from transformers import PreTrainedConfig
 
 from xcompat.errors import XcompatError, nearest
@@ -51,7 +52,7 @@ class CompatConfig(PreTrainedConfig):
     embedding_dim: int = 0
     adapters: dict | None = None
     weights: Literal["all", "adapters"] = "all"
-    logit_scale: float = 1 / 0.07
+    logit_scale: Annotated[float, Field(gt=0)] = 1 / 0.07
     memory: dict | None = None
     started_from: dict | None = None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,9 +26,9 @@ class PrototypedConfig(ClassifiedConfig):
             lengths: prototypes of unit embeddings are shorter than 1.
     """
 
-    compat_weight: float = 1.0
+    compat_weight: Annotated[float, Field(ge=0)] = 1.0
     old_weights: OldWeights = "prototypes"
-    old_scale: float | None = 16.0
+    old_scale: Annotated[float, Field(gt=0)] | None = 16.0
 
 
 class PrototypedModel(ClassifiedModel):

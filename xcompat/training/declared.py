@@ -7,10 +7,12 @@ import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import Field
 
 PACKAGE = Path(__file__).resolve().parents[1]
-KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Literal": Literal, "__builtins__": {}}
+KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
 KNOWN_TYPES |= {each.__name__: each for each in (bool, int, float, str, list, dict)}
 """What a type may be made of to be checked here; one with another name passes, and is checked when its library is imported."""
 PREFIX = "xcompat-"
@@ -144,6 +146,6 @@ def _fields(declared: ast.ClassDef) -> dict[str, Any]:
 def _type(annotation: str) -> Any:  # noqa: ANN401 - a type annotation
     holder = type("Holder", (), {"__annotations__": {"it": annotation}})
     try:
-        return get_type_hints(holder, KNOWN_TYPES)["it"]
+        return get_type_hints(holder, KNOWN_TYPES, include_extras=True)["it"]
     except NameError:
         return Any

@@ -103,7 +103,7 @@ def _is_default(key: str, value: Any) -> bool:  # noqa: ANN401
 
 
 def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> None:
-    """Refuse options that a method does not have, and values of the wrong type.
+    """Refuse options that a method does not have, and values of the wrong type or out of the range that it declares.
 
     Args:
         method: its name in `xcompat.methods`.
@@ -127,7 +127,7 @@ def _option_hints(method: str) -> dict[str, Any]:
 
     from xcompat.methods import METHODS
 
-    return get_type_hints(METHODS[method].config_class, localns={"torch": torch})
+    return get_type_hints(METHODS[method].config_class, localns={"torch": torch}, include_extras=True)
 
 
 def _check(key: str, hint: Any, value: Any, bound: Any = None) -> None:  # noqa: ANN401 - a type annotation, a Field
