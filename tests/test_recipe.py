@@ -127,6 +127,7 @@ def test_overrides(tmp_path: Path) -> None:
             ["stages.1.method=ridge", "stages.1.options={logit_scale: 0}"],
             "options.logit_scale: Input should be greater than 0 .found 0",
         ),
+        (["evaluation.ks=[0, -3]"], "evaluation.ks.0: Input should be greater than or equal to 1"),
         (["stages.0.name=report"], "a stage is called 'report', which is where the run's report goes"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),

@@ -175,7 +175,7 @@ class EvaluationSettings(Section):
     """How the result is judged.
 
     Args:
-        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5).
+        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5), each 1 or more.
         old_on_new: whether old queries search the new gallery too, in the space that both share: the results of clients that
             still have the old model after a backfill, or of texts among images if the old model is a text encoder.
         slerp: the weight of the old query, from 0 to 1, in a mix with the new query (:func:`xcompat.heads.slerp`). It adds the
@@ -195,7 +195,7 @@ class EvaluationSettings(Section):
         tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
     """
 
-    ks: list[int] | None = None
+    ks: list[Annotated[int, Field(ge=1)]] | None = None
     old_on_new: bool = False
     slerp: float | None = Field(None, ge=0, le=1)
     fallback: float | None = Field(None, gt=0, le=1)
