@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import TrainerControl, TrainerState
 
+from xcompat import Fingerprint
 from xcompat.data import load_pairs
 from xcompat.embedding import decoding, embed_images, embed_texts
-from xcompat.evaluation import first_hit_ranks, ranking_per_query
+from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, originals
+from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
 from xcompat.retrieval.queries import query_embeddings
+from xcompat.stores.base import Space, Store
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.stage_recipe import StageRecipe
@@ -176,6 +179,47 @@ def test_a_query_is_embedded_where_the_model_is(
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(model)
         assert query_embeddings(embedder, str(tmp_path / "a.png") if kind == "a picture" else "a dog").device == GPU
+
+
+class FarTensor(Tensor):
+    """A tensor that numpy cannot read before it is brought to the CPU, as none on a GPU."""
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    numpy = __array__
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_embeddings_on_a_gpu_are_taken_wherever_arrays_are(old_folder: str, tmp_path: Path) -> None:
+    old, clip, near = load_embedder(old_folder), Fingerprint.from_string("clip"), torch.eye(4)[:3]
+    far = near.as_subclass(FarTensor)
+    with pytest.raises(TypeError, match="cuda:0"):
+        np.asarray(far)
+    gallery = Gallery.create(tmp_path / "gallery", clip, dim=4)
+    gallery.add(far, ["a", "b", "c"], side_info_NS=far)
+    gallery.commit()
+    hits = gallery.search(far, clip, 2, old_queries=OldQueries(clip, far))
+    assert hits == gallery.search(near, clip, 2) and np.array_equal(gallery.segments[0].side_info(np.arange(3)), near)
+    fallen = Fallback(old).old_queries(clip, gallery.manifest, far, lambda _: pytest.fail("nothing is unsure"))
+    assert fallen.shape == (3, old.dim) and np.isnan(fallen).all()
+    own = Space("vector", None, "float32", clip)
+    viewed = Store._viewed(SimpleNamespace(uri=""), far, clip, own)
+    assert np.array_equal(Store.queries(SimpleNamespace(uri=""), viewed, own), near)
+    assert np.array_equal(Store.queries(SimpleNamespace(uri=""), far[0], own), near[:1])
+
+
+def test_items_that_nobody_read_are_left_out_on_a_gpu_too() -> None:
+    clip, ids = Fingerprint.from_string("clip"), ["a", "b", "c"]
+    rows = torch.tensor([[1.0, 0.0], [np.nan, np.nan], [0.0, 1.0]])
+    far = rows.as_subclass(FarTensor)
+    pairs = EmbeddedPairs("clip", clip, far, far[[0, 2]], ids, ["a", "b"])
+    images = EmbeddedImages("clip", clip, far, far, ids, ids, ids, ids)
+    for model, left in ((pairs, {"images": 2, "texts": 1}), (images, {"queries": 2, "images": 2})):
+        kept = Contestants(model, model).without_unreadable().old.matrices()
+        assert {kind: len(each) for kind, each in kept.items()} == left and np.isfinite(np.concatenate([*kept.values()])).all()
 
 
 def test_a_shard_is_tokenised_while_a_gpu_computes_another(elsewhere: Elsewhere, tmp_path: Path) -> None:

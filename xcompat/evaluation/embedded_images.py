@@ -14,7 +14,7 @@ from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
-from xcompat.evaluation.scores import Embeddings, lifted
+from xcompat.evaluation.scores import Embeddings, as_rows, lifted
 from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
 from xcompat.fingerprint import Fingerprint
 
@@ -78,7 +78,7 @@ class EmbeddedImages:
 
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return masks of the queries and of the gallery items that could be read."""
-        return tuple(np.isfinite(np.asarray(embeds)[:, 0]) for embeds in (self.query_embeds_QD, self.gallery_embeds_GD))
+        return tuple(np.isfinite(as_rows(embeds, kind)[:, 0]) for kind, embeds in self.matrices().items())
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedImages:
         """Return only the queries and gallery items for which the masks are True."""
@@ -88,8 +88,8 @@ class EmbeddedImages:
         rows_Q, rows_G = np.flatnonzero(kept_Q).tolist(), np.flatnonzero(kept_G).tolist()
         return replace(
             self,
-            query_embeds_QD=np.asarray(self.query_embeds_QD)[rows_Q],
-            gallery_embeds_GD=np.asarray(self.gallery_embeds_GD)[rows_G],
+            query_embeds_QD=as_rows(self.query_embeds_QD, "queries")[rows_Q],
+            gallery_embeds_GD=as_rows(self.gallery_embeds_GD, "images")[rows_G],
             query_ids=[self.query_ids[row] for row in rows_Q],
             gallery_ids=[self.gallery_ids[row] for row in rows_G],
             query_labels=[self.query_labels[row] for row in rows_Q],

@@ -12,7 +12,7 @@ from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
-from xcompat.evaluation.scores import Embeddings
+from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10, 50)
@@ -99,7 +99,7 @@ class EmbeddedPairs:
 
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return a mask of the images that could be read; texts always can."""
-        return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
+        return (np.isfinite(as_rows(self.image_embeds_ND, "images")[:, 0]),)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
         """Return only the images for which the mask is True, and the captions whose id still has an image."""
@@ -110,7 +110,7 @@ class EmbeddedPairs:
         left = set(image_ids)
         kept_M = np.array([text_id in left for text_id in self.text_ids])
         text_ids = [self.text_ids[row] for row in np.flatnonzero(kept_M).tolist()]
-        images_ND, texts_MD = np.asarray(self.image_embeds_ND)[kept_N], np.asarray(self.text_embeds_MD)[kept_M]
+        images_ND, texts_MD = as_rows(self.image_embeds_ND, "images")[kept_N], as_rows(self.text_embeds_MD, "texts")[kept_M]
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:

@@ -177,7 +177,7 @@ class EmbeddedTemplates:
 
     def readable(self) -> tuple[np.ndarray, ...]:
         """Return a mask of the images that could be read."""
-        return (np.isfinite(np.asarray(self.image_embeds_ND)[:, 0]),)
+        return (np.isfinite(as_rows(self.image_embeds_ND, "images")[:, 0]),)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTemplates:
         """Return the templates of the images for which the mask is True."""
@@ -185,7 +185,7 @@ class EmbeddedTemplates:
         if kept_N.all():
             return self
         ids = [self.image_ids[row] for row in np.flatnonzero(kept_N).tolist()]
-        embeds_ND = np.asarray(self.image_embeds_ND)[kept_N]
+        embeds_ND = as_rows(self.image_embeds_ND, "images")[kept_N]
         return replace(self, image_embeds_ND=embeds_ND, image_ids=ids, protocol=self.protocol.keep(kept_N))
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:

@@ -14,7 +14,7 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.heads import slerp
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval.manifest import Manifest, VersionRecord
-from xcompat.retrieval.versions import fits, identity, of_length, query_confidence, query_view, remembers
+from xcompat.retrieval.versions import as_float32, fits, identity, of_length, query_confidence, query_view, remembers
 
 if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
@@ -140,7 +140,7 @@ class Fallback:
             (Q, d) float32, as :class:`OldQueries` takes them.
         """
         confidence_Q = query_confidence(model, embeds_QD, manifest)
-        old_Qd = np.full((len(np.asarray(embeds_QD)), self.model.dim), np.nan, np.float32)
+        old_Qd = np.full((len(as_float32(embeds_QD)), self.model.dim), np.nan, np.float32)
         unsure = [] if confidence_Q is None else np.flatnonzero(confidence_Q < self.below).tolist()
         if unsure:
             old_Qd[unsure] = torch.as_tensor(embed(unsure)).float().cpu().numpy()

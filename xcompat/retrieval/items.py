@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric
+from xcompat.retrieval.versions import as_float32
 
 _UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 cannot encode
@@ -72,7 +73,7 @@ def check_items(
         XcompatError: counts differ, an embedding is zero or not finite, an id is empty or occurs twice, or metadata are no JSON.
     """
     ids = list(ids)
-    side = np.array(side_info_NS, np.float32, ndmin=2) if side_info_NS is not None else None
+    side = as_float32(side_info_NS).copy() if side_info_NS is not None else None
     for name, count in (("ids", len(ids)), ("side_info", len(embeds_ND if side is None else side))):
         if count != len(embeds_ND):
             raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")

@@ -15,7 +15,7 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric, VersionRecord
-from xcompat.retrieval.versions import identity, query_view
+from xcompat.retrieval.versions import as_float32, identity, query_view
 from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Store(ABC):
         """Return a model's queries in a space."""
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
-        dim = own.dim if own.dim is not None else np.asarray(embeds_QD).shape[-1]
+        dim = own.dim if own.dim is not None else as_float32(embeds_QD).shape[-1]
         view = query_view(model, embeds_QD, VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim))
         if view is None:
             raise FingerprintMismatchError(
@@ -232,7 +232,7 @@ class Store(ABC):
         Raises:
             XcompatError: they have another dimension.
         """
-        queries_QD = np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        queries_QD = as_float32(vectors_QD)
         if own.dim is not None and queries_QD.shape[1] != own.dim:
             raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
         return queries_QD

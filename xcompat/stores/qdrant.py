@@ -15,6 +15,7 @@ from typing_extensions import override
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
+from xcompat.retrieval.versions import as_float32
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
 from xcompat.stores.qdrant_collections import (
@@ -139,7 +140,7 @@ class QdrantStore(Store):
         filter: models.Filter | dict[str, Any] | str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
-        name, queries_QD = space or self.space, np.atleast_2d(np.asarray(vectors_QD, np.float32))
+        name, queries_QD = space or self.space, as_float32(vectors_QD)
         own = self.known.get(name)
         if own is None or own.dim != queries_QD.shape[1]:  # it may have been switched
             own = self.spaces()[name]
