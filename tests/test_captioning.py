@@ -168,3 +168,35 @@ def test_what_is_no_captioner_or_no_picture_is_one_line(
         write_captions(PairSource(path=str(tmp_path / "mixed"), captions=False), captioner, tmp_path / "out.jsonl")
     source = PairSource(path=str(tmp_path / "mixed"), captions=False, max_bad_share=0.5)
     assert write_captions(source, captioner, tmp_path / "out.jsonl") == 1
+
+
+def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
+    captioner_folder: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = Path(shutil.copytree(photos, tmp_path / "photos")), tmp_path / "out.jsonl"
+    (folder / "cat" / "05.png").write_bytes(b"no picture")
+    given = ["caption", str(folder), "--model", captioner_folder, "--max-tokens", "4", "--max-bad-share", "0.1"]
+    said = CliRunner().invoke(app, [*given, "--out", str(out)]).output.replace("\n", "")
+    assert "10 captions" in said and f"{{path: {folder}, caption_file: {out}, max_bad_share: 0.1}}" in said
+    assert [row["id"] for row in lines(out) if row["caption"] is None] == ["cat/05.png"]
+    source = LabelledSource(path=str(folder), caption_file=str(out), max_bad_share=0.1)
+    capsys.readouterr()
+    loaded = load_labelled(source, captions=True)
+    assert "skipped cat/05.png: it could not be read when" in capsys.readouterr().out.replace("\n", " ")
+    assert {row["id"]: row["caption"] for row in loaded.dataset.select_columns(["id", "caption"])} == {
+        row["id"]: row["caption"] for row in lines(out) if row["caption"] is not None
+    }
+    assert loaded.class_names() == [name.split("/")[0] for name in loaded.dataset["id"]]
+    assert len(load_labelled(source)) == 11, "without captions, all are there"
+    with pytest.raises(XcompatError, match="1 of 11 samples cannot be used, more than the share 0.01: cat/05.png: it could"):
+        load_labelled(source.model_copy(update={"max_bad_share": 0.01}), captions=True)
+    rows = out.read_text().splitlines()
+    out.write_text("\n".join(row for row in rows if "null" not in row))
+    with pytest.raises(XcompatError, match="has no caption for 1 of 11 images, such as 'cat/05.png'; add them"):
+        load_labelled(source, captions=True)
+    out.write_text("\n".join(json.dumps({"id": json.loads(row)["id"], "caption": None}) for row in rows))
+    with pytest.raises(XcompatError, match="has no caption at all: none of 11 images could be read; mend them"):
+        load_labelled(source.model_copy(update={"max_bad_share": 1.0}), captions=True)
+    out.write_text('{"id": "cat/05.png"}')
+    with pytest.raises(XcompatError, match="line 1: write it as"):
+        load_labelled(source, captions=True)

@@ -98,7 +98,7 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
         overwrite: whether a file that is there is replaced.
 
     Returns:
-        The number of captions; images that cannot be read have none, and are told.
+        The number of captions; images that cannot be read have null in their place, and are told.
 
     Raises:
         XcompatError: the file is there, its parts are of other images or of another captioner, or too many images are unreadable.
@@ -126,7 +126,7 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
         _join(parts.values(), out, source.max_bad_share)
         shutil.rmtree(folder)
     barrier()
-    return sum(1 for _ in out.open(encoding="utf-8"))
+    return sum(row[CAPTION] is not None for _, row in json_lines(out))
 
 
 def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, Any]:
@@ -176,13 +176,12 @@ def _opened(row: dict[str, Any]) -> tuple[str, Image | None]:
 
 
 def _join(parts: Iterable[Path], out: Path, max_bad_share: float) -> None:
-    """Write the lines of all parts into one file, without those of images that cannot be read."""
+    """Write the lines of all parts into one file."""
     rows = [row for part in parts for _, row in json_lines(part)]
-    written = [row for row in rows if row[CAPTION] is not None]
-    if (bad := len(rows) - len(written)) > max_bad_share * len(rows):
+    if (bad := sum(row[CAPTION] is None for row in rows)) > max_bad_share * len(rows):
         raise XcompatError(f"{bad} of {len(rows)} images cannot be read; mend them, or raise --max-bad-share")
     with atomic_path(out) as temporary:
-        temporary.write_text("".join(map(_line, written)), encoding="utf-8")
+        temporary.write_text("".join(map(_line, rows)), encoding="utf-8")
 
 
 def caption(images: str, model: str, out: Path, max_tokens: int, batch_size: int, max_bad_share: float, overwrite: bool) -> None:
@@ -194,4 +193,5 @@ def caption(images: str, model: str, out: Path, max_tokens: int, batch_size: int
     count = write_captions(source, Captioner(model, max_tokens=max_tokens), out, batch_size, overwrite)
     seconds = time.perf_counter() - started
     console.print(f"{count:,} captions in {literal(out)} ({seconds:,.1f} s, {count / max(seconds, 1e-9):,.1f} a second)")
-    console.print(f"Read them with data.images: {{path: {literal(images)}, caption_file: {literal(out)}}}")
+    share = f", max_bad_share: {max_bad_share:g}" if max_bad_share > PairSource(path=images).max_bad_share else ""
+    console.print(f"Read them with data.images: {{path: {literal(images)}, caption_file: {literal(out)}{share}}}")

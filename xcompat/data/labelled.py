@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
+from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAMERA, CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
 from xcompat.data.text_files import json_lines
@@ -31,7 +32,8 @@ class LabelledSource(ImageSource):
 
     Args:
         caption_column: the column with the images' captions, for an old model that embeds texts; found when not given.
-        caption_file: JSON lines of ``id`` and ``caption``, as ``xcompat caption`` writes them, in the place of that column.
+        caption_file: JSON lines of ``id`` and ``caption``, as ``xcompat caption`` writes them, in the place of that column; an
+            image that could not be read has the caption null and is left out.
         classes: the class order: names, or a file as `xcompat.data.load_classes` reads it.
         class_column: the column of that file, or of the ``classes.tsv`` beside the data, that holds the names.
 
@@ -125,7 +127,7 @@ def load_labelled(
     assert isinstance(loaded, datasets.Dataset)
     _require_distinct_ids(loaded, source)
     if captions and source.caption_file is not None:
-        loaded = loaded.add_column(CAPTION, _captions_of_file(Path(source.caption_file), loaded[ID][:]))
+        loaded = _captioned(loaded, Path(source.caption_file), source.max_bad_share)
     _require_cameras(loaded, source)
     given = list(classes) if classes is not None else _given_classes(source)
     values = _require_labels(loaded, source)
@@ -149,17 +151,26 @@ def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> 
         )
 
 
-def _captions_of_file(file: Path, ids: list[str]) -> list[str]:
-    """Return the caption of each id."""
-    known: dict[str, str] = {}
+def _captioned(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> datasets.Dataset:
+    """Add the captions of a file, and leave out images that could not be read when they were written."""
+    known: dict[str, str | None] = {}
     for number, row in json_lines(file):
-        if not (isinstance(row.get(ID), str) and isinstance(row.get(CAPTION), str)):
+        if not (isinstance(row.get(ID), str) and isinstance(row.get(CAPTION, 0), str | None)):
             raise XcompatError(f'{file} line {number}: write it as {{"id": ..., "caption": ...}}, both texts')
         known[row[ID]] = row[CAPTION]
+    ids = dataset[ID][:]
     lacking = [name for name in ids if name not in known]
     if lacking:
         raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, such as {lacking[0]!r}; add them")
-    return [known[name] for name in ids]
+    bad = BadSamples(max_bad_share, len(ids))
+    kept = [row for row, name in enumerate(ids) if known[name] is not None]
+    for name in ids:
+        if known[name] is None:
+            bad.add(name, f"it could not be read when {file} was written")
+    if not kept:
+        raise XcompatError(f"{file} has no caption at all: none of {len(ids)} images could be read; mend them")
+    captioned = dataset.add_column(CAPTION, [known[name] for name in ids])
+    return captioned if len(kept) == len(ids) else captioned.select(kept)
 
 
 def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[int] | list[str]:
