@@ -76,6 +76,14 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
+    text = GOOD.replace("projection: stage:phi\n", "projection: stage:phi\n    options: {adapters: null}\n")
+    recipe = load(tmp_path, text, "stages.pair.options.adapters.lora.rank=8")
+    assert recipe.stages[1].options == {"adapters": {"lora": {"rank": 8}}}
+    bare = "method: independent\nnew: {model: {model_type: clip}}\ntraining:\n"
+    assert load(tmp_path, bare, "training.max_steps=7").stages[0].training["max_steps"] == 7
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -96,6 +104,10 @@ def test_overrides(tmp_path: Path) -> None:
         (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1, and are called phi, pair"),
         (["stages.fi.name=x"], "there is no stage fi; stages count from 0 to 1, and are called phi, pair"),
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
+        (["new=some/model", "new.model.depths=[1]"], "new.model.depths: new has no keys of its own; override new as a whole"),
+        (["stages.0.method.x=1"], "stages.0.method.x: stages.0.method has no keys of its own; override"),
+        (["training.max_steps=1", "training.max_steps.x.y=1"], "training.max_steps has no keys of its own; override"),
+        (["stages.0=x"], "stages.0: stages has no keys of its own; override stages as a whole"),
         (["nonsense"], "'nonsense' is no override; write key=value"),
         (["new.nme=x"], "unknown key .*nme'"),
         (["options.noise_std=1"], "options.noise_std is set by stage 0 .phi. itself: override stages.phi.options.noise_std"),
@@ -131,6 +143,7 @@ def test_overrides(tmp_path: Path) -> None:
         (["stages.0.name=report"], "a stage is called 'report', which is where the run's report goes"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),
+        (["stages=7"], "stages must be a list"),
     ],
 )
 def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:

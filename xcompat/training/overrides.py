@@ -20,7 +20,8 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
     Raises:
         XcompatError: a stage sets the key itself.
     """
-    for number, stage in enumerate(raw.get("stages") or []):
+    stages = raw.get("stages")
+    for number, stage in enumerate(stages if isinstance(stages, list) else []):
         place: Any = stage
         for part in key.split("."):
             place = place.get(part) if isinstance(place, dict) else None
@@ -49,11 +50,24 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         parsed = parse_yaml(value, RecipeLoader)
     except yaml.YAMLError:
         raise XcompatError(f"{override!r}: the value is not valid YAML; put it in quotes") from None
-    for parent in parents:
-        place = _entry(place, parent, key) if isinstance(place, list) else place.setdefault(parent, {})
-    if not isinstance(place, dict):
-        raise XcompatError(f"{key}: {'.'.join(parents)} has no keys of its own")
+    for depth, parent in enumerate(parents):
+        place = _entry(place, parent, key) if isinstance(place, list) else _section(place, parents[:depth], key, parent)
+    _require_keys(place, parents, key)
     place[last] = parsed
+
+
+def _section(place: Any, where: list[str], key: str, name: str) -> Any:  # noqa: ANN401 - what YAML holds
+    """Return what a key holds; one that holds nothing gets keys of its own."""
+    _require_keys(place, where, key)
+    if place.get(name) is None:
+        place[name] = {}
+    return place[name]
+
+
+def _require_keys(place: Any, where: list[str], key: str) -> None:  # noqa: ANN401 - what YAML holds
+    if not isinstance(place, dict):
+        whole = ".".join(where)
+        raise XcompatError(f"{key}: {whole} has no keys of its own; override {whole} as a whole")
 
 
 def _entry(entries: list[Any], which: str, key: str) -> Any:  # noqa: ANN401 - what YAML holds
