@@ -309,6 +309,20 @@ def test_the_command_line_searches(postgres: str, database: Any, folder_of: dict
         assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
 
 
+def test_a_vector_that_another_trigger_computes_is_noticed(
+    store: Store, database: Any, model: RidgeModel, vectors: np.ndarray
+) -> None:
+    """The statement names another column, and the trigger may be called anything."""
+    computed = f"$$ BEGIN IF NEW.price <> OLD.price THEN NEW.embedding := '{text(vectors[9])}'; END IF; RETURN NEW; END $$"
+    database.execute(f"CREATE OR REPLACE FUNCTION computed() RETURNS trigger LANGUAGE plpgsql AS {computed}")
+    database.execute("CREATE TRIGGER zzz BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION computed()")
+    migration.start(store, Mapping(model))
+    database.execute("UPDATE items SET price = 77 WHERE id < 40")
+    assert migration.status(store)[1] == 39, "all but that which had this vector already"
+    migration.switch(store, Mapping(model))
+    np.testing.assert_allclose(stored(database, "embedding")[0][:40], Mapping(model)(vectors[[9] * 40]), atol=1e-5)
+
+
 def test_rows_that_changed_after_the_switch_have_no_old_vector_after_a_rollback(
     store: Store, database: Any, model: RidgeModel
 ) -> None:

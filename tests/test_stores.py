@@ -27,7 +27,7 @@ from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.upgrading import Block
-from xcompat.stores import Rows, Store, lease, migration
+from xcompat.stores import Rows, Store, commands, lease, migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown
@@ -353,10 +353,14 @@ def _stopping(call: Callable[..., Any], left: Iterator[int]) -> Callable[..., An
     return stopping
 
 
-def test_verify_finds_a_vector_that_is_not_the_maps(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
+def test_verify_finds_a_vector_that_is_not_the_maps(
+    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
     migration.start(store, Mapping(model), place.into)
     place.spoil(place.into, "5", np.full(NEW_DIM, NEW_DIM**-0.5, np.float32))
     assert migration.verify(store, Mapping(model), queries=N).wrong == 1
+    assert not commands.verify(store, Mapping(model))
+    assert "rollback, then start, makes all of them anew" in capsys.readouterr().out
     place.put("7", vectors[0])
     checked = migration.verify(store, Mapping(model), queries=N)
     assert (checked.missing, checked.wrong, checked.compared) == (1, 1, N - 1), (

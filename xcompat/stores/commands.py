@@ -144,7 +144,10 @@ def verify(store: Store, mapping: Filling) -> bool:
             f"of the first {migration.NEIGHBOURS} hits of {found.searched:,} of them in the old space, "
             f"{found.overlap:.1%} are hits in the new one"
         )
-    console.print("[green]✓[/] it may be switched" if found.passed else "[red]✗[/] it is not complete: run start again")
+    if found.wrong:
+        console.print("[red]✗[/] vectors are not of what their rows hold: rollback, then start, makes all of them anew")
+    else:
+        console.print("[green]✓[/] it may be switched" if found.passed else "[red]✗[/] it is not complete: run start again")
     return found.passed
 
 

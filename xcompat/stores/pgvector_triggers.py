@@ -6,15 +6,19 @@ from psycopg import sql
 
 from xcompat.stores.pgvector_client import Client
 
-TRIGGER = "xcompat_follows"
-"""Name of the trigger; a table has one at most."""
+TRIGGER = "~xcompat_follows"
+"""Name of the trigger, of which a table has one at most. Triggers run in the order of their names: this one comes last."""
 EARLIER = "xcompat_{}_follows"
 """What earlier versions called it, and its function too, by the space: tables of one schema may share that function."""
 _FUNCTION = """
-CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN IF NEW.{old} IS DISTINCT FROM OLD.{old} THEN NEW.{new} := NULL; END IF; RETURN NEW; END $$
+CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN NEW.{new} := NULL; RETURN NEW; END $$
 """
-_TRIGGER = "CREATE TRIGGER {trigger} BEFORE UPDATE OF {old} ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()"
+_TRIGGER = """
+CREATE TRIGGER {trigger} BEFORE UPDATE ON {table} FOR EACH ROW
+WHEN (OLD.{new} IS NOT NULL AND OLD.{old} IS DISTINCT FROM NEW.{old}) EXECUTE FUNCTION {function}()
+"""
+"""Not ``UPDATE OF``, which is blind to a vector that another trigger computes. A row that has nothing to lose comes first: so
+filling compares no vectors, which would read them once more."""
 _FOUND = (
     "SELECT format('%%I', tgname), tgfoid, tgfoid::regprocedure::text FROM pg_trigger "
     "WHERE tgrelid = to_regclass(%s) AND tgname IN (%s::name, %s::name)"
