@@ -163,6 +163,40 @@ def test_only_blocks_that_can_be_written_again_do_not_wait_for_the_disk(store: S
         assert store.connection.execute("SHOW synchronous_commit").fetchone()[0] == "on"  # type: ignore[attr-defined]
 
 
+# ---------------------------------------------------------------------------------------------------------- locks
+
+
+def test_a_long_reader_does_not_keep_the_service_out(
+    server: str, database: Any, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever waits for the whole table lets others through between two attempts, and says once whom it waits for."""
+    monkeypatch.setattr(pgvector_client, "PATIENCE", "1ms")
+    store = xcompat.stores.open(f"{server}&table=items&options=-cstatement_timeout%3D5s")
+    database.execute("ALTER TABLE items SET (autovacuum_enabled = false)")
+    reader = psycopg.connect(f"{server}&application_name=dump")
+    reader.execute("SELECT FROM items LIMIT 1")
+    database.execute("SET lock_timeout = '5s'")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        assert database.execute("SELECT count(*) FROM items").fetchone() == (N,)
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            reader.rollback()
+
+    monkeypatch.setattr("tenacity.nap.time.sleep", pause)
+    with store.alone():
+        assert store.connection.execute("SHOW lock_timeout").fetchone()[0] == "0"  # type: ignore[attr-defined]
+        database.execute("SET lock_timeout = '1ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            database.execute("SELECT FROM items LIMIT 1")
+    assert pauses == [pgvector_client.PAUSE] * 3
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"in use by process {reader.info.backend_pid} (dump) since 2" in said
+    reader.close()
+    store.close()
+
+
 # ------------------------------------------------------------------------------------------------------- bad input
 
 

@@ -265,7 +265,7 @@ class PgVectorStore(Store):
     @contextmanager
     def alone(self) -> Iterator[None]:
         with explained(self.uri), self.connection.transaction():
-            self._do("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+            self.client.lock(self.table)
             yield
 
     @override

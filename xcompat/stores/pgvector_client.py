@@ -17,16 +17,19 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format, TransactionStatus
 from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed, wait_random_exponential
 from typing_extensions import override
 
 from xcompat.errors import XcompatError
+from xcompat.progress import console, literal
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 
 T = TypeVar("T")
 ATTEMPTS, LONGEST_WAIT = 10, 10.0
 """How often a lost connection is made anew before it is given up, and the most seconds between two attempts: half a minute."""
+PATIENCE, PAUSE = "2s", 5.0
+"""How long a lock is waited for, while whoever asks for the table waits behind it; seconds for which these go on then."""
 LOST = ("08", "57P01", "57P02", "57P03")
 """How the codes of errors begin with which a server ends a connection, or does not accept one yet."""
 FULL = "53100"
@@ -38,6 +41,11 @@ NUMBERS = {"vector": ">f4", "halfvec": ">f2"}
 """A type of column -> its numbers as they are sent."""
 HEADER = 4
 """Bytes before the numbers of a vector: how many, and two that are zero."""
+_HOLDERS = """
+SELECT DISTINCT format('process %%s (%%s) since %%s', pid, application_name, to_char(xact_start, 'YYYY-MM-DD HH24:MI:SS'))
+FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE relation = to_regclass(%s) AND granted AND pid <> pg_backend_pid()
+ORDER BY 1
+"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,33 @@ class Client:
         with explained(self.uri):
             cursor = self.connection.execute(asked, given)
             return cursor.fetchall() if cursor.description is not None else []
+
+    def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE") -> None:
+        """Lock a table until the transaction ends, as soon as others let go of it; who these are is said on the terminal.
+
+        PostgreSQL lets nobody past who waits for such a lock. So it is waited for a moment at a time.
+
+        Args:
+            table: its name, with the schema.
+            mode: of the lock.
+        """
+        asked = sql.SQL("LOCK TABLE {} IN {} MODE").format(table, sql.SQL(mode))
+        said: list[str] = []
+
+        def attempt() -> None:
+            with self.connection.transaction():  # a part of the one that is open, which goes on where this fails
+                self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (PATIENCE,))
+                self.connection.execute(asked)
+                self.connection.execute("SET LOCAL lock_timeout TO DEFAULT")
+
+        def say(_: RetryCallState) -> None:
+            found = [name for (name,) in self.execute(_HOLDERS, table.as_string(self.connection))] or ["another transaction"]
+            if said != found:
+                said[:] = found
+                console.print(f"waiting for {literal(self.uri)}, which is in use by {literal(', '.join(said))}", soft_wrap=True)
+
+        held = retry_if_exception_type(psycopg.errors.LockNotAvailable)
+        Retrying(retry=held, wait=wait_fixed(PAUSE), before_sleep=say)(attempt)
 
     def _attempt(self, work: Callable[[], T]) -> T:
         try:

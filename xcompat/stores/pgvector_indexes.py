@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from psycopg import sql
 
-from xcompat.stores.pgvector_client import TYPES, Client
+from xcompat.stores.pgvector_client import TYPES, Client, explained
 
 
 class Index(NamedTuple):
@@ -72,7 +72,11 @@ def index_like(client: Client, table: sql.SQL, old: str, new: str, dtype: str) -
             continue
         for left in same:  # of a build that was killed
             client.execute(sql.SQL("DROP INDEX CONCURRENTLY {}").format(sql.SQL(left.name)))
-        # where all partitions have theirs, one that spans them only takes them over, and cannot be made concurrently
-        apart = sql.SQL("" if index.spans else "CONCURRENTLY")
-        client.execute(sql.SQL("CREATE INDEX {} ON {} USING {}").format(apart, sql.SQL(index.table), sql.SQL(how)))
+        of, made = sql.SQL(index.table), sql.SQL("CREATE INDEX {} ON {} USING {}")
+        if not index.spans:
+            client.execute(made.format(sql.SQL("CONCURRENTLY"), of, sql.SQL(how)))
+            continue
+        with explained(client.uri), client.connection.transaction():  # takes over those of the partitions, and builds nothing
+            client.lock(of, "SHARE")
+            client.execute(made.format(sql.SQL(""), of, sql.SQL(how)))
     return [index.name for index in indexes(client, table, new)]
