@@ -480,6 +480,37 @@ def test_too_few_to_train_an_index_are_searched_exactly_until_they_are_enough(tm
     assert [segment.record.index for segment in gallery.segments] == ["IVF8,Flat"] and len(gallery) == 12_100
 
 
+def test_compaction_makes_segments_that_train_the_index_however_large_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 3000 * DIM * 4)
+    monkeypatch.setattr("xcompat.retrieval.compaction.FLUSH_BYTES", 3000 * DIM * 4)
+    monkeypatch.setattr("xcompat.retrieval.compaction.BLOCK", 1000)
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")  # takes 9,984 vectors
+
+    def grown(count: int) -> list[tuple[int, str]]:
+        before = len(gallery)
+        for start in range(before, before + count, 1000):
+            size = min(1000, before + count - start)
+            gallery.add(vectors(size, start), [f"item {row}" for row in range(start, start + size)])
+        gallery.commit()
+        assert gallery.segments[-1].record.index == "Flat", "what waits in memory trains none"
+        gallery.compact()
+        return sorted((len(segment), segment.record.index) for segment in gallery.segments)
+
+    assert {index for _, index in grown(9_000)} == {"Flat"}
+    assert "9,000 embeddings of clip" in caplog.text and "do not train IVF64,Flat, which takes 9,984" in caplog.text
+    names_before = [segment.record.name for segment in gallery.segments]
+    gallery.compact()
+    assert [segment.record.name for segment in gallery.segments] == names_before, "nothing is gained by writing them anew"
+    assert grown(3_500) == [(12_500, "IVF64,Flat")]
+    assert grown(12_000) == [(12_000, "IVF64,Flat"), (12_500, "IVF64,Flat")]
+    assert grown(4_000) == [(12_500, "IVF64,Flat"), (16_000, "IVF64,Flat")], "too few by themselves"
+    assert grown(22_000)[0][0] >= 9_984 and {segment.record.index for segment in gallery.segments} == {"IVF64,Flat"}
+    assert len(gallery) == 50_500 and gallery.damage() == []
+    assert gallery.find(["item 0", "item 50499"]) == [CLIP, CLIP]
+
+
 def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")
     embeds = vectors(12_000)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
-from xcompat.retrieval.faiss_building import EXACT, build_faiss, is_lossless, make_index
+from xcompat.retrieval.faiss_building import EXACT, build_faiss, fewest_vectors, is_lossless, make_index
 from xcompat.retrieval.faiss_index import open_faiss, write_faiss
 from xcompat.retrieval.filtered_search import Found, Vectors
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
@@ -65,6 +65,9 @@ class Backend(Protocol):
     def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
         """Open the vectors of a segment."""
 
+    def fewest(self, dim: int) -> int:
+        """Return the fewest vectors of which a segment has the gallery's index, and not an exact one."""
+
     def keeps(self, index: str) -> bool:
         """Return whether an index returns its vectors unchanged, so that no copy of them is needed."""
 
@@ -92,6 +95,10 @@ class FaissBackend(Backend):
         if record.adopted is not None:
             return open_adopted(record, self.metric, folder.parent.parent)
         return open_faiss(folder / INDEX_FILE, self.metric)
+
+    @override
+    def fewest(self, dim: int) -> int:
+        return fewest_vectors(make_index(self.factory, dim, self.metric))
 
     @override
     def keeps(self, index: str) -> bool:

@@ -40,7 +40,7 @@ def build_faiss(
     """
     index = make_index(factory, dim, metric)
     used = factory
-    if not index.is_trained and rows < _fewest(index):
+    if rows < fewest_vectors(index):
         index, used = make_index(EXACT, dim, metric), EXACT
     pending: list[NDArray[np.float32]] = []
     waiting = 0
@@ -118,10 +118,12 @@ def is_lossless(factory: str) -> bool:
     return factory == EXACT or (factory.startswith("HNSW") and ("," not in factory or factory.endswith(",Flat")))
 
 
-def _fewest(index: Any) -> int:  # noqa: ANN401
-    """Return the fewest vectors that train an index."""
+def fewest_vectors(index: Any) -> int:  # noqa: ANN401
+    """Return the fewest vectors that train an empty index; 0 if it needs no training."""
     import faiss
 
+    if index.is_trained:
+        return 0
     ivf = faiss.try_extract_index_ivf(index)
     lists = ivf.nlist if ivf is not None else 0
     return max(PER_CENTROID * lists, PER_CENTROID * 256)  # product quantisers have 256 centroids

@@ -79,6 +79,10 @@ class MilvusBackend:
         """Open the collection of a segment."""
         return MilvusIndex(self.uri, record, self.metric)
 
+    def fewest(self, dim: int) -> int:
+        """Return 0: Milvus itself trains its index."""
+        return 0
+
     def keeps(self, index: str) -> bool:
         """Return True: a collection returns its vectors unchanged."""
         return True

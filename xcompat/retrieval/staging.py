@@ -106,9 +106,11 @@ class Staging:
         waiting.side_info += items.side_info
         self._pending_ids.update(items.ids)
 
-    def flush_if_large(self) -> list[SegmentRecord]:
-        """Write waiting items if they take much memory; return the new segments."""
-        return self.flush() if sum(items.nbytes for items in self._pending.values()) >= FLUSH_BYTES else []
+    def flush_if_large(self, fewest: int = 0) -> list[SegmentRecord]:
+        """Write waiting items if they take much memory, and are as many as ``fewest``; return the new segments."""
+        waiting = self._pending.values()
+        is_large = sum(items.nbytes for items in waiting) >= FLUSH_BYTES and sum(map(len, waiting)) >= fewest
+        return self.flush() if is_large else []
 
     def _find(self, ids: Sequence[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return where ids are, segment -> (positions in ``ids``, rows), after a flush if one of them is still waiting."""
