@@ -74,13 +74,13 @@ class IndependentModel(ClassifiedModel):
 
     @classmethod
     @override
-    def refuse_unread(cls, options: Mapping[str, Any], on_classes: bool) -> None:
+    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
         """Refuse all that would lie beside the encoder, which is what :meth:`export` leaves of a model of captions."""
-        super().refuse_unread(options, on_classes)
+        super().refuse_unread(options, on_captions)
         usual = cls.config_class()
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}
         beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
-        if not on_classes and (name := next(beside, None)):
+        if on_captions and (name := next(beside, None)):
             raise XcompatError(
                 f"options.{name}: a model that learns from captions or texts is its encoder alone, compared by cosine; "
                 f"leave {name} out, or train on classes"

@@ -95,7 +95,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         Raises:
             XcompatError: the old model is not described, or the method is trained without one, or does not read an option.
         """
-        cls.refuse_unread(options, on_classes=options.get("classes") is not None)
+        cls.refuse_unread(options, on_captions=options.get("classes") is None)
         if old is not None and not cls.compares_with_old:
             raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
         if old is not None and not isinstance(old, dict):

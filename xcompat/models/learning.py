@@ -73,12 +73,12 @@ class LearningModel(SpacesModel):
         return False
 
     @classmethod
-    def refuse_unread(cls, options: Mapping[str, Any], on_classes: bool) -> None:
+    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
         """Refuse options that a model which is to be made would not read.
 
         Args:
             options: the method's configuration.
-            on_classes: whether it will learn from labelled images.
+            on_captions: whether it will learn from captions or texts.
 
         Raises:
             XcompatError: naming the option.

@@ -214,7 +214,8 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _method_fits(self, info: ValidationInfo) -> StageRecipe:
         if not is_quick(info):
-            method_class(self.method).refuse_unread(self.options, on_classes=self.data.images is not None)
+            captions = self.data.images is None and (self.data.pairs is not None or self.data.text_pairs is not None)
+            method_class(self.method).refuse_unread(self.options, on_captions=captions)
             self._there_is_something_to_remember()
             self._text_pairs_are_read()
             self._old_embeddings_are_to_be_had()
