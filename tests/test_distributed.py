@@ -17,12 +17,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 import warm
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
+from xcompat import Fingerprint
+from xcompat.data import load_labelled
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
+from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.training import trainer
 from xcompat.training.checkpoints import last_complete_checkpoint
+from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.trainer import labelled_data
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"
@@ -289,6 +300,58 @@ def test_what_is_chosen_is_what_one_process_chooses(name: str, runs: tuple[Path,
 def test_noise_and_dropout_differ_between_ranks(runs: tuple[Path, Path]) -> None:
     first, second = ((runs[1] / "seen" / f"random-{rank}").read_text().splitlines() for rank in range(2))
     assert not set(first) & set(second)
+
+
+def learn_with_constants(rank: int, photos: str, encoder: str, method: str, folder: str) -> None:
+    """Train on a rank, once as ever and once with DDP sending all buffers; write which ones it sends, and what is left."""
+    torch.set_num_threads(1)
+    places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    # accelerate asks for an address, and then uses the group that there is
+    os.environ |= places | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    images, synchronise = load_labelled(photos), DistributedDataParallel._sync_buffers
+    training = {"max_steps": 3, "per_device_train_batch_size": 6, "learning_rate": 0.01}
+    stage = StageRecipe(method=method, new=encoder, data={"images": {"path": photos}}, training=training, evaluation=None)
+    for name in ("once", "always"):
+        torch.manual_seed(0)
+        old = describe_old(Fingerprint.from_string("old"), dim=8)
+        model = METHODS[method].from_encoder(encoder, old=old, classes=images.classes, batch_norm=True)
+        old_Nd = torch.nn.functional.normalize(torch.randn(len(images.dataset), 8), dim=-1).numpy()
+        model.prepare(OldKnowledge(len(images.classes), images.labels(), old_Nd))
+        for buffer in model.buffers(recurse=False):
+            buffer.mul_(1 - rank)  # as if the other process had drawn or computed something else
+        extra = {"old_embeds": old_Nd} if "old_embeds" in model.columns else {}
+        sent: list[set[str]] = []
+
+        def record(self: DistributedDataParallel, sent: list[set[str]] = sent) -> None:
+            synchronise(self)
+            sent.append(set(self.named_module_buffers))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(DistributedDataParallel, "_sync_buffers", record)
+            if name == "always":
+                patched.setattr(trainer, "send_constants_once", lambda *_: None)
+            data = labelled_data(stage, images, model.processor, 0, extra)
+            trained = trainer.train(model, data, stage, 0, Path(folder) / f"{name}-{rank}")
+        torch.save((sent, dict(trained.named_buffers(recurse=False)), trained.state_dict()), f"{folder}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["nccl", "unibct"])
+def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    photos = write_classes(tmp_path / "photos")
+    warm.spawn(learn_with_constants, (photos, image_folder_of["resnet"], method, str(tmp_path)))
+    (sent, own, one), (_, same, two), (all_sent, _, plain) = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("once-0", "once-1", "always-0")
+    )
+    assert own and all(value.any() for value in own.values()) and own.keys() <= all_sent[0]
+    assert len(sent) >= 3 and all(names == all_sent[0] - own.keys() for names in sent)
+    assert any("running_mean" in name for name in sent[0]), "these follow the batches"
+    for name, value in own.items():
+        assert torch.equal(same[name], value), "the first process's"
+    for name, value in one.items():
+        assert torch.equal(plain[name], value), name
+        assert torch.equal(two[name], value) or "running" in name, name
 
 
 def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:

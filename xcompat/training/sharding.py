@@ -1,9 +1,12 @@
-"""Prepare a model for FSDP, and gather its weights afterwards."""
+"""Prepare a model for FSDP, and gather its weights afterwards; keep DDP from sending what never changes."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel
 
 from xcompat.models import CompatModel
@@ -38,3 +41,23 @@ def unsharded(model: CompatModel) -> CompatModel:
     whole.load_state_dict(gathered)
     whole._processor = model._processor
     return whole
+
+
+def send_constants_once(model: CompatModel, accelerator: Accelerator) -> None:
+    """Send a model's own buffers from the first process to all, and not with every step as DDP would: a collective call.
+
+    A method fills them before training (:meth:`CompatModel.prepare`), and where it refreshes them, every process does the same.
+    Buffers of layers, such as the statistics of batch norms, stay DDP's to send: they follow the batches of one process.
+
+    Args:
+        model: prepared, not wrapped yet.
+        accelerator: the Trainer's; nothing is done where it uses no DDP.
+    """
+    if not accelerator.distributed_type.value.startswith("MULTI_"):
+        return
+    own = dict(model.named_buffers(recurse=False))
+    for buffer in own.values():
+        sent = buffer.to(accelerator.device).contiguous()
+        dist.broadcast(sent, src=0)
+        buffer.copy_(sent)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(own))
