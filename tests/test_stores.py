@@ -535,6 +535,8 @@ def test_the_command_line_searches_by_a_service(
 def test_an_address_is_shown_without_what_is_secret() -> None:
     uri = StoreUri.parse("postgresql://me:pass%40word@db:5432/shop?table=items&sslmode=require", ("table",), passes_on=True)
     assert str(uri) == "postgresql://db:5432/shop?table=items" and "me:pass%40word@db:5432/shop?sslmode=require" in uri.client
+    options = "options=-csearch_path%3Dshop%20-cjit%3Doff"
+    assert StoreUri.parse(f"postgresql://db/shop?{options}", ("table",), passes_on=True).client.endswith(f"?{options}")
     assert shown("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
     with pytest.raises(XcompatError, match="mongodb is no kind of store"):
         xcompat.stores.open("mongodb://host/db")

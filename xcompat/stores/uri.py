@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.manifest import Metric
@@ -50,7 +50,8 @@ class StoreUri:
     @property
     def client(self) -> str:
         """The address for the client, which may hold a password: for nobody's eyes."""
-        return self.parts._replace(query=urlencode(self.rest)).geturl()
+        query = urlencode(self.rest, quote_via=quote)  # libpq takes a + for a plus sign, not for a space
+        return self.parts._replace(query=query).geturl()
 
     def __str__(self) -> str:
         """Return the address without user, password and the client's own options, for messages and reports."""
