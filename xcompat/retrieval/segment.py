@@ -179,12 +179,12 @@ class Segment:
         Returns:
             (rows,) bool.
         """
-        asked = json.dumps(where, sort_keys=True)
-        if asked not in self._matched:
-            while len(self._matched) >= FILTERS_KEPT:
-                self._matched.pop(next(iter(self._matched)))
-            self._matched[asked] = self._match(where)
-        return self._matched[asked]
+        asked, known = json.dumps(where, sort_keys=True), self._matched
+        if asked in known:
+            return known[asked]
+        found_N = self._match(where)
+        self._matched = dict([*known.items(), (asked, found_N)][-FILTERS_KEPT:])  # a new one: other threads may read the former
+        return found_N
 
     def _match(self, where: dict[str, Any]) -> NDArray[np.bool_]:
         found_N = np.zeros(self.record.rows, bool)
