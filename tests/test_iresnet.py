@@ -88,7 +88,7 @@ def test_a_trained_model_ends_as_a_model_of_faces(tmp_path: Path, images: list[I
     encoder, processor = encoder_from_scratch(source)
     encoder.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    model: Any = METHODS["independent"].from_encoder(str(tmp_path), dim=5, batch_norm=True)
+    model: Any = METHODS["independent"].from_encoder(str(tmp_path), classes=["a", "b"], dim=5, batch_norm=True)
     assert (model.neck.in_features, model.neck.out_features, model.norm.num_features) == (72, 5, 5)
     with torch.no_grad():
         assert model.embed_images(model.processor.images(images)).shape == (len(images), 5)
