@@ -240,6 +240,15 @@ def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
     assert choose(pairs, "known").mixed is None
 
 
+def test_a_map_of_other_items_is_no_better_than_chance() -> None:
+    pairs = made()
+    others = np.random.default_rng(3).permutation(len(pairs))
+    choice = choose(replace(pairs, new_ND=pairs.new_ND[others]))
+    assert choice.by_chance and "name the same items on both sides, and the right classes" in said_of(choice)[0]
+    weak = choose(made(new_noise=3.0, old_noise=0.1))
+    assert weak.chosen.worst < 0 and not weak.by_chance, "far below old queries, and far above chance"
+
+
 def seen_by_both(draw: np.random.Generator, classes: int, each: int, turns: tuple[np.ndarray, np.ndarray]) -> PairedEmbeddings:
     """Embeddings of classes in 128 new and 48 old dimensions, turns of the same 48, each model with noise of its own."""
     labels = np.repeat(np.arange(classes), each)

@@ -153,6 +153,15 @@ def test_the_line_that_agrees_most_is_taken() -> None:
     assert agree(stretched) == choice
 
 
+def test_a_map_of_other_items_is_no_better_than_chance() -> None:
+    pairs = seen()
+    others = np.random.default_rng(1).permutation(len(pairs))
+    choice = agree(PairedEmbeddings(pairs.new_ND[others], pairs.old_Nd))
+    assert choice.by_chance and as_json(choice)["by_chance"]
+    assert said_of(choice)[0].startswith("! No better than chance") and "classes" not in said_of(choice)[0]
+    assert not agree(pairs).by_chance and "chance" not in " ".join(said_of(agree(pairs)))
+
+
 def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "LEARNED", 200)
     assert agree(seen()).learned_at_most == 200

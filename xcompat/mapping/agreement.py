@@ -88,17 +88,19 @@ def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = 
     """
     held = HeldOutItems(pairs, lines, seed)
     trials = [held.try_(Candidate(name)) for name in lines]
+    chosen = careful(trials)
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     most = max(map(len, held.learned_rows))
     return Choice(
         trials=trials,
-        chosen=careful(trials),
+        chosen=chosen,
         without_new_model=None,
         floor=floor,
         n_queries={PROTOCOL: sum(min(QUERIES, len(rows_G)) for rows_G in held.searched_rows)},
         learned_at_most=most if most == LEARNED else None,
         no_confidence="they remember nothing",
         of_agreement=True,
+        by_chance=held.is_by_chance(chosen.candidate),
     )
 
 

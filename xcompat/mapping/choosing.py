@@ -37,6 +37,7 @@ class Choice:
         no_confidence: why there is none.
         of_galleries: whether the maps are of stored embeddings, not of queries.
         of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
+        by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
     trials: list[Trial]
@@ -52,6 +53,7 @@ class Choice:
     no_confidence: str = ""
     of_galleries: bool = False
     of_agreement: bool = False
+    by_chance: bool = False
 
     @property
     def objective(self) -> str:
@@ -202,4 +204,5 @@ def choose(
         confidence=confidence,
         no_confidence=no_confidence,
         of_galleries=held.of_galleries,
+        by_chance=held.is_by_chance(chosen.candidate),
     )

@@ -23,6 +23,8 @@ from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, Turned
 from xcompat.vectors import AS_THEY_ARE
 
 RESAMPLES = 1000
+CHANCE_LEVEL = 0.99
+"""Of the interval that tells a candidate from chance: one map in 200 that is chance goes unnoticed."""
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
 _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
@@ -170,6 +172,23 @@ class HeldOut(ABC):
             for protocol, metrics in found.items()
         }
         return Trial(candidate, gains)
+
+    def is_by_chance(self, candidate: Candidate) -> bool:
+        """Return whether a candidate's queries find no more, for sure, than the same queries dealt out to other items.
+
+        With somebody else's query an item finds by chance alone: as often as the sizes of classes, and entries that are near to
+        everything, let it. The mean of all metrics is compared; one of them alone may be at its ceiling on few items.
+        """
+        queries, draw = self.queries_of(candidate), np.random.default_rng(self.seed)
+
+        def dealt(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            return queries(fold, protocol, rows_Q, side)[draw.permutation(len(rows_Q))]
+
+        own_Q, dealt_Q = (
+            np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measured(asked)])
+            for asked in (queries, dealt)
+        )
+        return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed).low <= 0
 
 
 class HeldOutClasses(HeldOut):

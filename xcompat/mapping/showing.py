@@ -49,6 +49,11 @@ def said_of(choice: Choice) -> list[str]:
     """Return the results of a choice in sentences."""
     best = choice.chosen
     held = []
+    if choice.by_chance:
+        held.append(
+            "! No better than chance: dealt out to other items, the queries find as much. Do the ids, or the rows, name the same "
+            f"items on both sides{'' if choice.of_agreement else ', and the right classes or captions'}?"
+        )
     if choice.learned_at_most is not None:
         held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
     if choice.too_few_for_ridge is not None:
@@ -121,6 +126,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,
         "of_agreement": choice.of_agreement,
+        "by_chance": choice.by_chance,
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
