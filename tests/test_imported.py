@@ -174,7 +174,7 @@ def test_maps_of_other_models_are_refused_or_said(old_folder: str, folder_of: di
         mapped(sides, tmp_path / "out", *start, "--new-model", folder_of["siglip"])
     said, _ = mapped(sides, tmp_path / "out", *start, "--old-model", "photos", "--new-model", folder_of["clip"])
     assert "the old model is known by the name 'photos' alone" in said and "only the sample says whether it fits" not in said
-    said, _ = mapped(sides, tmp_path / "out", *start, "--old-model", "older")
+    said, _ = mapped(sides, tmp_path / "others", *start, "--old-model", "older")
     assert "known by the name" not in said and "and --new-model does not say whose these are" in said
 
 

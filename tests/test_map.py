@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from xcompat.mapping.held_out import Trial
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import remembered
 from xcompat.models.embedder import load_embedder
+from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery
 
 CLASSES, EACH, NEW, OLD = 24, 30, 24, 16
@@ -308,6 +310,29 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert "notes.txt was not made by" in str(CliRunner().invoke(app, command).exception)
     assert (out / "notes.txt").read_text() == "mine"
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0 and not (out / "notes.txt").exists()
+
+
+def test_a_map_of_other_inputs_is_left_alone(sides: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+
+    def run(*more: str, old: Path = sides[0]) -> BaseException | None:
+        return CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(sides[1]), "--out", str(out), *more]).exception
+
+    assert run() is None
+    moved = shutil.copytree(sides[0], tmp_path / "elsewhere" / "old")
+    assert run(old=moved) is None, "the same files at another place"
+    for more, named in ((["--seed", "1"], "--seed"), (["--old-model", "clip-b32"], "--old-model")):
+        assert f"made with other {named}; name another folder" in str(run(*more))
+    np.save(moved / "image_embeds.npy", made(seed=1).old_Nd)
+    assert "made with other --old; name another folder" in str(run(old=moved))
+    (moved / "labels.txt").unlink()
+    written = (out / "report.json").read_bytes()
+    assert "made with other --old, --seed;" in str(run("--seed", "1", old=moved))
+    assert (out / "report.json").read_bytes() == written
+    assert run("--seed", "1", "--overwrite") is None and json.loads((out / "report.json").read_text())["seed"] == 1
+    marker = json.loads((out / MARKER).read_text())
+    (out / MARKER).write_text(json.dumps(marker | {"about": {}}))
+    assert run() is None and "does not say what it was made of" in caplog.text
 
 
 def captioned(folder: Path, images: np.ndarray, texts: np.ndarray, ids: list[str], text_ids: list[str]) -> Path:

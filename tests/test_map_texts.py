@@ -84,10 +84,10 @@ def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
     assert report["items"] == 50 and f"50 of the 60 texts of {tmp_path}" in report["said"][0]
     gone = json_lines(tmp_path / "gone.jsonl", rotated(new)[:2], ["a", "b"])
     with pytest.raises(XcompatError, match="share no id"):
-        mapped("--old", gone, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+        mapped("--old", gone, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_gone")
     np.save(tmp_path / "old.npy", rotated(new)[:9])
     with pytest.raises(XcompatError, match="has 9 rows and .* 60 texts"):
-        mapped("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
+        mapped("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_few")
 
 
 def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     assert model.compatible_with == [load_embedder(old).fingerprint]
     for option in ("--old-model", "--new-model"):
         with pytest.raises(XcompatError, match="is a model already"):
-            mapped(*command, option, new)
+            mapped(*command, "--overwrite", option, new)
 
 
 def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def map_(
         Literal["known", "open", "unknown"], typer.Option(help="Whether all classes that will be searched are given.")
     ] = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Of what is held out.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out, such as another map.")] = False,
     memory_codec: Annotated[
         str | None,
         typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
@@ -115,8 +115,7 @@ def map_(
     text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
     was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
     """
-    from xcompat.mapping.asked import Start, Texts, require_out, require_sides
-    from xcompat.vectors import require_codec
+    from xcompat.mapping.asked import Asked, Start, Texts
 
     about_service = (embed_with, requests_per_minute, price_per_million_tokens)
     if texts is None and any(each is not None for each in about_service):
@@ -125,13 +124,13 @@ def map_(
         raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
-    require_codec(memory_codec)
-    require_out(out, overwrite, old, new, start)
-    require_sides(old, new, given, start, old_model, new_model)
-    from xcompat.mapping.commands import Remembering, map_embeddings
+    asked = Asked(
+        old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start
+    )
+    asked.require()
+    from xcompat.mapping.commands import map_embeddings
 
-    remembering = Remembering(memory_codec, remember_items)
-    map_embeddings(old, new, out, old_model, new_model, searched_classes, seed, overwrite, remembering, given, start)
+    map_embeddings(asked)
 
 
 @app.command()

@@ -75,12 +75,12 @@ def measure(items: int = 1_000_000, dim: int = 768) -> list[Row]:
         for dtype in ("float16", "float32"):
             old, new = (write(folder / f"{side}.npy", items, dim, dtype, seed) for seed, side in enumerate(("old", "new")))
             bare = sums(old, new) * items
-            took, busy, peak = run_command(["map", "--old", old, "--new", new, "--out", folder / "out"], folder)
+            took, busy, peak = run_command(["map", "--old", old, "--new", new, "--out", folder / dtype], folder)
             what = f"xcompat map, {items:,} x {dim} of {dtype}"
             rows.append(timed(what, "the sums of products alone", "", took, bare, f"{busy:.0f} s of processor time"))
             rows.append(Row(what, "60 s", took / 60, "<= 1", f"{took:.1f} s"))
             rows.append(Row(f"memory of {what}", "2 GiB", peak / 2, "<= 1", f"{peak:.2f} GiB at its peak"))
-        rows.append(query(folder / "out" / "model", dim))
+        rows.append(query(folder / dtype / "model", dim))
     return rows
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from xcompat.checksums import file_record
 from xcompat.encoders import require_model, require_own
 from xcompat.errors import XcompatError
-from xcompat.mapping.sides import holds_embeddings, require_side
-from xcompat.ownership import require_replaceable
+from xcompat.files import files_below
+from xcompat.mapping.folds import Searched
+from xcompat.mapping.sides import holds_embeddings, require_side, side_files
+from xcompat.ownership import read_marker, require_replaceable
+from xcompat.progress import notice
+from xcompat.vectors import require_codec
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
@@ -62,6 +70,96 @@ class Start:
     activation: Activation | None = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a map is made of, and where it is written.
+
+    Args:
+        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with texts, perhaps the old model.
+        new: the new model's embeddings of the same items; with texts, the new model, or the name of that of a service.
+        out: gets ``model`` and ``report.json``.
+        old_model: the gallery's model, or the gallery's name for it; the name of ``old`` if None.
+        new_model: the model that embeds the queries; None if only embeddings are known, and queries come as embeddings.
+        searched: what is known of the classes that will be searched.
+        seed: of the folds.
+        overwrite: whether anything at ``out`` may be replaced.
+        memory_codec: how entries of a memory are kept, as in :meth:`RememberedClasses.memory`.
+        remember_items: whether queries lean towards the old embeddings of all given items that they resemble.
+        texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
+        start: a map that exists already, tried like those that are solved.
+    """
+
+    old: Path
+    new: Path
+    out: Path
+    old_model: str | None = None
+    new_model: str | None = None
+    searched: Searched = "unknown"
+    seed: int = 0
+    overwrite: bool = False
+    memory_codec: str | None = None
+    remember_items: bool = False
+    texts: Texts | None = None
+    start: Start | None = None
+
+    @cached_property
+    def read(self) -> list[Path]:
+        """What is read, and must not be written to; the rest are names of models."""
+        paths = (self.old, self.new, *([Path(self.start.name)] if self.start is not None else []))
+        return [path for path in paths if path.exists()]
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Option -> its value, or the digest of the files that it names, of all that make another map if they differ."""
+        texts, start = self.texts, self.start
+        given = {
+            "old": _digest(side_files(self.old)) if holds_embeddings(self.old) else str(self.old),
+            "new": _digest(side_files(self.new)) if holds_embeddings(self.new) else str(self.new),
+            "old-model": self.old_model if self.old_model is not None else self.old.stem,
+            "new-model": self.new_model,
+            "searched-classes": self.searched,
+            "seed": self.seed,
+            "memory-codec": self.memory_codec,
+            "remember-items": self.remember_items or None,
+            "texts": _digest(_files(texts.path)) if texts is not None else None,
+            "embed-with": texts.embed_with if texts is not None else None,
+            "start-from": (_digest(_files(Path(start.name))) or start.name) if start is not None else None,
+            "activation": start.activation if start is not None else None,
+        }
+        return {option: str(value) for option, value in given.items() if value is not None}
+
+    def require(self) -> None:
+        """Refuse what cannot be read, files of others at ``out``, and a map of other inputs there.
+
+        Raises:
+            XcompatError: naming what is missing or in the way.
+        """
+        require_codec(self.memory_codec)
+        require_replaceable(self.out, MADE_BY, self.overwrite, self.read)
+        require_sides(self.old, self.new, self.texts, self.start, self.old_model, self.new_model)
+        made = read_marker(self.out)
+        if self.overwrite or made is None:
+            return
+        if not made.about:  # as an earlier version wrote it
+            notice(f"{self.out} holds a map that does not say what it was made of: it is replaced")
+        elif others := [f"--{name}" for name in self.inputs | made.about if self.inputs.get(name) != made.about.get(name)]:
+            raise XcompatError(
+                f"{self.out} holds a map that was made with other {', '.join(others)}; name another folder with --out, or "
+                "replace it with --overwrite"
+            )
+
+
+def _files(path: Path) -> Iterable[Path]:
+    """Return a file, or the files below a folder; none of what is neither."""
+    return files_below(path) if path.is_dir() else [path] if path.is_file() else []
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Return a digest of the contents of some files; nothing without any."""
+    records = [file_record(file).xxh3 for file in files]
+    return hashlib.sha256(" ".join(records).encode()).hexdigest() if records else ""
+
+
 def require_start(start: Start) -> bool:
     """Return whether a map that exists already is a file of another tool; else it is a checkpoint.
 
@@ -86,21 +184,6 @@ def is_loaded(old_model: str) -> bool:
         (True, False)
     """
     return "/" in old_model or Path(old_model).exists()
-
-
-def require_out(out: Path, overwrite: bool, old: Path, new: Path, start: Start | None) -> list[Path]:
-    """Refuse a folder with files of others; return what is read, and must not be written to.
-
-    Args:
-        out: the folder.
-        overwrite: whether anything in it may be replaced.
-        old: the old side.
-        new: the new side.
-        start: a map that exists already.
-    """
-    read = [path for path in (old, new, Path(start.name) if start is not None else old) if path.exists()]  # else names of models
-    require_replaceable(out, MADE_BY, overwrite, read)
-    return read
 
 
 def require_sides(

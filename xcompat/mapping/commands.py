@@ -11,7 +11,7 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.asked import MADE_BY, Start, Texts, is_loaded, require_out
+from xcompat.mapping.asked import MADE_BY, Asked, Texts, is_loaded
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
@@ -87,59 +87,38 @@ class Remembering(NamedTuple):
         )
 
 
-def map_embeddings(
-    old: Path,
-    new: Path,
-    out: Path,
-    old_model: str | None,
-    new_model: str | None,
-    searched: Searched,
-    seed: int,
-    overwrite: bool,
-    remembering: Remembering,
-    texts: Texts | None = None,
-    start: Start | None = None,
-) -> bool:
+def map_embeddings(asked: Asked) -> bool:
     """Choose a map of queries on held-out items, solve it on everything, and write it as a model.
 
     Args:
-        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with texts, perhaps the old model.
-        new: the new model's embeddings of the same items; with texts, the new model, or the name of that of a service.
-        out: gets ``model`` and ``report.json``.
-        old_model: the gallery's model, or the gallery's name for it; the name of ``old`` if None.
-        new_model: the model that embeds the queries; None if only embeddings are known, and queries come as embeddings.
-        searched: what is known of the classes that will be searched.
-        seed: of the folds.
-        overwrite: whether anything at ``out`` may be replaced.
-        remembering: what queries remember where neither classes nor captions are known, and how.
-        texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
-        start: a map that exists already, tried like those that are solved.
+        asked: what it is made of; :meth:`~xcompat.mapping.asked.Asked.require` has found nothing wrong with it.
 
     Returns:
         Whether new queries find more than old ones by every protocol and metric; never without classes or captions.
 
     Raises:
-        XcompatError: the embeddings cannot be used, or ``out`` holds files that this command did not write.
+        XcompatError: the embeddings cannot be used, or there is something at ``out`` that may not be replaced.
     """
     silence_libraries()
-    read = require_out(out, overwrite, old, new, start)
+    out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        pairs = (found := _pairs(old, new, out, texts)).pairs
+        pairs = (found := _pairs(asked.old, asked.new, out, texts)).pairs
     remembering.require(pairs)
-    described, encoder = _described_old(old_model, old, found), _described_new(new_model, found)
-    theirs = read_imported(start, pairs, described, encoder) if start is not None else None
+    described, encoder = _described_old(asked.old_model, asked.old, found), _described_new(asked.new_model, found)
+    theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        decided = remembering.added_to(_decide(pairs, lines, theirs, searched, seed), len(pairs))
-    with stage("solve on everything", seconds), owned_path(out, MADE_BY, overwrite, read) as temporary:
+        decided = remembering.added_to(_decide(pairs, lines, theirs, asked.searched, asked.seed), len(pairs))
+    replacing = owned_path(out, MADE_BY, asked.overwrite, asked.read, asked.inputs)
+    with stage("solve on everything", seconds), replacing as temporary:
         temporary.mkdir()
         model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder = encoder
         model.save_pretrained(temporary / "model")
-        asked = encoder or (texts.service_named(new) if texts is not None else None)
-        document = _document(decided, pairs, model, theirs) | {"old": described, "new": asked, "searched_classes": searched}
-        document |= {"seed": seed, "seconds": seconds, "run": provenance()}
+        asking = encoder or (texts.service_named(asked.new) if texts is not None else None)
+        document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}
+        document |= {"searched_classes": asked.searched, "seed": asked.seed, "seconds": seconds, "run": provenance()}
         write_json(temporary / "report.json", document)
     _say(decided, out)
     return decided.beats

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xcompat.arrays import forget_pages, read_lines
 from xcompat.errors import XcompatError
+from xcompat.files import files_below
 from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, require_unit, stored_at
 
 KINDS = ("image", "text")
@@ -96,6 +97,14 @@ def require_side(path: Path) -> list[str]:
             f"with the columns {ID} and {EMBEDDING_COLUMNS[0]}"
         )
     return kinds
+
+
+def side_files(path: Path) -> list[Path]:
+    """Return the files that :func:`read_sides` reads, which :func:`require_side` has looked for."""
+    kinds = require_side(path)
+    places = [place for kind in kinds for place in (_files_of(path, kind)[0], path / f"{kind}_ids.txt")]
+    places = [*places, path / LABELS] if kinds else [path]
+    return [file for place in places for file in (files_below(place) if place.is_dir() else [place]) if file.is_file()]
 
 
 def read_labels(file: Path) -> list[str]:
