@@ -80,6 +80,17 @@ def test_a_build_that_was_killed_goes_on(
     assert len(list((gallery / "segments").iterdir())) == 1
 
 
+def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
+    gallery, more = tmp_path / "gallery", ("--model", old_folder)
+    Gallery.create(gallery, load_embedder(old_folder))  # as a build leaves it that was stopped before its first commit
+    assert run("build", photos / "inner", *more, "--out", gallery)[0] == 0
+    code, out, err = run("build", photos, *more, "--out", gallery)
+    assert (code, out) == (2, "") and len(Gallery.open(gallery)) == 60
+    assert "none of the 121 pictures is in" in err and "or add these to it (xcompat gallery add)" in " ".join(err.split())
+    assert run("add", gallery, photos, *more)[0] == 0 and len(Gallery.open(gallery)) == 180
+    assert run("build", photos, *more, "--out", gallery)[0] == 0 and len(Gallery.open(gallery)) == 180  # its ids are there now
+
+
 @pytest.fixture
 def compatible(tmp_path: Path, folder_of: dict[str, str], old_folder: str) -> str:
     """Return a checkpoint whose queries search galleries of the old model."""

@@ -93,9 +93,14 @@ def build(
     side_info: Embedder | None = None,
 ) -> None:
     """Embed pictures or texts into a new gallery, or continue an unfinished one; no gallery is made if the model embeds none."""
+    from xcompat.retrieval.originals import origins_of
+
     originals.require(embedder)
     if (folder / CURRENT).exists():
-        _require_place(Gallery.open(folder).manifest, index, milvus)
+        there = Gallery.open(folder)
+        _require_place(there.manifest, index, milvus)
+        if len(there):  # else the build was stopped before its first commit
+            origins_of(there, originals, "; name what it was built from, or add these to it (xcompat gallery add)")
     elif is_main_process():
         Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
     barrier()

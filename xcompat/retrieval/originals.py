@@ -255,13 +255,13 @@ def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dat
     return dataset
 
 
-def origins_of(gallery: Gallery, originals: Originals) -> list[Fingerprint | None]:
-    """Return the model that embedded each original; refuse originals none of which is in the gallery."""
+def origins_of(gallery: Gallery, originals: Originals, remedy: str = "") -> list[Fingerprint | None]:
+    """Return the model that embedded each original; refuse originals none of which is in the gallery, and say what to do."""
     originals.require_same(gallery)
     origins = gallery.find(originals.ids)
     if all(origin is None for origin in origins):
         raise XcompatError(
             f"none of the {len(origins)} {originals.kind} is in {gallery.path}: ids are {originals.ids_are}, and the first one "
-            f"here is {originals.ids[0]!r}"
+            f"here is {originals.ids[0]!r}{remedy}"
         )
     return origins
