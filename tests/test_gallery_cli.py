@@ -18,6 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.originals import load_originals
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -320,6 +321,55 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Run) -> None:
     code, _, err = run(*arguments)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("captions", [True, False])
+def test_further_columns_beside_pictures_are_metadata(
+    captions: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str
+) -> None:
+    rows = [("0.png", "a dog", "red"), ("0.png", "an animal", "blue"), ("2.png", "a cat", ""), ("4.png", "a bird", "green")]
+    lines = (
+        ["file_name;caption;colour", *map(";".join, rows)]
+        if captions
+        else ["file_name;colour", *(f"{a};{c}" for a, _, c in rows)]
+    )
+    (photos / "metadata.csv").write_text("\n".join(lines))
+    more, gallery = ("--model", old_folder), tmp_path / "g"
+    assert run("build", photos, *more, "--out", gallery)[0] == 0
+    about: list[dict[str, str]] = [
+        {"caption": "a dog", "colour": "red"},
+        {"caption": "a cat"},
+        {"caption": "a bird", "colour": "green"},
+    ]
+    expected = [{key: value for key, value in each.items() if captions or key != "caption"} or None for each in about]
+    assert Gallery.open(gallery).metadata(["0.png", "2.png", "4.png"]) == expected
+    code, out, _ = run("search", gallery, "a dog", *more, "--where", "colour=green")
+    assert code == 0 and "4.png" in out and "0.png" not in out
+
+
+def test_numbers_of_json_beside_pictures_stay_what_they_are(photos: Path) -> None:
+    (photos / "labels.jsonl").write_text('{"image": "0.png", "year": 2020, "tags": ["a"]}\n{"image": "2.png", "year": null}\n')
+    assert load_originals(photos).metadata(np.arange(2)) == [{"year": 2020, "tags": ["a"]}, None]
+
+
+def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder: str) -> None:
+    embedder = load_embedder(old_folder)
+    for name, about in (("with", [{"label": "dog"}, {"year": 1}]), ("without", None)):
+        made = Gallery.create(tmp_path / name, embedder)
+        made.add(embedder.embed(embedder.processor.texts(["a", "b"])), ["a", "b"], about)
+        made.commit()
+    Gallery.create(tmp_path / "empty", embedder)
+    asked = ("a dog", "--model", old_folder, "--json", "--where")
+    for gallery, key, message in (
+        ("with", "labl", "has the key 'labl'; did you mean 'label'?"),
+        ("with", "colour", "has the key 'colour'; known: label, year"),
+        ("without", "label", "has the key 'label'; they have no metadata"),
+    ):
+        code, out, err = run("search", tmp_path / gallery, *asked, f"{key}=dog")
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    for gallery in ("with", "empty"):
+        code, out, _ = run("search", tmp_path / gallery, *asked, "label=cat")
+        assert code == 0 and '"hits": []' in out
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -316,6 +316,8 @@ def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, n
     assert ids(page, NEW) == found(gallery, new, "a red shoe", 4, colour="red")
     alone = visit("?kind=text&text=a+red+shoe&where=red")
     alone.get_by_role("alert").get_by_text("the filter 'red' is not KEY=VALUE").wait_for()
+    unknown = visit("?kind=text&text=a+red+shoe&where=colur%3Dred")
+    unknown.get_by_role("alert").get_by_text("has the key 'colur'; did you mean 'colour'?").wait_for()
 
 
 def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, texts: Path, new: Embedder, old: Embedder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from xcompat.data.schema import (
     IMAGE_COLUMNS,
     LABEL,
     LABEL_COLUMNS,
+    METADATA,
     captions_of,
     is_blank,
     pick_column,
@@ -34,13 +36,14 @@ if TYPE_CHECKING:
 _MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 
 
-def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
+def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Iterator[dict[str, Any]]:
     """Read a captions file into one row for each image; an image with several captions has several lines in the file.
 
     Args:
         file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k or COCO has them; image paths are relative
             to its folder or, where none of them is there, to a folder beside it.
         source: the columns to read.
+        metadata: whether all others are read too, as JSON in the column ``metadata``: what the image's first line holds.
 
     Yields:
         Rows in order of first appearance, each with the path of its image.
@@ -48,7 +51,7 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     Raises:
         XcompatError: the file cannot be read, is empty, lacks a column or an id, or names images that do not exist.
     """
-    table = _read_table(file)
+    table = _read_table(file, exact=metadata)
     where, columns = str(file), [str(column) for column in table.columns]
     image = pick_column(source.image_column, IMAGE_COLUMNS, columns, "image_column", where)
     caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
@@ -59,10 +62,12 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     if lists:
         raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
-    names = [str(name) for name in table[image].drop_duplicates()]
+    first = table.drop_duplicates(image)
+    names = [str(name) for name in first[image]]
     ids = _own_ids(file, sample_id, names, grouped[sample_id]) if sample_id else names
     folder = _folder_of(file, names)
-    for name, own_id in zip(names, ids, strict=True):
+    known = first.drop(columns=[image, *grouped]).to_dict("records") if metadata else [{}] * len(names)
+    for name, own_id, about in zip(names, ids, known, strict=True):
         row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: own_id}
         if caption:
             row[CAPTION] = [text for value in grouped[caption][name] for text in captions_of(value)]
@@ -72,6 +77,8 @@ def read_captions(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
             row[LABEL] = _one_value(grouped[label][name], f"{file}: {name}", "label", "class")
         if camera:
             row[CAMERA] = _one_value(grouped[camera][name], f"{file}: {name}", "camera", "camera")
+        if told := {str(column): value for column, value in about.items() if not is_blank(value)}:
+            row[METADATA] = json.dumps(told, ensure_ascii=False)
         yield row
 
 
@@ -196,8 +203,8 @@ def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
     return found.pop()
 
 
-def _read_table(file: Path) -> pd.DataFrame:
-    """Read a table of strings, so that ids keep their leading zeros."""
+def _read_table(file: Path, exact: bool = False) -> pd.DataFrame:
+    """Read a table of strings, so that ids keep their leading zeros; ``exact`` leaves numbers of JSON as they are."""
     import pandas as pd
 
     if has_suffix(file, (coco.SUFFIX,)):
@@ -208,7 +215,7 @@ def _read_table(file: Path) -> pd.DataFrame:
     require_table(file)
     try:
         if has_suffix(file, (".jsonl", ".jsonl.gz")):
-            table = pd.DataFrame([row for _, row in json_lines(file)])
+            table = pd.DataFrame([row for _, row in json_lines(file)], dtype=object if exact else None)
         else:
             table = pd.read_csv(file, **csv_options(file))
     except XcompatError:

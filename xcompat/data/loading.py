@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +23,7 @@ from xcompat.data.schema import (
     IMAGE_COLUMNS,
     LABEL,
     LABEL_COLUMNS,
+    METADATA,
     pick_column,
 )
 from xcompat.data.shards import CLASS_MEMBER, ShardColumns, read_rows, stream_rows
@@ -51,12 +53,13 @@ EXTRA_IMAGE_COLUMNS = (*IMAGE_COLUMNS, "img", "jpg", "jpeg", "png", "webp")
 EXTRA_CAPTION_COLUMNS = (*CAPTION_COLUMNS, "txt")
 
 
-def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> AnyDataset:
+def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, metadata: bool = False) -> AnyDataset:
     """Load images and captions.
 
     Args:
         source: what to load; a string is its ``path``.
         dataset: a data set at hand, of which the source says the columns; its ``path`` is what messages call it.
+        metadata: whether further columns of a captions file are kept, as JSON in the column ``metadata``.
 
     Returns:
         A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
@@ -73,17 +76,17 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None) -> A
     if source.streaming and (elsewhere := addresses(source.path)) is not None:
         return _limited(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
-    load = {
+    load: dict[str, Callable[[PairSource, list[Path]], AnyDataset]] = {
         "webdataset": _load_shard_files,
-        "captions": _load_captions,
+        "captions": partial(_load_captions, metadata=metadata),
         "images": _load_images,
         "market1501": _load_images,
         "list": _load_list,
         "cifar": _load_cifar,
         "parquet": _load_parquet,
         "datasets": _load_datasets,
-    }[form]
-    return _limited(load(source, paths), source)
+    }
+    return _limited(load[form](source, paths), source)
 
 
 def _load_shard_files(source: PairSource, paths: list[Path]) -> AnyDataset:
@@ -122,13 +125,14 @@ def _labels_are_indices(shards: Sequence[str | Path], columns: ShardColumns) -> 
     return first is None or first[LABEL].removeprefix("-").isdecimal()
 
 
-def _load_captions(source: PairSource, paths: list[Path]) -> AnyDataset:
+def _load_captions(source: PairSource, paths: list[Path], metadata: bool = False) -> AnyDataset:
     files = captions_files(paths)
     require_one_captions_file(paths)
     if not files:
         name = "captions" if source.captions else "labels"
         raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")
-    return _load_files("captions", files, [], (row for file in files for row in read_captions(file, source)), source)
+    rows = (row for file in files for row in read_captions(file, source, metadata))
+    return _load_files("captions", files, [], rows, source, metadata)
 
 
 def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
@@ -166,14 +170,16 @@ def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
     return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
-def _load_files(kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource) -> AnyDataset:
+def _load_files(
+    kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource, metadata: bool = False
+) -> AnyDataset:
     # a change of the images themselves needs no rebuild: only their paths are kept
     key = {"files": file_stamps(files), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
-    dataset = _cached(kind, key, rows, source, _features(source, "string"), Problems())
+    dataset = _cached(kind, key, rows, source, _features(source, "string", metadata), Problems())
     return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
-def _features(source: PairSource, label_type: str) -> datasets.Features:
+def _features(source: PairSource, label_type: str, metadata: bool = False) -> datasets.Features:
     import datasets
 
     columns: dict[str, Any] = {IMAGE: datasets.Image(decode=False), ID: datasets.Value("string")}
@@ -183,6 +189,8 @@ def _features(source: PairSource, label_type: str) -> datasets.Features:
         columns[LABEL] = datasets.Value(label_type)
     if source.with_cameras:
         columns[CAMERA] = datasets.Value("string")
+    if metadata:
+        columns[METADATA] = datasets.Value("string")
     return datasets.Features(columns)
 
 

@@ -153,13 +153,15 @@ def search(
     require_views(model, gallery.manifest)  # refuse before anything is embedded
     if fallback is not None:
         fallback.require(model, gallery.manifest)
-    for asked in followed(queries, embedder):
+    for number, asked in enumerate(followed(queries, embedder)):
         old_queries = None
         if fallback is not None:
             again = partial(queries.again, fallback.model)
             old_Qd = fallback.old_queries(model, gallery.manifest, asked.embeds_QD, again)
             old_queries = OldQueries(fallback.model, old_Qd, fallback.share)
         hits = gallery.search(asked.embeds_QD, model, top_k, wanted, old_queries=old_queries, group_by=group_by)
+        if number == 0 and wanted is not None and not any(hits):  # a filter keeps the same items for every query
+            gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
             found = Found(query, text, each)
             if fallback is not None and found.confidence is not None and found.confidence < fallback.below:

@@ -77,7 +77,7 @@ class Originals(Protocol):
 
 
 class Pictures:
-    """Pictures, whose first caption becomes metadata.
+    """Pictures, whose first caption and whose further columns in a captions file become metadata.
 
     Args:
         dataset: from :func:`load_pictures`.
@@ -103,10 +103,11 @@ class Pictures:
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
         """See :meth:`Originals.metadata`."""
-        if CAPTION not in self.dataset.column_names:
-            return [None] * len(rows)
-        found = map(captions_of, self.dataset.select_columns([CAPTION])[rows][CAPTION])
-        return [{CAPTION: texts[0]} if texts else None for texts in found]
+        columns = [name for name in (CAPTION, METADATA) if name in self.dataset.column_names]
+        held = self.dataset.select_columns(columns)[rows] if columns else {}
+        nothing = [None] * len(rows)
+        told = zip(held.get(CAPTION, nothing), held.get(METADATA, nothing), strict=True)
+        return [_about(captions_of(captions), others) for captions, others in told]
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """See :meth:`Originals.contents`: as they are stored, which may be paths alone."""
@@ -130,6 +131,11 @@ class Pictures:
         embedded = embed_rows(embedder, self.dataset, rows.tolist(), size, bad=bad, waiting=waiting, prepare=prepare)
         while made := list(islice(embedded, self.part(embedder) // size)):
             yield np.concatenate([kept for kept, _ in made]), torch.cat([embeds for _, embeds in made]).numpy(force=True)
+
+
+def _about(captions: list[str], others: str | None) -> dict[str, Any] | None:
+    """Return the metadata of a picture, without what it lacks; None if it has none."""
+    return ({CAPTION: captions[0]} if captions else {}) | (json.loads(others) if others is not None else {}) or None
 
 
 class Texts:
@@ -245,12 +251,12 @@ def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dat
         max_bad_share: which share of shards, or of their samples, may be unreadable.
 
     Returns:
-        A data set with the columns ``image`` and ``id``, and ``caption`` if there are captions.
+        A data set with the columns ``image`` and ``id``, ``caption`` if there are captions, and ``metadata`` of a captions file.
     """
     try:
-        dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share))
+        dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share), metadata=True)
     except XcompatError:  # perhaps there are no captions; any other fault is raised again here
-        dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share))
+        dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share), metadata=True)
     assert isinstance(dataset, hf.Dataset)
     return dataset
 

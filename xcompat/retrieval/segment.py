@@ -193,6 +193,12 @@ class Segment:
             found_N[rows_n] = [_matches(metadata, where) for metadata in self.metadata(rows_n)]
         return found_N if self.kept is None else found_N & self.kept
 
+    def keys(self) -> set[str]:
+        """Return the keys of the metadata of all rows that have not been removed."""
+        rows = self.present()
+        blocks = (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
+        return {key for block in blocks for about in self.metadata(block) for key in about or ()}
+
     def rows_of(self, ids: Sequence[str], hashes_N: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Look up ids in this segment.
 

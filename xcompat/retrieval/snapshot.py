@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xcompat.errors import XcompatError
+from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.manifest import CURRENT, Manifest, Metric, is_current_whole, require_generation
@@ -108,6 +108,21 @@ class Snapshot:
                         seen.setdefault(key, Counter())[json.dumps(value)] += 1
         kept = {key: counts for key, counts in seen.items() if len(counts) <= most and max(counts.values()) > 1}
         return {key: [json.loads(value) for value, _ in counts.most_common()] for key, counts in sorted(kept.items())}
+
+    def require_keys(self, wanted: Iterable[str]) -> None:
+        """Refuse keys of a filter that no item's metadata have; every item is read, so ask only once nothing was found.
+
+        Raises:
+            XcompatError: naming such a key, and those that there are.
+        """
+        known: set[str] = set()
+        for segment in self.segments:
+            with self.reading():
+                known |= segment.keys()
+        for key in wanted if len(self) else ():
+            if key not in known:
+                there = nearest(key, known) if known else "they have no metadata"
+                raise XcompatError(f"no item of {self.path} has the key {key!r}; {there}")
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -158,6 +158,8 @@ def answer(site: Site, asked: Asked) -> str:
     query = _query(shelf, asked)
     where = wanted_metadata(asked.where)
     found = {side.label: _found(shelf, side, query, where) for side in site.sides}
+    if not any(found.values()):
+        shelf.gallery().require_keys(where)
     return render(
         "results.html.j2",
         **shown(site, shelf, asked, found),
