@@ -182,6 +182,8 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
         (("a dog", "--json", "--csv"), "--json and --csv are two forms of one result"),
         (("photos/nope.jpg",), "there is no picture photos/nope.jpg; there is no photos in"),
         (("--queries", "nope.txt"), "nope.txt does not exist"),
+        (("--queries", "asked.tx"), "asked.tx does not exist; did you mean 'asked.txt'?"),
+        (("--queries", "my_qeries"), "my_qeries does not exist; did you mean 'my_queries'?"),
         (("--queries", "flat.npy"), "flat.npy has the shape (4,)"),
     ],
 )
@@ -196,6 +198,7 @@ def test_what_cannot_be_asked_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "asked.txt").write_text("a dog\n")
+    (tmp_path / "my_queries").mkdir()
     np.save(tmp_path / "flat.npy", np.ones(4, np.float32))
     code, out, err = run("search", gallery, *arguments, "--model", old_folder)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 LISTED = 10_000
 """Entries of a folder that are searched for similar names."""
+ALIKE = 0.8
+"""How alike a name without an owner and one that is here are, so that the latter is meant and nothing on the Hub."""
 
 
 def is_local(name: str) -> bool:
@@ -22,6 +25,20 @@ def is_local(name: str) -> bool:
     """
     folder, slash, rest = name.partition("/")
     return name.startswith((".", "/", "~")) or "/" in rest or Path(name).exists() or bool(slash and Path(folder).is_dir())
+
+
+def is_misspelt(name: str) -> bool:
+    """Return whether a name that is not here is a file's or one of here, misspelt: it has no owner, as what is on the Hub has.
+
+    Example:
+        >>> is_misspelt("asked.tx"), is_misspelt("me/asked.tx"), is_misspelt("squad")
+        (True, False, False)
+    """
+    if "/" in name:
+        return False
+    return re.search(r"\.[A-Za-z]\w{0,5}$", name) is not None or bool(
+        difflib.get_close_matches(name, _names(Path()), n=1, cutoff=ALIKE)
+    )
 
 
 def is_file(text: str) -> bool:

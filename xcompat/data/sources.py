@@ -20,7 +20,7 @@ from xcompat.data.glyphs import glyph_classes
 from xcompat.data.lists import is_image_list
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
-from xcompat.paths import is_local, nearest_path
+from xcompat.paths import is_local, is_misspelt, nearest_path
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
@@ -41,7 +41,7 @@ class DataSource(BaseModel):
 
     Args:
         path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or the
-            name of a data set on the Hub.
+            name of a data set on the Hub, with its owner (without, one that is spelt almost as a file of here is taken for it).
         split: the split of a Hub data set or of a saved ``DatasetDict``.
         name: the configuration of a Hub data set.
         revision: the revision of a Hub data set.
@@ -225,7 +225,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether no part of a path exists here, and it has the form of a Hub data set's name."""
+    """Return whether no part of a path exists here, also not misspelt, and it has the form of a Hub data set's name."""
     known = (
         *SHARD_SUFFIXES,
         *CAPTION_SUFFIXES,
@@ -239,6 +239,7 @@ def _looks_like_hub(path: str) -> bool:
     return (
         not is_local(path)
         and not has_suffix(path, known)
+        and not is_misspelt(path)
         and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     )
 
