@@ -166,12 +166,12 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
     for number in range(2, 8):
         (bad / f"bad{number}.jpg").write_bytes(b"no picture")
     code, _, err = run("build", bad, "--model", old_folder, "--out", tmp_path / "h")
-    assert code == 2 and "more than the share 0.1" in err and "raise max_bad_share" in err
+    assert code == 2 and "of 38 pictures cannot be used, more than the share 0.1" in err and "raise --max-bad-share" in err
     code, out, _ = run("build", bad, "--model", old_folder, "--out", tmp_path / "h", "--max-bad-share", 0.3)
     assert code == 0 and "30 pictures added" in out and "8 cannot be read" in out
     (tmp_path / "docs.txt").write_text("bears sleep\n")
     code, _, err = run("build", tmp_path / "docs.txt", "--model", old_folder, "--out", tmp_path / "t", "--max-bad-share", 0.3)
-    assert code == 2 and "max_bad_share is of pictures" in err
+    assert code == 2 and "--max-bad-share is of pictures" in err
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,7 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
         (("a dog", "--json", "--csv"), "--json and --csv are two forms of one result"),
         (("photos/nope.jpg",), "there is no picture photos/nope.jpg; there is no photos in"),
         (("--queries", "nope.txt"), "nope.txt does not exist"),
+        (("--queries", "bad.txt"), "1 of 2 queries cannot be used, more than the share 0.1: gone.png: unreadable image"),
         (("--queries", "asked.tx"), "asked.tx does not exist; did you mean 'asked.txt'?"),
         (("--queries", "my_qeries"), "my_qeries does not exist; did you mean 'my_queries'?"),
         (("--queries", "flat.npy"), "flat.npy has the shape (4,)"),
@@ -199,9 +200,12 @@ def test_what_cannot_be_asked_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "asked.txt").write_text("a dog\n")
     (tmp_path / "my_queries").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "there.png")
+    (tmp_path / "bad.txt").write_text("there.png\ngone.png\n")
     np.save(tmp_path / "flat.npy", np.ones(4, np.float32))
     code, out, err = run("search", gallery, *arguments, "--model", old_folder)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
+    assert "share" not in message or err.endswith("; mend or remove them\n"), "this verb has no option for it"
 
 
 def test_a_text_asked_of_a_model_of_pictures(run: Run, tmp_path: Path, image_folder_of: dict[str, str]) -> None:

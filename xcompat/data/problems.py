@@ -102,6 +102,8 @@ class BadSamples:
         reasons: id -> reason.
         seen: number of samples of a stream so far.
         quiet: whether somebody else says which they are.
+        what: what messages call them.
+        raised_by: the setting or option of the share, as the user writes it; empty if there is none.
     """
 
     max_share: float = 0.01
@@ -109,6 +111,8 @@ class BadSamples:
     reasons: dict[str, str] = field(default_factory=dict)
     seen: int = 0
     quiet: bool = False
+    what: str = "samples"
+    raised_by: str = "max_bad_share"
 
     def add(self, sample_id: str, reason: str) -> None:
         """Record a sample, and print a notice with its id.
@@ -123,8 +127,8 @@ class BadSamples:
         if len(self.reasons) > self.max_share * total and (self.total is not None or total >= MIN_SAMPLES):
             named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:SHOWN])
             raise XcompatError(
-                f"{len(self.reasons)} of {total} samples cannot be used, more than the share {self.max_share:g}: {named}; "
-                "mend or remove them, or raise max_bad_share"
+                f"{len(self.reasons)} of {total} {self.what} cannot be used, more than the share {self.max_share:g}: {named}; "
+                f"mend or remove them{f', or raise {self.raised_by}' if self.raised_by else ''}"
             )
         if not self.quiet:
             notice(f"skipped {sample_id}: {reason}")

@@ -82,7 +82,8 @@ def ingest(
         originals.require(model)
     wanted = np.arange(len(originals.ids)) if rows is None else rows
     todo = from_main_process(lambda: _missing(gallery, originals, wanted, embedder, replace, side_info))
-    bad, before = BadSamples(originals.max_bad_share, len(wanted)), embedder.processor.count_truncated
+    bad = BadSamples(originals.max_bad_share, len(wanted), what=originals.kind, raised_by="--max-bad-share")
+    before = embedder.processor.count_truncated
     with progress_bar() as bar, Interrupts() as interrupts:
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()

@@ -235,7 +235,7 @@ def load_originals(path: str | Path, max_bad_share: float | None = None, **optio
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Pictures(load_pictures(path, share), share)
     if max_bad_share is not None:
-        raise XcompatError(f"max_bad_share is of pictures, and {path} is read as texts; leave it out")
+        raise XcompatError(f"--max-bad-share is of pictures, and {path} is read as texts; leave it out")
     try:
         source = TextSource(path=str(path), **{"keep_text": True, **options})
     except ValidationError as error:

@@ -119,7 +119,8 @@ class Listed:
         self.originals.require(embedder)
         asking = replace(embedder, processor=embedder.processor.for_queries(), space="own")
         before = asking.processor.count_truncated
-        yield from self.originals.embed(asking, rows, BadSamples(self.originals.max_bad_share, len(rows)))
+        bad = BadSamples(self.originals.max_bad_share, len(rows), what="queries", raised_by="")
+        yield from self.originals.embed(asking, rows, bad)
         notice_cut_short(embedder, asking.processor.count_truncated - before, len(rows))
 
     def _served(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
