@@ -84,4 +84,6 @@ def require_map(model: str) -> str:
 
 def refuse_encoder(model: str) -> NoReturn:
     """Refuse a model that is no map of this library."""
-    raise XcompatError(f"{model} is a plain encoder and maps nothing; to store its embeddings, re-embed with --backfill")
+    raise XcompatError(
+        f"{model} is a plain encoder and maps nothing; to store its embeddings, name a map or run of it with --backfill"
+    )

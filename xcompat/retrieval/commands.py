@@ -21,7 +21,7 @@ from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT, Manifest
 from xcompat.retrieval.showing import Found, short, wanted_metadata
-from xcompat.retrieval.versions import fits, require_views
+from xcompat.retrieval.versions import fits, require_joinable, require_views
 from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.ingestion import ingest
 
-    require_views(asking(embedder), gallery.manifest)
+    require_joinable(asking(embedder), gallery.manifest)
     added = ingest(gallery, originals, embedder, replace, side_info=side_info)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
@@ -210,7 +210,7 @@ def backfill(
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.backfilling import Backfill
 
-    require_views(asking(embedder), gallery.manifest)
+    require_joinable(asking(embedder), gallery.manifest)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")

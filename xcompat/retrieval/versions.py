@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 UPGRADED = "upgrade"
 """Name under which the fingerprint of embeddings mapped from an older version derives from the mapping model's."""
+JOINING = "name a run or map of the new model that is compatible with the old one: it embeds anew, and its queries search both"
 CHUNK = 8192
 
 
@@ -267,6 +268,21 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
 def require_views(model: Model, manifest: Manifest) -> None:
     """Refuse a model whose queries cannot be compared with every version in a gallery (see :func:`query_views`)."""
     query_views(model, _any_query(model), manifest)
+
+
+def require_joinable(model: Model, manifest: Manifest) -> None:
+    """Refuse a model whose own embeddings would split a gallery: no one model could search them and what is there.
+
+    Raises:
+        FingerprintMismatchError: names the model, the version that it does not search, and the remedy.
+    """
+    for version in manifest.present():
+        if not fits(model, version):
+            raise FingerprintMismatchError(
+                f"no one model could search embeddings of {identity(model)} beside the {version.fingerprint} embeddings of this "
+                f"gallery: {_advice(model) if _compat(model) is not None else JOINING}"
+            )
+    require_metric(model, manifest.metric)
 
 
 def fits(model: Model, version: VersionRecord) -> bool:
