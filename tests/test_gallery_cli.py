@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import tarfile
 from collections.abc import Callable
@@ -10,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 import warm
 from PIL import Image
 
-from xcompat import FctModel, Fingerprint, XbtModel, distributed
+from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed, failures
 from xcompat.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery
+from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.originals import load_originals
 
 Run = Callable[..., tuple[int, str, str]]
@@ -371,6 +373,30 @@ def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder
     for gallery in ("with", "empty"):
         code, out, _ = run("search", tmp_path / gallery, *asked, "label=cat")
         assert code == 0 and '"hits": []' in out
+
+
+@pytest.mark.parametrize(("verb", "code"), [("info", failures.PIPE_CLOSED), ("compact", 2)])
+def test_who_has_seen_enough_is_told_only_of_work_that_stopped(
+    verb: str, code: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def print_to_nobody(*_: object) -> None:
+        try:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        except BrokenPipeError:
+            raise SystemExit(1) from None  # as rich does
+
+    monkeypatch.setattr(commands, verb, print_to_nobody)
+    Gallery.create(tmp_path / "g", Fingerprint.from_string("m"), dim=2)
+    expected = f"xcompat: {failures.NOBODY_READS}\n" if code == 2 else ""
+    assert run(verb, tmp_path / "g") == (code, "", expected)
+
+
+def test_verbs_that_only_print_are_verbs() -> None:
+    top = typer.main.get_command(cli.app)
+    for verb in failures.ONLY_PRINT:
+        command = top
+        for word in verb.split():
+            command = command.commands[word]
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from xcompat.errors import XcompatError, visible_line, without_secrets
@@ -15,6 +16,13 @@ from xcompat.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
 NOBODY_READS = "whoever read what is printed has gone (broken pipe); start again to continue"
+PIPE_CLOSED = 141
+"""The exit code that shells give a program whose output nobody reads any more."""
+ONLY_PRINT = {"classes", "find", "lineage", "recipes", "report"} | {
+    *("gallery doctor", "gallery info", "gallery search", "gallery verify"),
+    *("migrate plan", "migrate status", "migrate verify"),
+}
+"""Verbs that leave nothing undone where whoever reads what they print has seen enough, such as `head`."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     errno.EACCES: "choose another place, or give yourself access",
@@ -41,6 +49,20 @@ NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 LIBRARIES = ("torch", "transformers", "faiss-cpu", "faiss-gpu")
 INSTALLED_BY = {"faiss": "`pip install xcompat[cpu]`, or `pip install xcompat[gpu]` for CUDA"}
 """Module -> what installs it, where that is not a package of its name."""
+
+
+def only_prints(words: Sequence[str]) -> bool:
+    """Return whether a command only prints.
+
+    Args:
+        words: the command as it is typed, without the program's name.
+
+    Example:
+        >>> only_prints(["gallery", "info", "g"]), only_prints(["train", "--help"]), only_prints(["gallery", "compact", "g"])
+        (True, True, False)
+    """
+    is_help = not words or not {"--help", "--version"}.isdisjoint(words)
+    return is_help or not ONLY_PRINT.isdisjoint((words[0], " ".join(words[:2])))
 
 
 def explain(error: BaseException) -> str | None:
