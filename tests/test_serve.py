@@ -44,7 +44,7 @@ from xcompat.serve import differing_tab, search_tab
 from xcompat.serve.app import make_app
 from xcompat.serve.differing_tab import PER_PAGE
 from xcompat.serve.options import Options
-from xcompat.serve.site import NEW, OLD, Shelf, Side, Site
+from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
 from xcompat.serve.target import load_site
 from xcompat.serve.uploads import REQUEST_BYTES, UPLOAD_BYTES
 
@@ -113,7 +113,7 @@ def texts(old: Embedder, gallery: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, photos: Path) -> Site:
-    shelves = [Shelf("shop", gallery, photos), Shelf("mixed", mixed, photos), Shelf("texts", texts)]
+    shelves = [Shelf("shop", gallery, [Source(photos)]), Shelf("mixed", mixed, [Source(photos)]), Shelf("texts", texts)]
     return Site("shop", {shelf.title: shelf for shelf in shelves}, [Side(OLD, old), Side(NEW, new)])
 
 
@@ -160,7 +160,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def run_site(run: Path) -> Site:
-    return load_site(str(run), None, None, None, allow_changes=False)
+    return load_site(str(run), None, None, [], allow_changes=False)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def upgradable(
     shutil.copytree(gallery, base / "gallery")
     torch.manual_seed(0)
     FctModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(base / "fct")
-    return load_site(str(base / "gallery"), str(base / "fct"), old_folder, photos, allow_changes=True)
+    return load_site(str(base / "gallery"), str(base / "fct"), old_folder, [photos], allow_changes=True)
 
 
 @pytest.fixture(scope="module")
@@ -519,7 +519,7 @@ def labelled_site(image_folder_of: dict[str, str], tmp_path_factory: pytest.Temp
         "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 0},
     }
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return load_site(str(folder / "run"), None, None, None, allow_changes=False)
+    return load_site(str(folder / "run"), None, None, [], allow_changes=False)
 
 
 @pytest.fixture(scope="module")
@@ -541,7 +541,45 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
         "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
     }
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return load_site(str(folder / "run"), None, None, None, allow_changes=False)
+    return load_site(str(folder / "run"), None, None, [], allow_changes=False)
+
+
+def test_pictures_of_several_folders_are_looked_for_in_each(
+    gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `build` and `add` filled from two folders, and a list of pictures with captions in the place of one of them."""
+    first, listed, second = (tmp_path / name for name in ("first", "listed", "second"))
+    for folder in (first, listed, second):
+        folder.mkdir()
+    for number in range(COUNT - 1):
+        folder = first if number % 2 else listed if number < 5 else second
+        shutil.copy(photos / f"{number}.png", folder / f"{number}.png")
+    shutil.copy(photos / "3.png", second / "1.png")  # an id that both have: the first one's picture is shown
+    (listed / "captions.csv").write_text("image,caption\n" + "\n".join(f"{n}.png,thing {n}" for n in (0, 2, 4)))
+
+    typed: list[Any] = []
+    monkeypatch.setattr("xcompat.serve.serve_target", lambda *given: typed.extend(given[4]))
+    monkeypatch.setattr("xcompat.training.beforehand.require_model", lambda name: None)
+    images = ["--images", str(first), "--images", str(listed / "captions.csv"), "--images", str(second)]
+    monkeypatch.setattr(sys, "argv", ["xcompat", "serve", str(gallery), "--model", "x", *images])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert typed == [first, listed / "captions.csv", second]
+
+    shelf = Shelf("shop", gallery, list(map(Source, typed)))
+    for number in (0, 1, 2, 6):
+        picture, stored = shelf.picture(f"{number}.png", None), Image.open(photos / f"{number}.png")
+        assert picture is not None and np.array_equal(picture, stored)
+    assert sorted(shelf.originals.ids) == sorted(f"{number}.png" for number in range(COUNT - 1))
+    assert shelf.originals.metadata(np.array([shelf.originals.ids.index("4.png")])) == [{"caption": "thing 4"}]
+
+    for sources, said in (
+        (typed, f"1 hit has no picture: --images knows only those of {first} and"),
+        (typed[:1], "21 hits have"),
+    ):
+        site = Site("shop", {"shop": Shelf("shop", gallery, list(map(Source, sources)))}, [Side(NEW, new)])
+        shown = unescape(search_tab.answer(site, search_tab.Asked("text", "a red shoe", "", "", "shop", [], COUNT)))
+        assert shown.count(said) == 1
 
 
 @pytest.mark.parametrize("kind", ["run_site", "labelled_site", "judged_site"])

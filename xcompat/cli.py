@@ -328,7 +328,8 @@ def serve(
     model: Annotated[str | None, typer.Option(help="The new model: a run's folder, a checkpoint, or any model by name.")] = None,
     old: Annotated[str | None, typer.Option(help="The old model, likewise, to see what its queries find beside.")] = None,
     images: Annotated[
-        Path | None, typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from.")
+        list[Path] | None,
+        typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from; repeat it for more."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's own need --auth.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 7860,
@@ -344,8 +345,8 @@ def serve(
     from xcompat.training.beforehand import require_served
 
     (options := Options(host, port, auth, not no_browser)).credentials()  # refused before models are loaded
-    require_served(target, model, images)
-    serve_target(target, options, model, old, images, allow_changes)
+    require_served(target, model, images or [])
+    serve_target(target, options, model, old, images or [], allow_changes)
 
 
 @app.command()

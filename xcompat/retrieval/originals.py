@@ -243,6 +243,39 @@ def load_originals(path: str | Path, max_bad_share: float | None = None, **optio
     return Texts(load_items_of_text(source), cut=source.words is not None)
 
 
+def together(parts: Sequence[Originals]) -> Originals:
+    """Return pictures or texts of several sources as one; of those with the same id, the first.
+
+    Args:
+        parts: as :func:`load_originals` reads them.
+
+    Raises:
+        XcompatError: some are pictures, others texts.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if len({part.kind for part in parts}) > 1:
+        raise XcompatError(
+            "--images and --texts name pictures and texts, and a gallery was built from one of them; leave the other out"
+        )
+    named = (CAPTION, IMAGE) if isinstance(first, Pictures) else (METADATA, TEXT)
+    columns = [ID, *(name for name in named if any(name in part.dataset.column_names for part in parts))]
+    tables = [part.dataset.select_columns([name for name in columns if name in part.dataset.column_names]) for part in parts]
+    if len({str(table.features[CAPTION]) for table in tables if CAPTION in table.column_names}) > 1:  # one a picture, and several
+        tables = [_with_lists(table) if CAPTION in table.column_names else table for table in tables]
+    dataset = hf.concatenate_datasets(tables)
+    rows = {name: row for row, name in reversed(list(enumerate(dataset[ID][:])))}
+    dataset = dataset if len(rows) == len(dataset) else dataset.select(sorted(rows.values()))
+    if isinstance(first, Pictures):
+        return Pictures(dataset, first.max_bad_share)
+    return Texts(dataset, any(isinstance(part, Texts) and part.cut for part in parts))
+
+
+def _with_lists(table: hf.Dataset) -> hf.Dataset:
+    return table.remove_columns(CAPTION).add_column(CAPTION, list(map(captions_of, table[CAPTION][:])))
+
+
 def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dataset:
     """Read pictures, with captions if the source has any.
 

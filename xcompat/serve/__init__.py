@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from xcompat.serve.options import Options
 
 
 def serve_target(
-    target: str, options: Options, model: str | None, old: str | None, source: Path | None, allow_changes: bool
+    target: str, options: Options, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool
 ) -> None:
     """Serve a page until it is interrupted.
 
@@ -21,7 +23,7 @@ def serve_target(
         options: where.
         model: the new model.
         old: the old model.
-        source: the pictures or texts of a gallery.
+        sources: the pictures or texts of a gallery.
         allow_changes: whether the page may change galleries.
 
     Raises:
@@ -34,4 +36,4 @@ def serve_target(
     from xcompat.serve.app import serve
     from xcompat.serve.target import load_site
 
-    serve(load_site(target, model, old, source, allow_changes), options)
+    serve(load_site(target, model, old, sources, allow_changes), options)

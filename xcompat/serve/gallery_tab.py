@@ -163,7 +163,7 @@ def _button(words: str, variant: Literal["primary", "secondary", "stop"] = "seco
 
 
 def _originals_known(site: Site) -> bool:
-    return any(shelf.source is not None for shelf in site.shelves.values())
+    return any(shelf.sources for shelf in site.shelves.values())
 
 
 def _open(shelf: Shelf) -> Gallery:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import gradio as gr
 from PIL.Image import Image
 
+from xcompat.data.schema import TEXT
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.showing import short, wanted_metadata
@@ -214,7 +215,25 @@ def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | s
             }
         )
     with_pictures = any(card["picture"] is not None for column in columns for card in column["hits"])
-    return {"sides": columns, "with_pictures": with_pictures, "summary": _summary(columns), "restore": asked.link()}
+    return {
+        "sides": columns,
+        "with_pictures": with_pictures,
+        "without": _without_picture(shelf, columns),
+        "summary": _summary(columns),
+        "restore": asked.link(),
+    }
+
+
+def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
+    """Return why hits have no picture, where some are known; empty if all have one or are texts."""
+    cards = [card for column in columns for card in column["hits"]]
+    lacking = {card["hit"].id for card in cards if card["picture"] is None and TEXT not in (card["hit"].metadata or {})}
+    if not (shelf.sources and lacking):
+        return ""
+    hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no picture"
+    return (
+        f"{hits}: --images knows only those of {' and '.join(str(source.path) for source in shelf.sources)}, if they can be read"
+    )
 
 
 def _card(shelf: Shelf, side: Side, placed: Placed, asked: Asked, compared: bool) -> dict[str, Any]:

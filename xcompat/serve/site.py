@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.paths import is_file
 from xcompat.retrieval import Gallery, Hit
-from xcompat.retrieval.originals import Originals, Pictures, load_originals
+from xcompat.retrieval.originals import Originals, Pictures, load_originals, together
 from xcompat.retrieval.side_by_side import find, searchable_state
 
 if TYPE_CHECKING:
@@ -51,19 +51,58 @@ class Side:
 
 
 @dataclass
+class Source:
+    """Pictures or texts that a gallery was built from.
+
+    Args:
+        path: a folder, or whatever else ``gallery build`` takes.
+    """
+
+    path: Path
+
+    @cached_property
+    def originals(self) -> Originals:
+        """What it holds.
+
+        Raises:
+            XcompatError: it cannot be read.
+        """
+        return load_originals(self.path)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        originals = self.originals
+        return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
+
+    def picture(self, item: str, named: Sequence[str]) -> Any:  # noqa: ANN401 - as data sets store images
+        """Return where the picture of an item is, or what a data set holds of it; None if it has none.
+
+        Args:
+            item: its id.
+            named: files that its metadata names.
+        """
+        if self.path.is_dir():
+            inside = (self.path / name for name in (item, *named))
+            return next((file for file in inside if is_file(str(file)) and _lies_in(file, self.path)), None)
+        if item not in self._rows:
+            return None
+        return self.originals.dataset[self._rows[item]][IMAGE]
+
+
+@dataclass
 class Shelf:
     """A gallery, and what its items look like.
 
     Args:
         title: what the page calls it.
         path: its folder.
-        source: the pictures or texts it was built from; None if that is not known.
-        show: gives the picture of an item by its id, where a run knows it; None to look for it in ``source`` and metadata.
+        sources: the pictures or texts it was built from, as far as they are known; an item is looked for in one after the other.
+        show: gives the picture of an item by its id, where a run knows it; None to look for it in ``sources`` and metadata.
     """
 
     title: str
     path: Path
-    source: Path | None = None
+    sources: Sequence[Source] = ()
     show: Callable[[str], Image | None] | None = None
     _states: dict[str, Gallery] = field(default_factory=dict, repr=False)
     _generation: int = -1
@@ -93,14 +132,9 @@ class Shelf:
         Raises:
             XcompatError: that is not known, or cannot be read.
         """
-        if self.source is None:
+        if not self.sources:
             raise XcompatError("name what the gallery was built from with --images or --texts when you start the page")
-        return load_originals(self.source)
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        originals = self.originals
-        return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
+        return together([source.originals for source in self.sources])
 
     def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
         """Return the picture of an item; None if it is not known or cannot be read."""
@@ -112,18 +146,9 @@ class Shelf:
 
     def _file(self, item: str, metadata: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as data sets store images
         """Return where the picture of an item is, or what a data set holds of it."""
-        source = self.source
         named = [metadata[key] for key in IMAGE_COLUMNS if metadata and isinstance(metadata.get(key), str)]
-        if source is not None and source.is_dir():
-            inside = (source / name for name in (item, *named))
-            found = next((file for file in inside if is_file(str(file)) and _lies_in(file, source)), None)
-            if found is not None:
-                return found
-        elif source is not None and item in self._rows:
-            originals = self.originals
-            assert isinstance(originals, Pictures)
-            return originals.dataset[self._rows[item]][IMAGE]
-        return next((Path(name) for name in named if is_file(name)), None)
+        there = (found for source in self.sources if (found := source.picture(item, named)) is not None)
+        return next(there, None) or next((Path(name) for name in named if is_file(name)), None)
 
     def as_query(self, item: str) -> str | Image:
         """Return what an item is as a query: its picture, or its text.

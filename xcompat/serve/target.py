@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.side_by_side import searchable_state
 from xcompat.retrieval.upgrading import segments_to_map
-from xcompat.serve.site import NEW, OLD, Judged, Shelf, Side, Site
+from xcompat.serve.site import NEW, OLD, Judged, Shelf, Side, Site, Source
 from xcompat.training.finished import FinishedRun
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 EXAMPLES = 8
 
 
-def load_site(target: str, model: str | None, old: str | None, source: Path | None, allow_changes: bool) -> Site:
+def load_site(target: str, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool) -> Site:
     """Load what a page shows.
 
     Args:
         target: folder of a gallery, or of a run that ended with a report.
         model: the new model; needed for a gallery, and the run's own of a run.
         old: the old model; None to search a gallery with the new one alone.
-        source: the pictures or texts that a gallery was built from, if they are known.
+        sources: the pictures or texts that a gallery was built from, as far as they are known.
         allow_changes: whether the page may change galleries.
 
     Raises:
@@ -47,9 +47,9 @@ def load_site(target: str, model: str | None, old: str | None, source: Path | No
     folder = Path(target)
     with stage_line(f"open {target}"):
         if (folder / CURRENT).is_file():
-            site = _of_gallery(folder, model, old, source)
+            site = _of_gallery(folder, model, old, sources)
         else:
-            if source is not None:
+            if sources:
                 raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
             site = _of_run(FinishedRun.open(folder), model, old)
     site.allow_changes = allow_changes
@@ -69,12 +69,12 @@ def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
         segments_to_map(Gallery.open(shelf.path), model)  # the page is where it is upgraded
 
 
-def _of_gallery(folder: Path, model: str | None, old: str | None, source: Path | None) -> Site:
+def _of_gallery(folder: Path, model: str | None, old: str | None, sources: Sequence[Path]) -> Site:
     if not model:
         raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
     sides = [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
     name = folder.resolve().name
-    return Site(name, {name: Shelf(name, folder, source)}, sides)
+    return Site(name, {name: Shelf(name, folder, list(map(Source, sources)))}, sides)
 
 
 def _of_run(run: FinishedRun, model: str | None, old: str | None) -> Site:

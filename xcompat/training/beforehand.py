@@ -117,7 +117,7 @@ def not_installed(stage: str, tracker: str) -> str:
     return f"{stage}: training.report_to names {tracker}, which is not installed; `pip install {tracker.replace('_', '-')}`"
 
 
-def require_served(target: str, model: str | None, images: Path | None) -> None:
+def require_served(target: str, model: str | None, images: Sequence[Path]) -> None:
     """Refuse to serve what is neither a gallery with a model nor a run.
 
     Args:
@@ -136,7 +136,7 @@ def require_served(target: str, model: str | None, images: Path | None) -> None:
     if (folder / CURRENT).is_file():
         if not model:
             raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
-    elif images is not None:
+    elif images:
         raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
     else:
         require_ended(folder)
