@@ -263,6 +263,7 @@ def test_a_text_is_searched_with_both_models(page: Page, gallery: Path, old: Emb
         assert said.inner_text().split()[:2] == (["=", "at"] if moved == 0 else ["▲" if moved > 0 else "▼", str(abs(moved))])
     with_pictures = page.get_by_role("region", name=OLD).locator("li img")
     assert with_pictures.count() == sum(name != HOSTILE for name in ids(page, OLD))
+    assert "standing" not in page.inner_text("#results"), "one model embedded everything"
 
 
 def test_the_link_restores_the_search(page: Page, visit: Open) -> None:
@@ -326,6 +327,9 @@ def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, te
     assert ids(page, NEW) == [hit.id for hit in hits]
     badges = page.get_by_role("region", name=NEW).locator("li .badge:not(.plain)").all_inner_texts()
     assert badges == [hit.version.name.rpartition("/")[2] for hit in hits] and len(set(badges)) == 2
+    standings = page.get_by_role("region", name=NEW).locator("li .standing").all_inner_texts()
+    assert standings == [f"standing {hit.standing:.2f}" for hit in hits]
+    assert page.get_by_text("what ranks them is their standing").count() == 1
     assert ids(page, OLD) == found(mixed, old, "a red shoe", COUNT), "what the new model adds fits old queries"
     page = visit("?kind=item&item=line+7&gallery=texts")
     assert ids(page, OLD) == found(texts, old, "sentence 7 of many")

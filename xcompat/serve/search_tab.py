@@ -11,7 +11,7 @@ from PIL.Image import Image
 from xcompat.data.schema import TEXT
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.showing import short, wanted_metadata
+from xcompat.retrieval.showing import SEVERAL_VERSIONS, short, wanted_metadata
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.failing import told
 from xcompat.serve.rendering import link, picture_uri, read, render, rest_of, words_of
@@ -214,10 +214,12 @@ def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | s
                 "hits": [_card(shelf, side, each, asked, others is not None) for each in placed],
             }
         )
+    ranked_by_standing = any(card["hit"].standing is not None for column in columns for card in column["hits"])
     with_pictures = any(card["picture"] is not None for column in columns for card in column["hits"])
     return {
         "sides": columns,
         "with_pictures": with_pictures,
+        "several_versions": SEVERAL_VERSIONS if ranked_by_standing else "",
         "without": _without_picture(shelf, columns),
         "summary": _summary(columns),
         "restore": asked.link(),
