@@ -18,9 +18,10 @@ import typer
 from rich.console import Console
 
 from xcompat.files import atomic_path, read_json, write_json
+from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report, report_file
 from xcompat.report.comparison import Contender, compare, comparison_file
-from xcompat.report.wording import gain_with_interval, metric_name
+from xcompat.report.wording import gain_with_interval
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
 KEPT = PAGE.with_suffix("")

@@ -32,6 +32,7 @@ from xcompat.evaluation import (
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.fingerprint import Fingerprint
 from xcompat.methods import METHODS
+from xcompat.metric_names import metric_name
 from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import (
     Comparison,
@@ -321,8 +322,8 @@ def test_different_protocols_are_refused(contenders: list[Contender]) -> None:
     left_out = {key: np.roll(ranks_Q, 1) for key, ranks_Q in report.ranks.items()}
     cases = {
         "no report of seed 2": replace(second, reports={seed: second.reports[seed] for seed in (0, 1)}),
-        "new/new image-to-image cmc@5 is in one alone": changed(second, 1, cases=shorter),
-        "new/new image-to-image cmc@1 is in one alone, or of another size": changed(second, 1, cases=smaller),
+        "new/new image-to-image CMC@5 is in one alone": changed(second, 1, cases=shorter),
+        "new/new image-to-image CMC@1 is in one alone, or of another size": changed(second, 1, cases=smaller),
         "old/old image-to-image .* is .* and 1.0000": changed(second, 1, cases=easier + rest),
         "they left out other queries": changed(second, 1, ranks=left_out),
         "their old models are old and old": changed(second, 1, old=replace(report.old, fingerprint=other_old.digest)),
@@ -418,7 +419,7 @@ def test_the_table_of_results_holds_numbers_of_the_comparison(
     for block, direction in zip(blocks, found.sizes, strict=True):
         heads, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
         headline = "cmc@1" if direction == "image-to-image" else "recall@1"
-        name = wording.metric_name(headline)
+        name = metric_name(headline)
         told = {cells[0].strip("*"): dict(zip(heads, cells, strict=True)) for cells in lines}
         assert list(told) == [row.name for row in found.rows] and ("new/new mAP" in heads) == (headline == "cmc@1")
         for row in found.methods:

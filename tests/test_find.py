@@ -103,7 +103,7 @@ def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_pat
         assert gain["old"] == pytest.approx(report["floor"][gain["where"]][gain["metric"]], abs=1e-6)
         assert gain["new"] - gain["old"] == pytest.approx(gain["mean"], abs=2e-6)
     assert len(listed["gains"]) == 9
-    assert "| known classes | cmc@1 |" in hub.files("me/map")["README.md"].decode()
+    assert "| known classes | CMC@1 |" in hub.files("me/map")["README.md"].decode()
     for half in (("--old", old.digest[:9]), ("--new", encoder)):
         assert json.loads(found(*half, "--json")[1]) == [listed]
     code, said = found("--old", old.digest)

@@ -910,7 +910,9 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
         side_info_of(model, None, tmp_path)  # before the test set is embedded
 
 
-def test_a_gallery_that_was_mapped_is_mapped_again(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_a_gallery_that_was_mapped_is_mapped_again(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     views, drawing = (f"{raw['run']}/{name}/model" for name in ("views", "drawing"))
     last = {"name": "last", "method": "independent", "options": {"dim": 5}}
     last["new"] = {"model": TINY, "image_size": 16, "stem": "small"}
@@ -922,6 +924,7 @@ def test_a_gallery_that_was_mapped_is_mapped_again(raw: dict[str, Any], tmp_path
         {"name": "h3_alone", "method": "fct", "old": raw["new"], "new": "stage:last"},
     ]
     run_recipe(recipe_of(raw, stages=stages, output_dir=str(tmp_path / "run")))
+    assert "image-to-image CMC@1, percent" in " ".join(capsys.readouterr().out.split())
     table = pd.read_csv(tmp_path / "run" / "sequence.csv").query("metric == 'cmc@1'")
     found = {(row.query, row.gallery): row.value for row in table.itertuples()}
     asked, old, side = (

@@ -206,7 +206,7 @@ def test_cut_offs_beyond_the_gallery_are_left_out(models: Contestants[EmbeddedPa
         if case.label == "old/old" and "recall@1" in case.metrics:
             kept = {"image-to-text": [1, 10], "text-to-image": [1, 10, 61, 100]}
             assert list(case.metrics) == [f"recall@{k}" for k in kept[case.direction]]
-    assert result.notes[0] == "recall@61, recall@100 left out of image-to-text: the gallery has only 61 items."
+    assert result.notes[0] == "R@61, R@100 left out of image-to-text: the gallery has only 61 items."
     with pytest.raises(XcompatError, match="none of ks"):
         evaluate(models, EvaluationOptions(ks=(100,), n_resamples=20))
 

@@ -30,6 +30,7 @@ from xcompat.evaluation import (
     evaluate,
 )
 from xcompat.fingerprint import Fingerprint
+from xcompat.metric_names import metric_name
 from xcompat.report import (
     Example,
     ExampleRow,
@@ -48,7 +49,7 @@ from xcompat.report.content import Cost, LossPoint
 from xcompat.report.plots import draw_plots
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
-from xcompat.report.wording import failed_lines, metric_meanings, metric_name, percent, verdicts
+from xcompat.report.wording import failed_lines, metric_meanings, percent, verdicts
 
 N_ITEMS = 40
 

@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from xcompat.files import read_json
+from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report
 from xcompat.report.comparison import comparison_file
-from xcompat.report.wording import gain_with_interval, metric_name, spread
+from xcompat.report.wording import gain_with_interval, spread
 
 DIRECTIONS = ("text-to-image", "image-to-text")
 COMPARED = ("cmc@1", "map", "recall@1", "recall@10")

@@ -27,8 +27,9 @@ from texts_tasks import Groups, Task, captions, cranfield, first_groups, glosses
 from xcompat.evaluation import GradedQueries, PairedDifference, graded_per_query, paired_bootstrap
 from xcompat.files import atomic_path, read_json, write_array, write_json
 from xcompat.mapping import PairedEmbeddings
+from xcompat.metric_names import metric_name
 from xcompat.models import CompatModel
-from xcompat.report.wording import gain_with_interval, metric_name
+from xcompat.report.wording import gain_with_interval
 
 METRICS = ("ndcg@10", "recall@10", "map")
 PAIRS, COUNTS, STORED, OLD_TEXTS = 10_000, (100, 1_000, 10_000, 30_000, 100_000), (100, 1_000, 5_000), 60_000

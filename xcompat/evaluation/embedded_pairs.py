@@ -14,6 +14,7 @@ from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
+from xcompat.metric_names import metric_name
 
 _KS = (1, 5, 10, 50)
 _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}
@@ -132,7 +133,7 @@ class EmbeddedPairs:
         codes_Q, codes_G = id_codes(as_ids(query_ids, len(query_ids), "old"), as_ids(gallery_ids, n_gallery, "old"))
         if not np.isin(codes_Q, codes_G).any():
             raise XcompatError(f"{name}: no query id occurs in the gallery; image_ids and text_ids must name the same items")
-        left_out = ", ".join(f"recall@{k}" for k in ks if k not in kept)
+        left_out = ", ".join(metric_name(f"recall@{k}") for k in ks if k not in kept)
         notes = (f"{left_out} left out of {name}: the gallery has only {n_gallery} items.",) if left_out else ()
         return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
 

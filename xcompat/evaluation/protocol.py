@@ -21,6 +21,7 @@ from xcompat.evaluation.cases import (
 )
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
+from xcompat.metric_names import metric_name
 
 
 def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = None) -> Evaluation:
@@ -157,8 +158,9 @@ def _measure(
 def _beside_same_memory(differences: Sequence[Difference]) -> str:
     """Return a note on new queries against old ones with the same metric and memory; the verdict is against plain old ones."""
     points = (
-        f"{each.direction} {each.metric} {100 * each.mean:+.1f} ({100 * each.ci95[0]:.1f} to {100 * each.ci95[1]:.1f})"
+        f"{each.direction} {metric_name(each.metric)} {100 * each.mean:+.1f} ({100 * low:.1f} to {100 * high:.1f})"
         for each in differences
+        for low, high in [each.ci95]
     )
     return f"Points of new queries over old ones that wear the same metric and memory: {', '.join(points)}."
 

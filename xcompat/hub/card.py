@@ -13,6 +13,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
 from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, results_of, tag
 from xcompat.markdown import markdown_templates, one_line, templates
+from xcompat.metric_names import metric_name
 
 _HERE = Path(__file__).parent
 
@@ -150,6 +151,7 @@ def model_card(
             **shown,
             front_matter=data.to_yaml(),
             usage=_usage(shown),
+            metric_name=metric_name,
             base_license=base.license if base is not None else None,
             license=license,
             run=run,

@@ -19,9 +19,10 @@ from xcompat.hub.endpoint import CONFIGS
 from xcompat.hub.metadata import EMBEDS, SEARCHES
 from xcompat.hub.search import MOST, Found, search
 from xcompat.markdown import one_line
+from xcompat.metric_names import metric_name
 from xcompat.paths import model_folder
 from xcompat.progress import console, literal, silence_libraries
-from xcompat.report.wording import gain_with_interval, metric_name
+from xcompat.report.wording import gain_with_interval
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 

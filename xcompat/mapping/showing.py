@@ -15,7 +15,8 @@ from xcompat.hub.metadata import Gain, metric_now
 from xcompat.mapping.agreement import NEIGHBOURS, SAME, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
-from xcompat.report.wording import gain, gain_with_interval, interval, metric_name
+from xcompat.metric_names import metric_name
+from xcompat.report.wording import gain, gain_with_interval, interval
 
 
 def choice_table(choice: Choice) -> Table:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xcompat.markdown import markdown_templates, templates
+from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
@@ -19,7 +20,6 @@ from xcompat.report.wording import (
     gain,
     interval,
     metric_meanings,
-    metric_name,
     percent,
     spread,
     verdicts,

@@ -9,8 +9,8 @@ import numpy as np
 
 from xcompat.evaluation import Case
 from xcompat.evaluation.selective import query_quality, risk_coverage
+from xcompat.metric_names import metric_name
 from xcompat.report.content import LossPoint, Panel, Report, retrieval_metrics
-from xcompat.report.wording import metric_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

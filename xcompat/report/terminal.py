@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from xcompat.evaluation import Case
+from xcompat.metric_names import metric_name
 from xcompat.progress import literal
 from xcompat.report.content import Hit, Report
-from xcompat.report.wording import failed_lines, gain, interval, metric_name, verdicts
+from xcompat.report.wording import failed_lines, gain, interval, verdicts
 
 _STYLES = {
     **dict.fromkeys(("yes", "better"), "bold green"),

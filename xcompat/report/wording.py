@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from xcompat.evaluation.cases import failed_comparisons, hangs_on, overall_outcome
 from xcompat.evaluation.intervals import POWER
+from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
 COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
@@ -143,30 +144,6 @@ def gain(mean: float) -> str:
         '+3.1'
     """
     return f"{mean * 100:+.1f}"
-
-
-def metric_name(metric: str) -> str:
-    """Return the usual name of a metric of ``report.json``.
-
-    Example:
-        >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1"), metric_name("tar@far=1e-4")
-        ('R@10', 'mAP', 'NFR@1', 'TAR@FAR=1e-4')
-    """
-    name, at, k = metric.partition("@")
-    if name in ("tar", "tpir"):
-        kind, equals, rate = metric.partition("=")
-        return f"{kind.upper()}{equals}{rate}"
-    known = {
-        "recall": "R",
-        "cmc": "CMC",
-        "map": "mAP",
-        "ndcg": "nDCG",
-        "mrr": "MRR",
-        "success": "Success",
-        "negative_flip_rate": "NFR",
-        "zero_shot": "Zero-shot top-",
-    }
-    return f"{known[name]}{'' if name == 'zero_shot' else at}{k}" if name in known else metric
 
 
 def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xcompat.files import atomic_path, listed
+from xcompat.metric_names import metric_name
 from xcompat.progress import literal
 from xcompat.report import Report, load_report, report_file
 
@@ -70,7 +71,7 @@ def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console)
         if not str(metric).endswith(("@1", "@1.0")) or str(metric).startswith("negative"):
             continue
         square = part.pivot_table(index="query", columns="gallery", values="value", sort=False).reindex(columns=galleries)
-        shown = Table("query \\ gallery", *map(literal, galleries), title=literal(f"{direction} {metric}, percent"))
+        shown = Table("query \\ gallery", *map(literal, galleries), title=literal(f"{direction} {metric_name(metric)}, percent"))
         for query, values in square.iterrows():
             shown.add_row(literal(query), *("" if pd.isna(value) else f"{100 * value:.1f}" for value in values))
         console.print(shown)

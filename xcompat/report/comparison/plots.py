@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xcompat.metric_names import metric_name
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
 from xcompat.report.content import retrieval_metrics
 from xcompat.report.plots import new_figure, set_title
-from xcompat.report.wording import metric_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,6 +13,7 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Difference, PairedDifference, paired_bootstrap
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
 Key = tuple[str, str]
@@ -323,7 +324,7 @@ def _require_comparable(contenders: Sequence[Contender]) -> list[int]:
 def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> None:
     shapes = [
         {
-            (f"{case.label} {case.direction} {metric}", case.n_queries, case.n_gallery)
+            (f"{case.label} {case.direction} {metric_name(metric)}", case.n_queries, case.n_gallery)
             for case in report.cases
             if case.label in _OWN_CASES
             for metric in case.metrics

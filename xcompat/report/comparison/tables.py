@@ -11,9 +11,10 @@ from rich.table import Table as TerminalTable
 
 from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import hangs_on, overall_outcome
+from xcompat.metric_names import metric_name
 from xcompat.progress import literal
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
-from xcompat.report.wording import approximately, gain_with_interval, metric_name, spread
+from xcompat.report.wording import approximately, gain_with_interval, spread
 
 NOTHING = "–"
 OLD_QUERIES = "from old"

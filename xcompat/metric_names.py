@@ -1,0 +1,27 @@
+"""What people call the metrics that files for programs name by keys."""
+
+from __future__ import annotations
+
+
+def metric_name(metric: str) -> str:
+    """Return the usual name of a metric of ``report.json``.
+
+    Example:
+        >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1"), metric_name("tar@far=1e-4")
+        ('R@10', 'mAP', 'NFR@1', 'TAR@FAR=1e-4')
+    """
+    name, at, k = metric.partition("@")
+    if name in ("tar", "tpir"):
+        kind, equals, rate = metric.partition("=")
+        return f"{kind.upper()}{equals}{rate}"
+    known = {
+        "recall": "R",
+        "cmc": "CMC",
+        "map": "mAP",
+        "ndcg": "nDCG",
+        "mrr": "MRR",
+        "success": "Success",
+        "negative_flip_rate": "NFR",
+        "zero_shot": "Zero-shot top-",
+    }
+    return f"{known[name]}{'' if name == 'zero_shot' else at}{k}" if name in known else metric
