@@ -35,6 +35,7 @@ from xcompat.report import (
     Example,
     ExampleRow,
     Hit,
+    ModelInfo,
     Report,
     ReportContent,
     load_report,
@@ -207,6 +208,14 @@ def test_terminal_shows_what_each_way_gives(folder: Path, mapped: bool) -> None:
         found = " ".join(line for line in lines if way in line)
         assert figures and all(figure in found for figure in figures)
     assert not any("independent" in line for line in lines)
+
+
+def test_the_title_has_the_short_names_of_models(folder: Path) -> None:
+    report = load_report(folder)
+    old, new = ModelInfo("/long/path/mobilenet_v1", "0" * 64, 8), ModelInfo("timm/resnet18", "1" * 64, 8)
+    page = render_html(replace(report, old=old, new=new), {})
+    assert "<title>mobilenet_v1 → timm/resnet18: compatibility report</title>" in page
+    assert '<span title="/long/path/mobilenet_v1">mobilenet_v1</span> → ' in page
 
 
 def test_verdict_follows_the_criterion() -> None:

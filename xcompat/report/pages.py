@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.hub.endpoint import public_name
 from xcompat.markdown import markdown_templates, templates
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
@@ -67,6 +68,7 @@ def page_template(name: str) -> Template:
         "approximately": approximately,
         "gain": gain,
         "metric_name": metric_name,
+        "public_name": public_name,
         "case_meaning": case_meaning,
         "picture": lambda image: png_uri(encode_png(image)),
     }
