@@ -111,7 +111,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "too few ids": (lambda new: (new / "image_ids.txt").write_text("a\nb\n"), "has 2 lines, but image_embeds.npy has 720 rows"),
     "other ids": (lambda new: (new / "image_ids.txt").write_text("\n".join(map(str, range(720)))), "share no id"),
     "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "names 'a' more than once"),
-    "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt"),
+    "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt; it should hold .* or give both .npy"),
     "no class": (
         lambda new: (new / "labels.txt").write_text("\n".join(["x", "", " "] * 240)),
         "labels.txt: 480 of 720 lines are blank, first line 2; name the class",

@@ -78,7 +78,7 @@ MISTAKES = {
     "evaluate --old empty --new empty --qrels nowhere": "the judgements nowhere do not exist",
     "evaluate --qrels texts.txt": "--qrels judges embeddings: name their folders with --old and --new",
     "map --old nowhere.npy --new images": "nowhere.npy does not exist; name a folder with image_embeds.npy",
-    "map --old images --new empty": "empty lacks image_embeds.npy; it holds image_embeds.npy, image_ids.txt",
+    "map --old images --new empty": "empty lacks image_embeds.npy; it should hold image_embeds.npy, image_ids.txt",
     "map --old texts.txt --new images": "texts.txt is no file of embeddings",
     "map --old images --new images --memory-codec SQ9": "there is no memory codec 'SQ9'",
     "map --old images --new images --activation relu": "--activation says what a file under --start-from computes",

@@ -89,7 +89,8 @@ def require_side(path: Path) -> list[str]:
             place, listed = _files_of(path, kind)
             for name in (place.name, *([] if is_table(place) else [listed])):
                 if not (path / name).exists():
-                    raise XcompatError(f"{path} lacks {name}; it holds {place.name}, {listed} and perhaps {LABELS}")
+                    bare = "; or give both .npy files, if their rows are in one order" if name == listed else ""
+                    raise XcompatError(f"{path} lacks {name}; it should hold {place.name}, {listed} and perhaps {LABELS}{bare}")
     elif not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
         what = "is no file of embeddings" if path.exists() else "does not exist"
         raise XcompatError(
