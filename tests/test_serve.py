@@ -447,6 +447,7 @@ def test_a_page_that_may_change_nothing_only_looks(visit: Open, gallery: Path, r
     page.get_by_text(f"{COUNT} items").wait_for()
     page.get_by_role("button", name="Verify").click()
     page.get_by_role("status").get_by_text(f"is whole: {COUNT} items").wait_for()
+    page.get_by_text("At most 400 items of each version are embedded anew").wait_for()
     page.get_by_role("button", name="Doctor").click()
     page.get_by_role("status").get_by_text(f"made by this model │ {COUNT - 1} ").wait_for()
     for verb in ("Upgrade", "Backfill", "Roll back"):

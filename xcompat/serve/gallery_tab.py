@@ -103,7 +103,7 @@ def _checks(site: Site, does: Does) -> None:
         does(_button("Verify"), lambda shelf: commands.verify(_open(shelf)))
     if _originals_known(site):
         sides = {side.label: side.embedder for side in site.sides}
-        with _row("Doctor", f"A sample of {SAMPLE} items is embedded anew, to see which model made what is stored."):
+        with _row("Doctor", f"At most {SAMPLE} items of each version are embedded anew, to see which model made what is stored."):
             label = gr.Radio(list(sides), value=next(iter(sides)), label="With the model of", visible=len(sides) > 1, scale=0)
             does(
                 _button("Doctor"),
