@@ -17,7 +17,7 @@ from test_map import made
 from transformers import AutoModel, pipeline
 
 import xcompat
-from xcompat import FingerprintMismatchError, XcompatError, cli
+from xcompat import FingerprintMismatchError, XbtModel, XcompatError, cli
 from xcompat.evaluation import Contestants, EmbeddedImages
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
 from xcompat.models import CompatModel
@@ -189,17 +189,22 @@ def test_a_fallback_that_is_none_is_one_line(options: dict[str, Any], said: str,
 def test_a_fallback_that_does_not_fit_is_refused(
     model_folder: str, folder_of: dict[str, str], old: Embedder, gallery: Gallery, tmp_path: Path
 ) -> None:
-    with pytest.raises(FingerprintMismatchError, match="did not make the .* embeddings here: name the model that did"):
+    with pytest.raises(
+        FingerprintMismatchError, match="did not make the .* embeddings here, its own are .*: name the model that did"
+    ):
         pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": folder_of["clip"]})
     plain = AutoModel.from_pretrained(model_folder).remember(None)
     plain.export(tmp_path / "plain")
-    with pytest.raises(XcompatError, match="does not say how sure its queries are: leave the fallback out"):
+    with pytest.raises(XcompatError, match="queries of .* do not say how sure they are: leave the fallback out"):
         pipeline("compatible-retrieval", model=str(tmp_path / "plain"), gallery=gallery, fallback={"model": old})
     model = AutoModel.from_pretrained(model_folder)
     other = load_embedder(folder_of["clip"])
     rows = np.zeros((1, model.config.embedding_dim), np.float32) + 1
     with pytest.raises(FingerprintMismatchError, match="did not make the"):
         gallery.search(rows, model, old_queries=OldQueries(other, np.ones((1, other.dim))))
+    elsewhere = XbtModel.from_encoder(folder_of["clip"], old=other.describe_old())
+    with pytest.raises(FingerprintMismatchError, match=f"its own are {elsewhere.stored_fingerprint()}: name"):
+        gallery.search(rows, model, old_queries=OldQueries(elsewhere, np.ones((1, elsewhere.config.embedding_dim))))
     with pytest.raises(XcompatError, match="do not stand beside"):
         gallery.search(rows, model, old_queries=OldQueries(old, np.ones((2, old.dim))))
 

@@ -14,7 +14,16 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.heads import slerp
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval.manifest import Manifest, VersionRecord
-from xcompat.retrieval.versions import as_float32, fits, identity, of_length, query_confidence, query_view, remembers
+from xcompat.retrieval.versions import (
+    as_float32,
+    fits,
+    identity,
+    of_length,
+    query_confidence,
+    query_view,
+    remembers,
+    stored_version,
+)
 
 if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
@@ -114,8 +123,8 @@ class Fallback:
         """
         if not getattr(model, "is_confident", False):
             raise XcompatError(
-                f"{identity(model)} does not say how sure its queries are: leave the fallback out, or take a model whose queries "
-                "remember, of which enough could be held out to calibrate them"
+                f"queries of {identity(model)} do not say how sure they are: leave the fallback out, or take a model whose "
+                "queries remember, of which enough could be held out to calibrate them"
             )
         for version in manifest.present():
             if remembers(model, version) and not fits(self.model, version):
@@ -148,4 +157,5 @@ class Fallback:
 
 
 def _not_the_old(model: Model, version: VersionRecord) -> str:
-    return f"the fallback {identity(model)} did not make the {version.fingerprint} embeddings here: name the model that did"
+    made = stored_version(model, version.dim).fingerprint
+    return f"the fallback did not make the {version.fingerprint} embeddings here, its own are {made}: name the model that did"
