@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from test_labelled_run import write_classes
 
-from xcompat import XbtModel, cli
+from xcompat import XbtModel, XcompatError, cli
 from xcompat.embedding_provider import asking
 from xcompat.evaluation.differing import Order, differing
 from xcompat.methods import FctModel
@@ -506,6 +506,19 @@ def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new:
     expected = [hits[0].id for hits in Gallery.open(gallery).search(embeds, asking(new), 1)]
     shown = [unescape(answer).partition(f'"{NEW}"')[2].partition('data-item="')[2].partition('" title')[0] for answer in answers]
     assert shown == expected
+
+
+def test_what_a_search_refuses_is_said_in_the_place_of_hits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise XcompatError("no item has the key 'color'; known keys are 'colour' and 'caption'")
+
+    monkeypatch.setattr(Gallery, "search", refuse)
+    with httpx.Client(base_url=address, timeout=None) as client:
+        asked = {"data": ["text", "a red shoe", "", "", "shop", ["color=red"], 10]}
+        event = client.post("gradio_api/call/search", json=asked).json()["event_id"]
+        answer = client.get(f"gradio_api/call/search/{event}").text
+    shown = unescape(json.loads(answer.split("event: complete\ndata: ")[1])[0])
+    assert 'role="alert"' in shown and "no item has the key 'color'; known keys are 'colour'" in shown
 
 
 @pytest.fixture(scope="module")
