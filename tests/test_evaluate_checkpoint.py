@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xcompat import cli
+from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, cli
 from xcompat.data import load_labelled, open_image
+from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.recipe import parse_recipe
@@ -146,6 +147,14 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:
     places = photos | {"pairs": pairs_folder, "views": str(trained / "views" / "model")}
     assert message in judge(trained / "bct" / "model", *(places.get(word, word) for word in arguments))
+
+
+def test_a_name_is_no_model_to_load(photos: dict[str, str], tmp_path: Path, judge: Callable[..., Any]) -> None:
+    old = describe_old(Fingerprint.from_string("old"), dim=8)
+    ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=16)).export(tmp_path / "map")
+    for more in ((), ("--old", photos["test"])):
+        said = judge(tmp_path / "map", "--data", photos["test"], *more)
+        assert "'old', which is a name and no model" in said and "judge embeddings of both models (--old, --new)" in said
 
 
 def test_a_model_that_embeds_texts_is_judged_with_captions(

@@ -547,6 +547,16 @@ def test_where_nothing_beats_old_queries_it_says_so(tmp_path: Path) -> None:
     assert taken["worst"] >= next(trial["worst"] for trial in report["trials"] if trial["name"] == "procrustes")
 
 
+def test_a_model_that_is_called_after_a_folder_is_said(
+    sides: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--searched-classes", "known", "--out"]
+    assert CliRunner().invoke(app, [*command, str(tmp_path / "named"), "--old-model", "clip-b32"]).exit_code == 0
+    assert "is called" not in caplog.text
+    assert CliRunner().invoke(app, [*command, str(tmp_path / "unnamed")]).exit_code == 0
+    assert f"the old model is called 'old' after {sides[0]}" in caplog.text and "--old-model" in caplog.text
+
+
 def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folder_of: dict[str, str], tmp_path: Path) -> None:
     command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"]])

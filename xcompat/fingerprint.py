@@ -41,6 +41,11 @@ class Fingerprint:
         """
         return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
 
+    @property
+    def is_of_name(self) -> bool:
+        """Whether it was made of the name alone, so that no model that is loaded can have it."""
+        return self == Fingerprint.from_string(self.name)
+
     @classmethod
     def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
         """Hash every parameter and persistent buffer of a module, and a description of the rest.

@@ -24,7 +24,7 @@ from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import owned_path
-from xcompat.progress import console, literal, silence_libraries, stage
+from xcompat.progress import console, literal, notice, silence_libraries, stage
 from xcompat.provenance import provenance
 from xcompat.vectors import require_codec
 
@@ -166,6 +166,10 @@ def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, 
             raise XcompatError(f"--old-model {name}: --old is a model already; leave one out")
         return found.old.describe_old()
     if name is None:
+        notice(
+            f"the old model is called {path.stem!r} after {path}, like every other that lies in such a place: say with "
+            "--old-model which it is, or what galleries call it"
+        )
         return describe_old(Fingerprint.from_string(path.stem), dim)
     if not is_loaded(name):
         return describe_old(Fingerprint.from_string(name), dim)

@@ -129,7 +129,7 @@ def _about_old(name: str, model: CompatModel, old: Described) -> list[str]:
     if gallery in known:
         return []
     versions = ", ".join(map(str, known))
-    if gallery != Fingerprint.from_string(gallery.name):
+    if not gallery.is_of_name:
         raise XcompatError(f"{name} searches galleries of {versions}, not of {gallery}; start from another map")
     return [
         f"{name} was made for galleries of {versions}; the old model is known by the name {gallery.name!r} alone, so only the "

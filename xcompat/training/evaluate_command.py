@@ -102,6 +102,11 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     versions = model.compatible_with
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
+    if versions[0].is_of_name:
+        raise XcompatError(
+            f"{folder} maps into the space of {versions[0].name!r}, which is a name and no model that can be loaded: "
+            "judge embeddings of both models (--old, --new), or make the map again with the model itself as --old-model"
+        )
     old_name = old or versions[0].name
     old_model = load_frozen(old_name, device())
     if old_model.fingerprint not in versions:  # before anything is embedded
