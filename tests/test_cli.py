@@ -28,6 +28,8 @@ from transformers import AutoModel
 
 from xcompat import Fingerprint, __version__, cli
 from xcompat.methods import METHODS
+from xcompat.models.embedder import load_checkpoint
+from xcompat.report import load_report
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -644,9 +646,38 @@ def test_mismatched_dimensions(run: Run, embeddings: Callable[..., Path], tmp_pa
     line = refused(
         run("evaluate", "--old", embeddings("old", dim=8), "--new", embeddings("new", dim=6), "--output", tmp_path / "report")
     )
-    assert "8" in line and "6" in line and "dim" in line
-    assert "--old must name" in refused(run("evaluate", "--new", tmp_path)) or True
+    assert f"{tmp_path / 'new'} has 6 dimensions and {tmp_path / 'old'} 8" in line and "--map FOLDER" in line
+    assert "--old must name" in refused(run("evaluate", "--new", tmp_path))
     assert not (tmp_path / "report").exists()
+
+
+def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
+    old, new = embeddings("old", noise=1.0), embeddings("new", noise=0.0)
+    turn = np.linalg.qr(np.random.default_rng(0).standard_normal((8, 8)))[0]
+    for kind in ("image", "text"):  # the new model's own space is another one
+        np.save(new / f"{kind}_embeds.npy", (np.load(new / f"{kind}_embeds.npy") @ turn).astype(np.float32))
+    assert run("map", "--old", old, "--new", new, "--out", tmp_path / "map")[0] == 0
+    out = ("--output", tmp_path / "judged")
+    code = run("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", *out)[0]
+    cases = {case.label: case for case in load_report(tmp_path / "judged").cases if case.direction == "text-to-image"}
+    assert code == 0 and set(cases) == {f"{a}/{b}" for a, b in (("old", "old"), ("new", "old"), ("new", "new"))} | {
+        "independent/old",
+        "independent/independent",
+    }
+    model = load_checkpoint(str(tmp_path / "map" / "model"))
+    with torch.no_grad():
+        mapped = model.view(torch.from_numpy(np.load(new / "text_embeds.npy"))).numpy()
+    first = (mapped @ np.load(old / "image_embeds.npy").T).argmax(1) == np.arange(len(mapped))
+    assert cases["new/old"].metrics["recall@1"] == pytest.approx(first.mean())
+    assert cases["new/old"].metrics["recall@1"] > cases["independent/old"].metrics["recall@1"]
+    for target in ("evaluate", "report"):
+        assert f"--map {tmp_path / 'map'}" in refused(run(target, tmp_path / "map"))
+    assert "holds no model" in refused(run("evaluate", "--old", old, "--new", new, "--map", old, *out))
+    assert "leave --new-own out" in refused(run("evaluate", "--old", old, "--new", new, "--new-own", new, "--map", old, *out))
+    few = embeddings("few", dim=6)
+    assert "maps 8 to 8 dimensions, but few has 6" in refused(
+        run("evaluate", "--old", old, "--new", few, "--map", tmp_path / "map", *out)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the disk

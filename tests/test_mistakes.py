@@ -76,7 +76,7 @@ MISTAKES = {
     "evaluate --old empty --new empty": "empty lacks image_embeds.npy; it must hold image_embeds.npy, image_ids.txt",
     "evaluate --old images --new images": "images holds images alone, and nothing says which of them belong together",
     "evaluate --old empty --new empty --qrels nowhere": "the judgements nowhere do not exist",
-    "evaluate --qrels texts.txt": "--qrels judges embeddings: name their folders with --old and --new",
+    "evaluate --qrels texts.txt": "--qrels and --map are of embeddings: name their folders with --old and --new",
     "map --old nowhere.npy --new images": "nowhere.npy does not exist; name a folder with image_embeds.npy",
     "map --old images --new empty": "empty lacks image_embeds.npy; it should hold image_embeds.npy, image_ids.txt",
     "map --old texts.txt --new images": "texts.txt is no file of embeddings",

@@ -197,6 +197,7 @@ def evaluate(
         Path | None,
         typer.Option(help="With --old and --new: which texts are relevant to which queries, as TREC or BEIR writes it."),
     ] = None,
+    by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
 ) -> None:
@@ -207,18 +208,18 @@ def evaluate(
     gallery=PATH names the images that are searched, else the queries search each other.
     """
     from xcompat.training.beforehand import load_checked
-    from xcompat.training.embedding_folders import require_folders, require_testable
+    from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable
 
     if new is not None:
         if old is None:
             raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
         place = output or Path("runs/evaluation")
-        require_folders({"old": Path(old), "new_view": new, "new": new_own, "independent": independent}, qrels, place)
+        require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
         from xcompat.training.evaluate_command import evaluate_embeddings
 
-        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels)
-    elif qrels is not None:
-        raise XcompatError("--qrels judges embeddings: name their folders with --old and --new")
+        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map)
+    elif qrels is not None or by_map is not None:
+        raise XcompatError("--qrels and --map are of embeddings: name their folders with --old and --new")
     elif target is None:
         raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
     elif (is_recipe := target.suffix in {".yaml", ".yml"}) or any((target / name).exists() for name in RUN_FILES):

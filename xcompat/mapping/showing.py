@@ -157,11 +157,6 @@ def _trial(trial: Trial) -> dict[str, Any]:
     return {"name": str(trial.candidate), **asdict(trial.candidate), "worst": trial.worst, "mean": trial.mean, "gains": gains}
 
 
-def is_report_of_map(document: object) -> bool:
-    """Return whether ``report.json`` is that of a map, which has no schema of its own, and not that of an evaluation."""
-    return isinstance(document, dict) and "searched_classes" in document and "schema" not in document
-
-
 def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
     """Read the gains of the written map from its ``report.json``.
 

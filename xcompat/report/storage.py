@@ -143,6 +143,11 @@ def report_file(path: str | Path) -> Path:
     return next((file for file in places if file.is_file()), places[0])
 
 
+def is_report_of_map(document: object) -> bool:
+    """Return whether ``report.json`` is that of a map, which has no schema of its own, and not that of an evaluation."""
+    return isinstance(document, dict) and "searched_classes" in document and "schema" not in document
+
+
 def load_report(path: str | Path) -> Report:
     """Read a report.
 
@@ -157,6 +162,11 @@ def load_report(path: str | Path) -> Report:
     """
     file = report_file(path)
     document = read_json(file)
+    if is_report_of_map(document):
+        raise XcompatError(
+            f"{file} says what a map found on what was held out; judge the map on a test set: `xcompat evaluate --old FOLDER "
+            f"--new FOLDER --map {file.parent}`"
+        )
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise XcompatError(f"{file} has schema {found!r} but this version reads schema {SCHEMA}; evaluate again")

@@ -99,7 +99,7 @@ def map_contestant(
 
     @torch.inference_mode()
     def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
-        chunks = zip(*(torch.from_numpy(np.asarray(side, dtype=np.float32)).split(8192) for side in sides), strict=True)
+        chunks = zip(*(torch.from_numpy(np.array(side, np.float32)).split(8192) for side in sides), strict=True)
         return torch.cat([through(*(side.to(device) for side in chunk)).cpu() for chunk in chunks]).numpy()
 
     result = model.with_matrices(

@@ -12,9 +12,26 @@ from xcompat.errors import XcompatError
 from xcompat.mapping.sides import LABELS
 from xcompat.paths import is_local
 from xcompat.report import require_report_place
+from xcompat.training.record import find_model
 from xcompat.vectors import is_table, stored_at
 
 NO_CHECKPOINT = "holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model"
+
+
+def judged_folders(
+    old: Path, new: Path, new_own: Path | None, independent: Path | None, by_map: Path | None
+) -> dict[str, Path | None]:
+    """Return the folders by role; what a map is applied to are the new model's own embeddings, which nothing trained.
+
+    Raises:
+        XcompatError: the map is none, or own embeddings are given beside it.
+    """
+    if by_map is None:
+        return {"old": old, "new_view": new, "new": new_own, "independent": independent}
+    if new_own is not None:
+        raise XcompatError("--map is applied to --new, the new model's own embeddings; leave --new-own out")
+    find_model(by_map)
+    return {"old": old, "new": new, "independent": independent or new}
 
 
 def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> None:

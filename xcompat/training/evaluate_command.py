@@ -17,6 +17,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
+from xcompat.evaluation.contestants import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
@@ -25,10 +26,11 @@ from xcompat.models.frozen import load_frozen
 from xcompat.progress import console, literal
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
-from xcompat.training.contestants import EvaluationSet
+from xcompat.training.contestants import EvaluationSet, map_contestant
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
     has_texts,
+    judged_folders,
     kinds_judged,
     require_files,
     require_labels,
@@ -38,6 +40,7 @@ from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.judging import embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
+from xcompat.training.record import find_model
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.vectors import read_vectors, stored_at
@@ -155,7 +158,13 @@ def _source(kind: type[Source], given: dict[str, Any], where: str) -> Source:
 
 
 def evaluate_embeddings(
-    old: Path, new: Path, new_own: Path | None, independent: Path | None, output: Path, qrels: Path | None = None
+    old: Path,
+    new: Path,
+    new_own: Path | None,
+    independent: Path | None,
+    output: Path,
+    qrels: Path | None = None,
+    by_map: Path | None = None,
 ) -> Report:
     """Judge embeddings made elsewhere.
 
@@ -167,24 +176,49 @@ def evaluate_embeddings(
 
     Args:
         old: embeddings of the old model.
-        new: embeddings of the new model in the old space.
+        new: embeddings of the new model in the old space; with a map, in its own space.
         new_own: embeddings of the new model in its own space, if known.
         independent: embeddings of the new model without training for compatibility, if known.
         output: where the report goes.
         qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
+        by_map: folder of a map of queries, such as ``xcompat map`` writes; it is applied to ``new``.
 
     Returns:
         The report.
+
+    Raises:
+        XcompatError: the embeddings do not fit together, or not the map.
     """
     require_report_place(output)
-    folders = {"old": old, "new_view": new, "new": new_own, "independent": independent}
+    folders = judged_folders(old, new, new_own, independent, by_map)
     if qrels is not None:
         loaded: dict[str, Any] = _judged_texts(folders, qrels)
     elif not any(has_texts(folder) for folder in folders.values() if folder is not None):
         loaded = _labelled_images(folders)
     else:
         loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
+    if by_map is not None:
+        loaded["new_view"] = _mapped(loaded["new"], loaded["old"], by_map)
+    elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
+        raise XcompatError(
+            f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
+            f"them there with --map FOLDER, or give mapped queries as --new, and {new} as --new-own"
+        )
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
+
+
+def _mapped(own: C, old: C, by_map: Path) -> C:
+    """Apply a map of queries to the new model's own embeddings."""
+    model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
+    if model.maps_galleries or not model.compatible_with:
+        raise XcompatError(f"{by_map} maps no queries into an old space; name the folder of a map that `xcompat map` wrote")
+    dims = model.config.embedding_dim, model.version_dims()[0][1]
+    if (own.dim, old.dim) != dims:
+        raise XcompatError(
+            f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: give the "
+            "embeddings of the two models that it was made for"
+        )
+    return map_contestant(own.queries_alone(), by_map.name, model.fingerprint().derived("view"), model.view, model.device)
 
 
 def load_embedding_folder(folder: Path) -> EmbeddedPairs:

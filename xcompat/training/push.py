@@ -22,11 +22,12 @@ from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
 from xcompat.hub.metadata import Gain
 from xcompat.hub.push import push_model, record_push
-from xcompat.mapping.showing import gains_written, is_report_of_map
+from xcompat.mapping.showing import gains_written
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
 from xcompat.report import Report, load_report, render_markdown, report_file
+from xcompat.report.storage import is_report_of_map
 from xcompat.training.record import find_model
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
