@@ -30,6 +30,7 @@ from xcompat import Fingerprint, __version__, cli
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
+from xcompat.report.wording import verdicts
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -678,6 +679,22 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     assert "maps 8 to 8 dimensions, but few has 6" in refused(
         run("evaluate", "--old", old, "--new", few, "--map", tmp_path / "map", *out)
     )
+
+
+def test_what_is_missing_to_see_whether_the_new_model_was_hurt_is_named(
+    run: Run, embeddings: Callable[..., Path], tmp_path: Path
+) -> None:
+    old, new = embeddings("old"), embeddings("new", noise=0.0)
+
+    def missing(*more: object) -> str:
+        code, _, _ = run("evaluate", "--old", old, "--new", new, *more, "--output", tmp_path / "judged")
+        assert code == 0
+        return verdicts(load_report(tmp_path / "judged"))[-1].detail
+
+    own, independent = "the new model's own embeddings (--new-own FOLDER", "(--independent FOLDER)."
+    assert own in missing() and missing().endswith(independent)
+    assert own in missing("--independent", new) and independent not in missing("--independent", new)
+    assert own not in missing("--new-own", new) and missing("--new-own", new).endswith(independent)
 
 
 # ---------------------------------------------------------------------------------------------------------- the disk

@@ -183,11 +183,21 @@ def verdicts(report: Report) -> list[Verdict]:
         Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_said_of_luck(report))),
     ]
     if criterion.new_model_not_hurt is None:
-        detail = "This needs the new model's own embeddings and those of an independent model."
-        return [*found, Verdict(NOT_HURT_QUESTION, "not measured", detail)]
+        return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _said_of_missing(report))]
     hurt = failed.count("new/new")
     detail = "On every metric measured." if not hurt else f"{hurt} comparison{'s' * (hurt != 1)} failed."
     return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
+
+
+def _said_of_missing(report: Report) -> str:
+    """Return a sentence: which embeddings are missing to see whether the new model was hurt, and how they are given."""
+    there, options = {case.label for case in report.cases}, report.method == "embeddings"  # a recipe has none
+    needed = {
+        "new/new": ("the new model's own embeddings", " (--new-own FOLDER, of a map what it maps)"),
+        "independent/independent": ("those of the new model without training for compatibility", " (--independent FOLDER)"),
+    }
+    missing = [what + how * options for label, (what, how) in needed.items() if label not in there]
+    return f"This needs {' and '.join(missing)}."
 
 
 def _yes_or_no(answer: bool) -> str:
