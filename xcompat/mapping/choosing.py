@@ -37,6 +37,7 @@ class Choice:
         no_confidence: why there is none.
         of_galleries: whether the maps are of stored embeddings, not of queries.
         of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
+        remembers: whether what is chosen has a memory, its own or one that came with the map.
         by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
@@ -53,6 +54,7 @@ class Choice:
     no_confidence: str = ""
     of_galleries: bool = False
     of_agreement: bool = False
+    remembers: bool = False
     by_chance: bool = False
 
     @property
@@ -185,7 +187,7 @@ def choose(
     if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
         without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
-    if held.known[0].line(chosen.candidate.line).memory is not None:
+    if brought := held.known[0].line(chosen.candidate.line).memory is not None:
         no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
@@ -204,5 +206,6 @@ def choose(
         confidence=confidence,
         no_confidence=no_confidence,
         of_galleries=held.of_galleries,
+        remembers=brought or chosen.candidate.share > 0,
         by_chance=held.is_by_chance(chosen.candidate),
     )

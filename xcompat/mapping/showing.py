@@ -62,6 +62,7 @@ def said_of(choice: Choice) -> list[str]:
             f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
             "ridge regression is left out, and the rest is weak evidence. Give more items."
         )
+    sure = _said_of_confidence(choice)
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
     if best.worst <= 0:
@@ -71,18 +72,18 @@ def said_of(choice: Choice) -> list[str]:
             *held,
             "Nothing finds more than old queries in everything that was held out: "
             f"what is taken, {best.candidate}, is at {_least(best)}.{mix}",
-            _said_of_confidence(choice),
+            *sure,
         ]
     above = all(gain.low > 0 for _, _, gain in best.cells())
-    sure = "and every interval lies above zero" if above else "though not every interval lies above zero"
-    said = [*held, f"New queries find more than old ones in everything that was held out, {sure}; the least is {_least(best)}."]
+    luck = "and every interval lies above zero" if above else "though not every interval lies above zero"
+    said = [*held, f"New queries find more than old ones in everything that was held out, {luck}; the least is {_least(best)}."]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
             f"On average {100 * best.mean:+.1f} points; the old model with the same metric and memory has {100 * own.mean:+.1f}, "
             "which needs no new one."
         )
-    return [*said, _said_of_confidence(choice)]
+    return [*said, *sure]
 
 
 def _said_of_agreement(choice: Choice) -> str:
@@ -102,19 +103,19 @@ def _least(trial: Trial) -> str:
     return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
 
 
-def _said_of_confidence(choice: Choice) -> str:
-    """Return a sentence on the quality of the confidence, or on why there is none."""
+def _said_of_confidence(choice: Choice) -> list[str]:
+    """Return a sentence on the quality of the confidence, or on why a memory has none; none where nothing is remembered."""
     found = choice.confidence
     if found is None:
-        return f"No query says how sure it is: {choice.no_confidence}."
+        return [f"No query says how sure it is: {choice.no_confidence}."] if choice.remembers else []
     risk = f"{100 * found.hurt:.0f} % of the queries found less than old ones, of the surer half {100 * found.risk[0.5]:.0f} %"
     said = (
         f"Each query says how probable it is that it finds no less than an old one (AUROC {found.area.value:.2f}, "
         f"{found.area.low:.2f} to {found.area.high:.2f}; off by {100 * found.error:.0f} points on average): {risk}."
     )
     if choice.than is None:
-        return said
-    return f"{said} On items that neither model has learned from it may be off by more."
+        return [said]
+    return [f"{said} On items that neither model has learned from it may be off by more."]
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
