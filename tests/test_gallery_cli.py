@@ -19,7 +19,7 @@ from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed, failures
 from xcompat.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery, commands
+from xcompat.retrieval import Gallery, commands, showing
 from xcompat.retrieval.originals import load_originals
 
 Run = Callable[..., tuple[int, str, str]]
@@ -56,7 +56,7 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     code, out, _ = run("info", gallery, "--model", model)
     assert code == 0 and "120 items" in out and "yes" in out and "create" in out
     code, out, _ = run("compact", gallery)
-    assert code == 0 and "1 segments" in out
+    assert code == 0 and "1 segment;" in out
     code, out, err = run("rollback", gallery, 0)
     assert code == 2 and "has no generation 0" in err
     index = gallery / "segments" / Gallery.open(gallery).segments[0].record.name / "index.faiss"
@@ -234,6 +234,12 @@ def test_backfill_stays_within_its_budget_and_goes_on(
         code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50)
         assert code == 0 and f"{done} embedded anew, {left} to go" in out
         assert run("search", gallery, photos / "0.png", "--model", compatible)[0] == 0
+        if left == 70:
+            words = " ".join(run("info", gallery)[1].split())
+            old = showing.short(load_embedder(old_folder).fingerprint)
+            assert f"its own, those of models made compatible with it, those of {old} " in words
+    made = [f"backfill {count} with {load_embedder(compatible).name}" for count in (50, 50, 20)]
+    assert [state.by for state in Gallery.open(gallery).generations()] == ["create", "add", *made]
     assert Gallery.open(gallery).versions == [load_embedder(compatible).fingerprint] and len(Gallery.open(gallery)) == 120
     (tmp_path / "elsewhere").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "elsewhere" / "x.png")

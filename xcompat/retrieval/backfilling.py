@@ -58,7 +58,8 @@ class Backfill:
             XcompatError: another process writes, or too many cannot be read.
         """
         rows = from_main_process(lambda: self.remaining[: self.items])
-        return ingest(self.gallery, self.originals, self.embedder, replace=True, rows=rows, spread=spread)
+        by = f"backfill {len(rows):,} with {self.embedder.name}"
+        return ingest(self.gallery, self.originals, self.embedder, replace=True, rows=rows, spread=spread, by=by)
 
 
 def remaining_rows(gallery: Gallery, originals: Originals, embedder: Embedder) -> NDArray[np.int64]:

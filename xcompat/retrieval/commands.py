@@ -19,7 +19,7 @@ from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.manifest import CURRENT, Manifest
+from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord
 from xcompat.retrieval.showing import Found, short, wanted_metadata
 from xcompat.retrieval.versions import fits, require_joinable, require_views
 from xcompat.spreading import Spread, led
@@ -225,8 +225,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
-        shared = f"also {', '.join(digest[:12] for digest in record.shares)}" if record.shares else ""
-        fitting = f"its own, and those of models made compatible with it {shared}"
+        fitting = ", ".join(["its own", "those of models made compatible with it", *_shared(gallery, record)])
         if embedder is not None:
             from xcompat.embedding_provider import asking
 
@@ -234,13 +233,17 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
         table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
-    console.print(
-        f"metric {gallery.metric}; {len(gallery.segments)} segments; index {literal(indexes)}; {decimal(_size(gallery))}"
-    )
+    console.print(f"metric {gallery.metric}; {_segments(gallery)}; index {literal(indexes)}; {decimal(_size(gallery))}")
     history = Table("generation", "made", "by", "items", title="states to return to")
     for manifest in gallery.generations():
         history.add_row(str(manifest.generation), literal(manifest.made), literal(manifest.by), f"{manifest.rows:,}")
     console.print(history)
+
+
+def _shared(gallery: Gallery, record: VersionRecord) -> list[str]:
+    """Return whose queries find what a version stores in an older space: the names that the gallery knows, else digests."""
+    named = {version.digest: short(version.fingerprint) for version in gallery.manifest.versions}
+    return [f"those of {named.get(digest, f'the model with the fingerprint {digest[:12]}')}" for digest in record.shares]
 
 
 def verify(gallery: Gallery) -> bool:
@@ -252,7 +255,7 @@ def verify(gallery: Gallery) -> bool:
     for line in wrong:
         console.print(f"[red]✗[/] {literal(line)}")
     if not wrong:
-        console.print(f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {len(gallery.segments)} segments")
+        console.print(f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {_segments(gallery)}")
     return not wrong
 
 
@@ -302,11 +305,15 @@ def rollback(gallery: Gallery, generation: int | None) -> None:
 def compact(gallery: Gallery) -> None:
     """Compact a gallery."""
     freed = gallery.compact()
-    console.print(f"[green]✓[/] {len(gallery.segments)} segments; {decimal(max(freed, 0))} freed")
+    console.print(f"[green]✓[/] {_segments(gallery)}; {decimal(max(freed, 0))} freed")
 
 
 def _size(gallery: Gallery) -> int:
     return sum(file.size for segment in gallery.segments for file in segment.record.files.values())
+
+
+def _segments(gallery: Gallery) -> str:
+    return f"{len(gallery.segments)} segment{'' if len(gallery.segments) == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

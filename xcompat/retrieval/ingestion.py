@@ -58,6 +58,7 @@ def ingest(
     rows: NDArray[np.int64] | None = None,
     spread: Spread | None = None,
     side_info: Embedder | None = None,
+    by: str = "add",
 ) -> Added:
     """Embed originals on all processes and add them under their ids on the first; skip those that this model embedded before.
 
@@ -69,6 +70,7 @@ def ingest(
         rows: row numbers of the originals to embed, in this order; None for all.
         spread: workers of an engine that embed in the place of the processes.
         side_info: the model of side-information, which the processes store beside the embeddings.
+        by: what the gallery's history calls it.
 
     Returns:
         The counts, on every process.
@@ -97,14 +99,14 @@ def ingest(
                 ids = [originals.ids[row] for row in kept.tolist()]
                 gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info)
                 if time.monotonic() - committed > COMMIT_EVERY:
-                    gallery.commit()
+                    gallery.commit(by)
                     committed = time.monotonic()
             if any(gather_objects(interrupts.asked, shared=True)):  # keep what is embedded
                 if is_main_process():
-                    gallery.commit()
+                    gallery.commit(by)
                 raise KeyboardInterrupt
     if is_main_process():
-        gallery.commit()
+        gallery.commit(by)
     # every process waits here until the first has committed
     truncated = sum(gather_objects(embedder.processor.count_truncated - before, shared=True))
     return Added(len(todo) - len(bad.reasons), len(wanted) - len(todo), len(bad.reasons), truncated)
