@@ -26,7 +26,7 @@ from xcompat.mapping.candidates import LINES, Known, fit
 from xcompat.mapping.choosing import Choice, careful, joined
 from xcompat.mapping.folds import FEWEST, PROTOCOLS, QUERIES, folds
 from xcompat.mapping.held_out import Trial
-from xcompat.mapping.showing import as_json, said_of
+from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import remembered
 from xcompat.models.embedder import load_embedder
 from xcompat.ownership import MARKER
@@ -219,6 +219,15 @@ def test_what_is_not_surely_above_old_queries_leans_little_on_memory() -> None:
     assert careful([bold, mild, none]) is mild, "within a standard error of .01, and gains more than none"
     nothing = tried(0.0, 0.011, 0.06)
     assert careful([bold, mild, nothing]) is nothing, "what gains as much without a memory needs none"
+
+
+def test_what_is_taken_has_a_row_and_is_marked() -> None:
+    bold, mild = tried(0.8, 0.019, 0.09), tried(0.3, 0.011, 0.05)
+    choice = Choice([bold, mild], careful([bold, mild]), None, {"new classes": {"cmc@1": 0.5}}, {"new classes": 9})
+    names = list(choice_table(choice).columns[0].cells)
+    assert names == ["old queries", str(bold.candidate), f"{mild.candidate} (taken)"], "not the best of its kind"
+    best = replace(choice, chosen=bold)
+    assert list(choice_table(best).columns[0].cells)[1:] == [f"{bold.candidate} (taken)"]
 
 
 def test_of_inputs_that_find_as_much_the_one_before_the_trained_layer_is_taken() -> None:

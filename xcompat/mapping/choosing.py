@@ -67,10 +67,11 @@ class Choice:
         careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"
         return best + careful * (self.than is None)
 
-    def best_of_each_kind(self) -> list[Trial]:
-        """Return the best trial of each kind of candidate, in the order of trying."""
+    def shown(self) -> list[Trial]:
+        """Return, in the order of trying, the best trial of each kind of candidate, and the chosen one, which need not be one."""
         kinds = dict.fromkeys(trial.candidate.kind for trial in self.trials)
-        return [better((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]
+        best = [better((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]
+        return [trial for trial in self.trials if trial is self.chosen or any(trial is each for each in best)]
 
 
 def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:

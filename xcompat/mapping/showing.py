@@ -20,7 +20,7 @@ from xcompat.report.wording import gain, gain_with_interval, interval
 
 
 def choice_table(choice: Choice) -> Table:
-    """Return a table of the best candidate of each kind and its gains over old queries."""
+    """Return a table of the candidates that people see and their gains over old queries; what is taken is marked."""
     title = "points over old queries on what was held out, with 95 % intervals"
     if choice.of_agreement:
         title = f"points beside old queries: how often items find their own old embedding (R@1), and the {NEIGHBOURS} next to it"
@@ -30,8 +30,9 @@ def choice_table(choice: Choice) -> Table:
         table.add_column(f"{protocol}\n{count:,} queries", no_wrap=True)
     floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
     table.add_row("old queries", *floors)
-    for trial in choice.best_of_each_kind():
-        table.add_row(str(trial.candidate), *_cells(trial), style="bold" if trial is choice.chosen else "")
+    for trial in choice.shown():
+        is_taken = trial is choice.chosen
+        table.add_row(f"{trial.candidate} (taken)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken)
     if choice.without_new_model is not None:
         table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
     if choice.mixed is not None:
