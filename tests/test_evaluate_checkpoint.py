@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, cli
@@ -72,9 +73,12 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def judged(checkpoint: Path, *arguments: object) -> Any:
         command = ["xcompat", "evaluate", checkpoint, "--output", tmp_path / "judged", *arguments]
         monkeypatch.setattr(sys, "argv", list(map(str, command)))
+        transformers.utils.logging.enable_progress_bar()  # as in a new process
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xcompat: ")]
+        err = capsys.readouterr().err
+        assert "Loading weights" not in err, "a bar of a library"
+        lines = [line for line in err.splitlines() if line.startswith("xcompat: ")]
         assert stopped.value.code in (0, None) if not lines else stopped.value.code == 2 and len(lines) == 1
         return lines[0] if lines else load_report(tmp_path / "judged")
 

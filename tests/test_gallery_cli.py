@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 import typer
 import warm
 from PIL import Image
@@ -267,6 +268,19 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     assert code == 0 and "4 vectors of /our/clip@" in out and "cannot be loaded" in out
     code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")
     assert code == 2 and "gone does not exist; name its file" in err
+
+
+def test_an_index_is_adopted_without_bars_of_libraries(run: Run, tmp_path: Path, old_folder: str) -> None:
+    import faiss
+
+    index = faiss.IndexFlatIP(load_embedder(old_folder).dim)
+    index.add(np.eye(index.d, dtype=np.float32)[:1])
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    (tmp_path / "ids.txt").write_text("a\n")
+    transformers.utils.logging.enable_progress_bar()
+    adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", old_folder, "--out", tmp_path / "g")
+    code, out, err = run(*adopt, "--ids", tmp_path / "ids.txt")
+    assert (code, err) == (0, "") and "Loading weights" not in out
 
 
 def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old_folder: str) -> None:

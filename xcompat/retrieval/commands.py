@@ -14,7 +14,7 @@ from xcompat.arrays import read_lines
 from xcompat.distributed import barrier, is_main_process
 from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.progress import console, literal
+from xcompat.progress import console, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
@@ -44,6 +44,7 @@ def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
     require_index(index)
     from xcompat.models.embedder import load_embedder
 
+    silence_libraries()
     version: Model
     try:
         version = load_embedder(model)

@@ -23,7 +23,7 @@ from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
-from xcompat.progress import console, literal
+from xcompat.progress import console, literal, silence_libraries
 from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
 from xcompat.training.contestants import EvaluationSet, map_contestant
@@ -101,6 +101,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
     require_testable(folder, data, output)
     assert data is not None
+    silence_libraries()
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     versions = model.compatible_with
     if not versions:
