@@ -193,10 +193,7 @@ def evaluate(
     new: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,
     new_own: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,
     independent: Annotated[Path | None, typer.Option(help="Folder with embeddings of the independent new model.")] = None,
-    qrels: Annotated[
-        Path | None,
-        typer.Option(help="With --old and --new: which texts are relevant to which queries, as TREC or BEIR writes it."),
-    ] = None,
+    qrels: Annotated[Path | None, typer.Option(help="With --old and --new: relevant texts of queries, as TREC or BEIR.")] = None,
     by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,

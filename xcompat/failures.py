@@ -18,7 +18,7 @@ INTERRUPTED = "interrupted; start again to continue"
 NOBODY_READS = "whoever read what is printed has gone (broken pipe); start again to continue"
 PIPE_CLOSED = 141
 """The exit code that shells give a program whose output nobody reads any more."""
-ONLY_PRINT = {"classes", "find", "lineage", "recipes", "report"} | {
+ONLY_PRINT = {"classes", "find", "lineage", "recipes"} | {
     *("gallery doctor", "gallery info", "gallery search", "gallery verify"),
     *("migrate plan", "migrate status", "migrate verify"),
 }
