@@ -490,8 +490,8 @@ def test_a_sample_of_a_shard_without_an_id_is_a_bad_one(tmp_path: Path) -> None:
 
 
 def test_one_id_of_two_pictures_is_said_unless_the_column_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def load(images: list[int], **options: str) -> str:
-        columns = {"image": [png(n) for n in images], "caption": list("abc"), "id": ["x", "y", "x"]}
+    def load(images: list[int], captions: str = "abc", **options: str) -> str:
+        columns = {"image": [png(n) for n in images], "caption": list(captions), "id": ["x", "y", "x"]}
         datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
         caplog.clear()
         load_pairs(PairSource(path=str(tmp_path / "set"), **options))
@@ -499,4 +499,5 @@ def test_one_id_of_two_pictures_is_said_unless_the_column_was_named(tmp_path: Pa
 
     assert not load([0, 1, 0]), "captions of one picture"
     assert "rows 0 and 2 have the id 'x' and different pictures, which count as one item" in load([0, 1, 2])
+    assert not load([0, 1, 2], captions="aba"), "pictures of one thing"
     assert not load([0, 1, 2], id_column="id")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from xcompat.data.overlap import same_pictures
-from xcompat.data.schema import ID
+from xcompat.data.schema import CAPTION, ID
 from xcompat.data.sources import PairSource
 from xcompat.errors import XcompatError
 from xcompat.progress import notice, notice_once
@@ -26,7 +26,7 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
     An id may stand in several rows: of captions of one picture, or, if the user names the column, of pictures of one thing.
 
     Args:
-        dataset: columns ``id``, of any type, and ``image`` (undecoded).
+        dataset: columns ``id``, of any type, and ``image`` (undecoded); ``caption`` if there are captions.
         column: what the column of ids was called.
         source: where the rows come from.
 
@@ -54,13 +54,14 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
 
 
 def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, column: str, source: PairSource) -> None:
-    """Say which rows have one id first, if these have two pictures."""
+    """Say which rows have one id first, if these have two pictures, and two captions: pictures of one thing have one."""
     _, first, codes_N = np.unique(hashes_N, return_index=True, return_inverse=True)
     again_n = np.flatnonzero(first[codes_N] != np.arange(len(codes_N)))
     if not len(again_n):
         return
     one, other = int(first[codes_N[again_n[0]]]), int(again_n[0])
-    if not next(same_pictures(dataset, [one], dataset, [other])):
+    captioned = CAPTION in dataset.column_names and dataset[one][CAPTION] == dataset[other][CAPTION]
+    if not captioned and not next(same_pictures(dataset, [one], dataset, [other])):
         notice(
             f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} and different pictures, "
             "which count as one item; if they are not, name the column that tells them apart under id_column"
