@@ -352,7 +352,7 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Do the main job on the embedded data: two models, one old gallery, a verdict. About 10 minutes on 2 cores."""
+    """Do the main job on the embedded data: two models, one old gallery, a verdict. 6 to 10 minutes on 2 cores."""
     from xcompat.quickstart import RECIPE, run_quickstart
     from xcompat.training.recipe import load_recipe
 
