@@ -16,7 +16,7 @@ from typing_extensions import override
 from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
-from xcompat.retrieval.filtered_search import Found, Vectors
+from xcompat.retrieval.filtered_search import Found
 from xcompat.retrieval.manifest import (
     AdoptedRecord,
     Manifest,
@@ -48,19 +48,13 @@ class AdoptedIndex(FaissIndex):
         return self._known
 
     @override
-    def search(
-        self,
-        queries_Qd: NDArray[np.float32],
-        k: int,
-        kept_N: NDArray[np.bool_] | None = None,
-        vectors: Vectors | None = None,
-    ) -> Found:
+    def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Search only the rows that the segment uses; vectors added later are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
             kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
         with self._watched():
-            return super().search(queries_Qd, k, kept_N, vectors)
+            return super().search(queries_Qd, k, kept_N)
 
     @override
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:

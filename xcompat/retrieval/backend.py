@@ -14,7 +14,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.faiss_building import EXACT, build_faiss, fewest_vectors, is_lossless, make_index
 from xcompat.retrieval.faiss_index import open_faiss, write_faiss
-from xcompat.retrieval.filtered_search import Found, Vectors
+from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.manifest import Manifest, Metric, SegmentRecord
 
 INDEX_FILE = "index.faiss"
@@ -31,17 +31,8 @@ class VectorIndex(Protocol):
     def dim(self) -> int:
         """Dimension of the vectors."""
 
-    def search(
-        self,
-        queries_Qd: NDArray[np.float32],
-        k: int,
-        kept_N: NDArray[np.bool_] | None = None,
-        vectors: Vectors | None = None,
-    ) -> Found:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found.
-
-        ``vectors`` gives rows as they were added, where they lie beside the index: to compare kept rows that it would not find.
-        """
+    def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
+        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
@@ -62,8 +53,8 @@ class Backend(Protocol):
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
         """Store the vectors of a segment; return the name of the index that searches them."""
 
-    def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
-        """Open the vectors of a segment."""
+    def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> VectorIndex:
+        """Open the vectors of a segment; ``as_added`` reads those that lie beside an index that does not keep them."""
 
     def fewest(self, dim: int) -> int:
         """Return the fewest vectors of which a segment has the gallery's index, and not an exact one."""
@@ -91,10 +82,10 @@ class FaissBackend(Backend):
         return used
 
     @override
-    def open(self, record: SegmentRecord, folder: Path) -> VectorIndex:
+    def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> VectorIndex:
         if record.adopted is not None:
             return open_adopted(record, self.metric, folder.parent.parent)
-        return open_faiss(folder / INDEX_FILE, self.metric)
+        return open_faiss(folder / INDEX_FILE, self.metric, as_added)
 
     @override
     def fewest(self, dim: int) -> int:

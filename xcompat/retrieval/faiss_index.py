@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
-from xcompat.retrieval.filtered_search import Found, Vectors, search_kept
+from xcompat.retrieval.filtered_search import Found, ReadRows, search_kept
 from xcompat.retrieval.manifest import Metric
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
@@ -29,9 +29,10 @@ class FaissIndex:
     Args:
         index: faiss's own index; an ``IndexIDMap`` around it is taken off.
         metric: how vectors are compared.
+        as_added: reads vectors as they were added, to compare few of them one by one; None for those that the index gives back.
     """
 
-    def __init__(self, index: Any, metric: Metric) -> None:  # noqa: ANN401 - faiss has no types
+    def __init__(self, index: Any, metric: Metric, as_added: ReadRows | None = None) -> None:  # noqa: ANN401 - faiss has no types
         import faiss
 
         _say_if_overwritten()
@@ -40,7 +41,7 @@ class FaissIndex:
         index = faiss.downcast_index(index)
         if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
             index = faiss.downcast_index(index.index)
-        self.index, self.metric = index, metric
+        self.index, self.metric, self._as_added = index, metric, as_added
         expected = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
         if index.metric_type != expected:
             kind = "L2" if index.metric_type == faiss.METRIC_L2 else "inner products"
@@ -85,20 +86,13 @@ class FaissIndex:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {reason_of(error)}") from None
         self.__dict__.pop("_on_gpus", None)  # make a new copy on GPUs, with these parameters
 
-    def search(
-        self,
-        queries_Qd: NDArray[np.float32],
-        k: int,
-        kept_N: NDArray[np.bool_] | None = None,
-        vectors: Vectors | None = None,
-    ) -> Found:
+    def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Find the nearest rows.
 
         Args:
             queries_Qd: (Q, d) float32.
             k: number of rows per query.
             kept_N: (N,) bool, rows that may be found; None for all.
-            vectors: gives the vectors of rows as they were added, to compare few kept rows; None for those of the index.
 
         Returns:
             (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more.
@@ -107,24 +101,24 @@ class FaissIndex:
             XcompatError: the index is damaged in a way that only a search shows.
         """
         try:
-            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N, vectors)
+            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
         except (RuntimeError, IndexError) as error:
             raise XcompatError(f"faiss cannot search the index: {reason_of(error)}; if memory is enough, {_DAMAGED}") from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
         return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
 
-    def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None, vectors: Vectors | None) -> Found:
+    def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Found:
         """Return faiss's distances and rows."""
         if kept_N is not None:  # on the CPU: faiss-gpu would leave the filter out of account
-            return search_kept(self.index, queries_Qd, k, kept_N, vectors or self._own_vectors)
+            return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors)
         if self._on_gpus is not self.index:
             with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
                 return self._on_gpus.search(queries_Qd, k)
         return self.index.search(queries_Qd, k)
 
     @cached_property
-    def _own_vectors(self) -> Vectors | None:
+    def _own_vectors(self) -> ReadRows | None:
         """What gives the index's own vectors; None if it gives none back, or none have to be given."""
         if self.is_exact:
             return None
@@ -162,15 +156,15 @@ class FaissIndex:
             return vectors_nd
 
 
-def open_faiss(path: Path, metric: Metric) -> FaissIndex:
-    """Open an index file, mapped into memory.
+def open_faiss(path: Path, metric: Metric, as_added: ReadRows | None = None) -> FaissIndex:
+    """Open an index file, mapped into memory; ``as_added`` is that of :class:`FaissIndex`.
 
     Raises:
         XcompatError: the file is missing or damaged, or the index has another metric.
     """
     if not path.is_file():
         raise XcompatError(f"{path} does not exist; put the faiss index back, or roll back")
-    return FaissIndex(map_faiss(path), metric)
+    return FaissIndex(map_faiss(path), metric, as_added)
 
 
 def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types

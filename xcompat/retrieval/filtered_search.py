@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Vectors: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+ReadRows: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 Found: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 READ_AT_ONCE, HITS_AT_ONCE = 2**25, 2**22
@@ -21,7 +21,7 @@ def search_kept(
     queries_Qd: NDArray[np.float32],
     k: int,
     kept_N: NDArray[np.bool_],
-    vectors: Vectors | None,
+    vectors: ReadRows | None,
 ) -> Found:
     """Find the nearest of the rows that are kept: min(k, kept) of them for each query.
 
@@ -85,7 +85,7 @@ def _compared(
     queries_Qd: NDArray[np.float32],
     k: int,
     rows_n: NDArray[np.int64],
-    vectors: Vectors,
+    vectors: ReadRows,
 ) -> Found:
     """Compare the queries with the vectors of all rows, block by block."""
     import faiss

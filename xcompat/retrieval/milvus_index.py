@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
-from xcompat.retrieval.filtered_search import Found, Vectors
+from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.manifest import Metric, SegmentRecord
 from xcompat.retrieval.milvus_lite import load_collection
 
@@ -75,7 +75,7 @@ class MilvusBackend:
         return INDEX
 
     @_answered
-    def open(self, record: SegmentRecord, folder: Path) -> MilvusIndex:
+    def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> MilvusIndex:
         """Open the collection of a segment."""
         return MilvusIndex(self.uri, record, self.metric)
 
@@ -139,13 +139,7 @@ class MilvusIndex:
         raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")
 
     @_answered
-    def search(
-        self,
-        queries_Qd: NDArray[np.float32],
-        k: int,
-        kept_N: NDArray[np.bool_] | None = None,
-        vectors: Vectors | None = None,
-    ) -> Found:
+    def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; Milvus itself finds kept rows."""
         if k > FOUND_AT_MOST:
             raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
-from xcompat.retrieval.filtered_search import Found
+from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.integrity import MENDING, require_whole
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
@@ -101,7 +101,13 @@ class Segment:
     def _open(self) -> VectorIndex:
         if INDEX_FILE in self.record.files:
             self._file(INDEX_FILE)
-        return self._backend.open(self.record, self.folder)
+        return self._backend.open(self.record, self.folder, self._as_added)
+
+    @property
+    def _as_added(self) -> ReadRows | None:
+        """What reads the vectors as they were added; None if they are in the index alone."""
+        file = self.record.files.get(VECTORS_FILE)
+        return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
 
     def _tuned(self, parameters: str) -> VectorIndex:
         """Open the index once more for a search effort: searches at the same time may have others. The last one is kept."""
@@ -166,9 +172,8 @@ class Segment:
             (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; k is the segment's rows at most.
         """
         kept_N = self.kept if where is None else self.matching(where)
-        vectors = self.vectors if VECTORS_FILE in self.record.files else None
         index = self.index if parameters is None else self._tuned(parameters)
-        return index.search(queries_Qd, min(k, self.record.rows), kept_N, vectors)
+        return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
         """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.
@@ -222,9 +227,7 @@ class Segment:
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
-        if VECTORS_FILE in self.record.files:
-            return _mapped(self._file(VECTORS_FILE))[rows_n]
-        return self.index.vectors(rows_n)
+        return (self._as_added or self.index.vectors)(rows_n)
 
     @property
     def side_dim(self) -> int:
@@ -289,6 +292,11 @@ def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
     import pandas as pd
 
     return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
+
+
+def _read_rows(gallery: Path, path: Path, record: FileRecord, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Read rows of a file of vectors; an index that keeps this function keeps no segment with it."""
+    return _mapped(require_whole(gallery, path, record))[rows_n]
 
 
 def _mapped(path: Path) -> NDArray[Any]:
