@@ -35,13 +35,14 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
     """
     from pandas.util import hash_array
 
+    by_chance = source.id_column is None and not source.labels  # labelled pictures need ids of their own, which is seen to there
     lacking, hashes, before = list[int](), [np.empty(0, np.uint64)], 0
     for batch in dataset.select_columns([ID]).with_format("arrow").iter(BATCH):
         ids = batch[ID].combine_chunks() if isinstance(batch[ID], pa.ChunkedArray) else batch[ID]
         texts = ids.cast(pa.string())
         missing = pc.or_kleene(pc.is_null(ids, nan_is_null=True), pc.equal(pc.utf8_trim_whitespace(texts), ""))
         lacking += (before + np.flatnonzero(missing.to_numpy(zero_copy_only=False))).tolist()
-        if not lacking:
+        if by_chance and not lacking:
             hashes.append(hash_array(texts.to_numpy(zero_copy_only=False), categorize=False))
         before += len(ids)
     if lacking:
@@ -49,7 +50,7 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
             f"{source.path}: row {lacking[0]:,} has no {column}, as {len(lacking):,} of {before:,} have none; fill the column, "
             "name another under id_column, or rename it, as rows are numbered where no column is called id"
         )
-    if source.id_column is None and not source.labels:  # each labelled picture needs an id of its own, which is seen to there
+    if by_chance:
         _notice_one_id_of_two(dataset, np.concatenate(hashes), column, source)
 
 
@@ -60,8 +61,8 @@ def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, colum
     if not len(again_n):
         return
     one, other = int(first[codes_N[again_n[0]]]), int(again_n[0])
-    captioned = CAPTION in dataset.column_names and dataset[one][CAPTION] == dataset[other][CAPTION]
-    if not captioned and not next(same_pictures(dataset, [one], dataset, [other])):
+    same_caption = CAPTION in dataset.column_names and dataset[one][CAPTION] == dataset[other][CAPTION]
+    if not same_caption and not next(same_pictures(dataset, [one], dataset, [other])):
         notice(
             f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} and different pictures, "
             "which count as one item; if they are not, name the column that tells them apart under id_column"
