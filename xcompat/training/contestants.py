@@ -21,6 +21,8 @@ from xcompat.report import Example
 from xcompat.training.test_items import GalleryItems, Questions
 
 HITS_SHOWN = 5
+BLOCK = 8192
+"""Rows that are mapped at a time."""
 
 
 class EvaluationSet(Protocol):
@@ -99,8 +101,10 @@ def map_contestant(
 
     @torch.inference_mode()
     def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
-        chunks = zip(*(torch.from_numpy(np.array(side, np.float32)).split(8192) for side in sides), strict=True)
-        return torch.cat([through(*(side.to(device) for side in chunk)).cpu() for chunk in chunks]).numpy()
+        blocks = (slice(start, start + BLOCK) for start in range(0, max(len(sides[0]), 1), BLOCK))
+        # copied block by block, since torch wants arrays that may be written to, and those of files may not
+        parts = ([torch.from_numpy(np.array(side[block], np.float32)).to(device) for side in sides] for block in blocks)
+        return torch.cat([through(*part).cpu() for part in parts]).numpy()
 
     result = model.with_matrices(
         {kind: mapped(embeds, *([others[kind]] if others else [])) for kind, embeds in model.matrices().items()}
