@@ -143,6 +143,29 @@ def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str,
     assert parse_recipe(recipe | {"data": IMAGES} | large, "demo", "demo.yaml").stages[0].options == {name: value}
 
 
+def test_a_scale_of_cosines_is_refused_where_the_loss_has_none() -> None:
+    given = {"logit_scale": 20.0}
+    reads = {"xbt": PAIRS, "direct": PAIRS, "independent": PAIRS, "projection": {}, "rbt": {}}
+    for method in METHODS:
+        if method not in reads:
+            with pytest.raises(XcompatError, match="options.logit_scale: the loss of .* does not read it here; leave"):
+                METHODS[method].refuse_unread(given, on_captions=False)
+    with pytest.raises(XcompatError, match=r"options.logit_scale: the loss of BctModel .*"):
+        parse_recipe({"method": "bct", "data": IMAGES, "options": given}, "demo", "demo.yaml")
+    with pytest.raises(XcompatError, match=r"options.logit_scale: the loss of IndependentModel .*"):
+        parse_recipe({"method": "independent", "data": IMAGES, "options": given}, "demo", "demo.yaml")
+    for method, data in reads.items():
+        assert parse_recipe({"method": method, "data": data, "options": given}, "demo", "demo.yaml").stages[0].options == given
+    METHODS["fct"].refuse_unread(given | {"loss": "kl"}, on_captions=False)
+    METHODS["bct"].refuse_unread({"logit_scale": 1 / 0.07}, on_captions=False)
+
+
+def test_a_scale_is_refused_where_the_encoder_learns_its_own(folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match=r"options.logit_scale: this encoder learns a scale of its own; leave .*"):
+        IndependentModel.from_encoder(folder_of["clip"], logit_scale=20.0)
+    assert IndependentModel.from_encoder(folder_of["blip"], logit_scale=20.0).config.logit_scale == 20.0
+
+
 def test_what_a_model_of_captions_reads_is_taken() -> None:
     usual = {name: value for name, value in usual_options("independent").items() if name != "logit_scale"}
     stage = {"method": "independent", "data": PAIRS, "options": usual | {"logit_scale": 20.0}}

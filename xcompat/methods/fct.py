@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -52,6 +53,11 @@ class FctModel(ForwardMapModel):
         super().__init__(config, encoder)
         self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
         self.post_init()
+
+    @classmethod
+    @override
+    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+        return options.get("loss", "mse") != "mse"
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:

@@ -69,8 +69,15 @@ class IndependentModel(ClassifiedModel):
         super().__init__(config, encoder)
         if config.mixup and self.balances_batches(vars(config)):
             raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets")
+        if config.classes is None and self._own_scale() is not None and config.logit_scale != CompatConfig.logit_scale:
+            raise XcompatError("options.logit_scale: this encoder learns a scale of its own; leave logit_scale out")
         if config.classes is not None:
             self.columns = ClassifiedModel.columns  # type: ignore[misc]  # classes or captions: the configuration decides
+
+    @classmethod
+    @override
+    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+        return on_captions
 
     @classmethod
     @override
@@ -122,9 +129,9 @@ class IndependentModel(ClassifiedModel):
 
     def _contrast(self, output: CompatOutput, batch: Batch) -> Tensor:
         """Return the loss of the encoder's family: sigmoid if it has a logit bias (SigLIP), else softmax."""
-        log_scale = getattr(self.encoder.model, "logit_scale", None)
+        log_scale = self._own_scale()
         bias = getattr(self.encoder.model, "logit_bias", None)
-        if not isinstance(log_scale, nn.Parameter):  # BLIP's retrieval heads have none
+        if log_scale is None:
             return pair_contrast(output, batch, self.config.logit_scale)
         if bias is not None and output.passage_embeds is not None:
             raise XcompatError("SigLIP's loss is one of images with texts; take another encoder for data.text_pairs")
@@ -132,6 +139,11 @@ class IndependentModel(ClassifiedModel):
             return siglip_loss(output["image_embeds"], output["text_embeds"], log_scale.exp(), bias)
         # CLIP clips the scale at 100, so that one batch cannot make the logits explode
         return pair_contrast(output, batch, log_scale.clamp(max=math.log(100)).exp())
+
+    def _own_scale(self) -> nn.Parameter | None:
+        """Return the logarithm of the encoder's own scale; None if it has none, as BLIP's retrieval heads."""
+        log_scale = getattr(self.encoder.model, "logit_scale", None)
+        return log_scale if isinstance(log_scale, nn.Parameter) else None
 
     def export(self, folder: str | Path) -> None:
         """Write an image-text encoder in its own library's format; a classified model with its projection and classifier."""

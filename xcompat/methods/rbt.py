@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -69,6 +70,11 @@ class RbtModel(LearnedMapModel):
         self.register_buffer("prototypes_CT", None, persistent=False)
         self.set_trainable()
         self.post_init()
+
+    @classmethod
+    @override
+    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+        return True
 
     def set_trainable(self) -> None:
         """Train the blocks alone; the map before them is solved."""

@@ -36,7 +36,7 @@ class CompatConfig(PreTrainedConfig):
         adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
         weights: what the checkpoint holds; ``adapters`` for what differs from the encoder's own weights alone, which are those of
             ``encoder["name"]`` at ``encoder["revision"]``.
-        logit_scale: fixed factor on cosine similarities in the loss; "τ = 2.6592" in XBT is its logarithm.
+        logit_scale: fixed factor on cosine similarities in a loss that has one; "τ = 2.6592" in XBT is its logarithm.
         memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.

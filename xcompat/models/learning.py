@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
+from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput, Views
@@ -73,6 +74,16 @@ class LearningModel(SpacesModel):
         return False
 
     @classmethod
+    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+        """Return whether the loss of a model with these options multiplies cosines by ``logit_scale``.
+
+        Args:
+            options: the method's configuration.
+            on_captions: whether it will learn from captions or texts.
+        """
+        return False
+
+    @classmethod
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
         """Refuse options that a model which is to be made would not read.
 
@@ -88,6 +99,9 @@ class LearningModel(SpacesModel):
                 f"options.adapters: {cls.__name__} is a map of embeddings, and the encoder that makes them stays as it is; "
                 "leave adapters out"
             )
+        usual = CompatConfig.logit_scale
+        if options.get("logit_scale", usual) != usual and not cls.reads_logit_scale(options, on_captions):
+            raise XcompatError(f"options.logit_scale: the loss of {cls.__name__} does not read it here; leave logit_scale out")
 
     @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:

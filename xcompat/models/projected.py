@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -26,6 +26,11 @@ class PhiModel(CompatModel):
         assert config.old is not None
         self.projection = Projection(config.embedding_dim, config.old["dim"])
         self.post_init()
+
+    @classmethod
+    @override
+    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+        return True
 
     @override
     def nearest_view(self, embeds: Tensor) -> Tensor:
