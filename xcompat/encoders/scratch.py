@@ -32,7 +32,8 @@ class ScratchSource(BaseModel):
         model: a transformers configuration with its ``model_type``. An image-text model has ``text_config``, ``vision_config``
             and ``projection_dim``; vocabulary size and special ids are filled in. An image model has the options of its
             configuration class, such as ``depths`` of a ``resnet``; a model of timm is a ``timm_wrapper`` with its
-            ``architecture`` and ``model_args``; for faces there is :class:`~xcompat.encoders.iresnet.IResNetModel`.
+            ``architecture`` and ``model_args``; :class:`~xcompat.encoders.iresnet.IResNetModel` (``iresnet``) is for
+            faces, and :class:`~xcompat.encoders.alexnet.AlexNetModel` is ``alexnet``.
         vocab_size: most tokens of the byte-level BPE tokenizer.
         image_size: side of an image model's square images, in pixels; None for its configuration's, or 224.
         stem: ``small`` for a ResNet on images of 32 or 64 pixels: a 3x3 convolution of stride 1 and no pooling.

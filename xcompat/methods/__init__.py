@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel
 
-import xcompat.encoders.iresnet  # noqa: F401 - registers itself with AutoConfig and AutoModel, as methods do below
+from xcompat.encoders import alexnet, iresnet  # noqa: F401 - register themselves with AutoConfig and AutoModel, as methods do
 from xcompat.methods.advbct import AdvBctConfig, AdvBctModel
 from xcompat.methods.autoencoder import AutoencoderConfig, AutoencoderModel
 from xcompat.methods.bct import BctConfig, BctModel
