@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def make_cifar10(folder: Path) -> None:
 
 
 def make_imagenet(folder: Path) -> None:
-    """Make ImageNet: ``train`` in class folders, ``val`` in class folders, and ``flat/val`` with its list and captions."""
+    """Make ImageNet: ``train`` and ``val`` in class folders, ``flat/val`` with its list, captions, and BT²'s order of classes."""
     listed = []
     for label, synset in enumerate(SYNSETS):
         for number in range(3):
@@ -47,11 +48,12 @@ def make_imagenet(folder: Path) -> None:
             draw(folder / "flat" / "val" / name)
             listed.append(f"{name} {label}")
     write(folder / "flat" / "val.txt", listed)
+    write(folder / "bt2_classes.txt", [SYNSETS[row] for row in (2, 0, 3, 1)])
     write(folder / "class_names.txt", ["tench", "goldfish", "great white shark", "tiger shark"])
     for part in ("train", "val"):
         files = sorted((folder / part).rglob("*.JPEG"))
-        rows = [f"{file.relative_to(folder)},a picture of {file.stem},{file.parent.name}" for file in files]
-        write(folder / f"captions_{part}.csv", ["image,caption,label", *rows])
+        rows = [{"id": file.relative_to(folder / part).as_posix(), "caption": f"a picture of {file.stem}"} for file in files]
+        write(folder / f"captions_{part}.jsonl", [json.dumps(row) for row in rows])
 
 
 def make_places365(folder: Path) -> None:
