@@ -1,4 +1,4 @@
-"""AlexNet, with which BT²'s series of updates begins (Krizhevsky, arXiv 1404.5997): transformers and timm lack it, torchvision not."""
+"""AlexNet, which BT²'s series of updates begins with (Krizhevsky, arXiv 1404.5997): torchvision alone has it."""
 
 # annotations are no strings here: `strict` reads the types of the fields
 from typing import Any
