@@ -29,7 +29,7 @@ from xcompat.training.headers import read_header
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, usual_options
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -222,6 +222,27 @@ def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
     known |= {f"{100 * float(number):.2f}" for number in known}  # some print shares
     for row, published in header.rows():
         assert set(re.findall(r"\d+\.\d+", published)) <= known, f"{row}: a number that is not in the paper"
+
+
+@pytest.mark.parametrize("file", PAPERS, ids=named)
+def test_a_papers_recipe_clips_no_gradient(file: Path) -> None:
+    trained = [stage for stage in loaded(file).stages if not method_class(stage.method).is_solved]
+    assert all(stage.training.get("max_grad_norm") == 0 for stage in trained), "transformers would clip at 1, and no paper states it"
+
+
+def test_what_the_benchmark_searches_with_is_searched_with_nowhere_else() -> None:
+    asked = {"bench": set[str](), "others": set[str]()}
+    for file in RECIPES:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        datas = [raw.get("data", {}), *(stage.get("data") or {} for stage in raw.get("stages", []))]
+        sources = [data[key] for data in datas for key in ("queries", "gallery", "test") if data.get(key)]
+        paths = {source["path"] for source in sources}
+        asked["bench" if file.parent.name == "bench" else "others"] |= {path for path in paths if "tiny-imagenet/train" in path}
+        learned = {data["images"]["path"] for data in datas if data.get("images")}
+        assert file.parent.name != "bench" or not any("tiny-imagenet" in path and "{0000..0002}" not in path for path in learned)
+    assert asked == {"bench": {"../shared/data/tiny-imagenet/train-0003.tar.gz"}, "others": set()}
+    for study in (ROOT / "benchmarks").rglob("*.py"):
+        assert "train-0003" not in study.read_text(encoding="utf-8"), study
 
 
 def test_the_overview_is_what_the_headers_say() -> None:
