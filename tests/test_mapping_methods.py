@@ -191,9 +191,50 @@ def test_lambda_orthogonality_lies_between_least_squares_and_procrustes(dim: int
         torch.testing.assert_close(solved(1e3), solve_procrustes(pairs, centre=True)[0], atol=1e-3, rtol=1e-3)
 
 
-def test_lambda_orthogonality_refuses_a_penalty_below_zero() -> None:
-    with pytest.raises(XcompatError, match="options.strength is -1; give 0"):
-        LambdaOrthogonalityModel(LambdaOrthogonalityConfig(old=OLD, embedding_dim=7, strength=-1))
+@pytest.mark.parametrize(("dim", "old_dim"), [(7, 7), (7, 4), (4, 7)])
+@pytest.mark.parametrize("threshold", [1.0, 2.0])
+def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, old_dim: int, threshold: float) -> None:
+    """Equation 6 of the paper, at a point that no step makes better; least squares is at a distance of 5 and more."""
+    new = unit(80, dim).double()
+    line = 3 * torch.randn(dim, old_dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pairs = Moments.of([(new, new @ line)])
+    given = {"old": OLD | {"dim": old_dim}, "embedding_dim": dim, "threshold": threshold}
+
+    def solved(**options: float) -> torch.Tensor:
+        return LambdaOrthogonalityModel(LambdaOrthogonalityConfig(**given, **options)).solve(pairs)[0]
+
+    def distance(weight: torch.Tensor) -> float:
+        gram = weight.T @ weight if dim >= old_dim else weight @ weight.T
+        return float((gram - torch.eye(len(gram), dtype=gram.dtype)).norm())
+
+    def naive(weight: torch.Tensor) -> float:
+        covariance, cross = pairs.centred()
+        fit = (weight * (covariance @ weight - 2 * cross)).sum()
+        return float(fit) + distance(weight) * 5 / (1 + math.exp(-20 * (distance(weight) - threshold)))
+
+    found = solved(strength=5.0, steepness=20.0)
+    free = solved(strength=0.0)
+    assert distance(free) > 5 > 1.2 * threshold > distance(found) > 0.6 * threshold
+    generator = torch.Generator().manual_seed(2)
+    for size in (1e-4, 1e-3, 1e-2, 0.1):
+        for _ in range(10):
+            step = size * torch.randn(found.shape, generator=generator, dtype=found.dtype)
+            assert naive(found) < naive(found + step)
+    assert naive(found) < min(naive(free), naive(solve_procrustes(pairs, centre=True)[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"strength": -1}, "options.strength is -1; give 0"),
+        ({"threshold": -1}, "options.threshold is -1; give 0 or more"),
+        ({"steepness": 5}, "options.steepness is of a threshold, and there is none"),
+        ({"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
+    ],
+)
+def test_lambda_orthogonality_refuses_what_is_no_penalty(options: dict[str, float], said: str) -> None:
+    with pytest.raises(XcompatError, match=said):
+        LambdaOrthogonalityModel(LambdaOrthogonalityConfig(old=OLD, embedding_dim=7, **options))
 
 
 # ------------------------------------------------------------------------------------------------- maps that are trained

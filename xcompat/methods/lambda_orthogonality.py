@@ -1,6 +1,9 @@
-"""λ-orthogonality: a line between Procrustes and least squares, by a penalty on what is not a rotation."""
+"""λ-orthogonality: a line between Procrustes and least squares, which may leave the rotations by a threshold or at a cost."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,28 +18,36 @@ from xcompat.models.mapped import MappedConfig
 
 Floats = NDArray[np.float64]
 ITERATIONS = 500
+STEEPNESS = 10.0
+"""α where none is given: the penalty is a tenth on at 0.2 below the threshold, and nine tenths at 0.2 above."""
 
 
 class LambdaOrthogonalityConfig(MappedConfig):
     """Configuration of :class:`LambdaOrthogonalityModel`.
 
     Args:
-        strength: λ, the weight of ‖WᵀW − I‖² beside the mean squared error.
+        strength: the weight of the penalty beside the mean squared error.
+        threshold: λ of the paper, how far ‖WᵀW − I‖ may be from 0 for nothing; any distance costs, squared, unless given.
+        steepness: α of the paper, how abruptly the penalty begins at the threshold; 10 unless given.
     """
 
     model_type = "xcompat-lambda_orthogonality"
 
     strength: float = 1.0
+    threshold: float | None = None
+    steepness: float | None = None
 
 
 class LambdaOrthogonalityModel(LeastSquaresModel):
-    """argmin mean ‖xW + b − y‖² + λ‖WᵀW − I‖² (after Ricci et al. 2025, arXiv 2509.16664).
+    """argmin mean ‖xW + b − y‖² + w·P(‖WᵀW − I‖), P(f) = σ(α(f − λ))·f or f² (Ricci et al. 2025, arXiv 2509.16664, §3.3).
 
-    Where the target has more dimensions than the source the penalty is on WWᵀ, which alone can be I. With λ = 0 that is least
-    squares. Between spaces of equal dimensions it comes to centred Procrustes as λ grows; onto fewer dimensions to the best
-    orthonormal columns in squared error, which Procrustes' need not be. Formula from memory of the abstract, to be checked
-    against the paper, which learns the line by steps with its penalty relaxed; here it is solved by L-BFGS from both limits,
-    of which the better is kept.
+    The first P is the paper's λ-orthogonality (its equation 6) and is taken where there is a threshold λ: W may leave the
+    rotations by that much. Without, P is the squared soft orthogonality that the paper starts from: with a weight of 0 that is
+    least squares, and between spaces of equal dimensions it comes to centred Procrustes as the weight grows; onto fewer
+    dimensions to the best orthonormal columns in squared error, which Procrustes' need not be. Where the target has more
+    dimensions than the source the penalty is on WWᵀ, which alone can be I; the paper cuts the longer embeddings instead. The
+    paper takes steps, beside a map of galleries and with a supervised contrastive loss of both; here W is solved by L-BFGS from
+    both limits, of which the better is kept.
     """
 
     config_class = LambdaOrthogonalityConfig
@@ -45,19 +56,37 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
     def __init__(self, config: LambdaOrthogonalityConfig, encoder: Encoder | None = None) -> None:
         if not 0 <= config.strength < float("inf"):
             raise XcompatError(f"options.strength is {config.strength}; give 0 (least squares) or more, or leave it out")
+        if config.threshold is not None and not 0 <= config.threshold < float("inf"):
+            raise XcompatError(f"options.threshold is {config.threshold}; give 0 or more, or leave it out")
+        if config.steepness is not None and config.threshold is None:
+            raise XcompatError("options.steepness is of a threshold, and there is none; set options.threshold too")
+        if config.steepness is not None and not 0 < config.steepness < float("inf"):
+            raise XcompatError(f"options.steepness is {config.steepness}; give more than 0, or leave it out")
         super().__init__(config, encoder)
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
         covariance, cross = (part.numpy() for part in moments.centred())
         starts = (np.linalg.lstsq(covariance, cross, rcond=None)[0], solve_procrustes(moments, centre=True)[0].numpy())
-        found = [_descended(start, covariance, cross, self.config.strength) for start in starts]
+        found = [_descended(start, covariance, cross, self._penalty) for start in starts]
         weight_ST = torch.from_numpy(min(found, key=lambda each: each[0])[1])
         source_S, target_T = moments.means()
         return weight_ST, target_T - source_S @ weight_ST
 
+    def _penalty(self, distance: float) -> tuple[float, float]:
+        """Return w·P of ‖WᵀW − I‖, and its derivative by ‖WᵀW − I‖², which the squared form has at 0 as well."""
+        weight, threshold = self.config.strength, self.config.threshold
+        if threshold is None:
+            return weight * distance**2, weight
+        steepness, distance = self.config.steepness or STEEPNESS, max(distance, 1e-12)
+        on = (1 + math.tanh(steepness * (distance - threshold) / 2)) / 2  # the sigmoid, which cannot overflow so
+        slope = on + steepness * distance * on * (1 - on)
+        return weight * on * distance, weight * slope / (2 * distance)
 
-def _descended(start_ST: Floats, covariance_SS: Floats, cross_ST: Floats, strength: float) -> tuple[float, Floats]:
+
+def _descended(
+    start_ST: Floats, covariance_SS: Floats, cross_ST: Floats, penalty: Callable[[float], tuple[float, float]]
+) -> tuple[float, Floats]:
     """Return the least loss that L-BFGS finds from a start, but for a constant, and its weight."""
     from scipy.optimize import minimize
 
@@ -67,8 +96,9 @@ def _descended(start_ST: Floats, covariance_SS: Floats, cross_ST: Floats, streng
         weight_ST = flat.reshape(start_ST.shape)
         fitted_ST = covariance_SS @ weight_ST
         excess = (weight_ST.T @ weight_ST if tall else weight_ST @ weight_ST.T) - np.eye(min(cross_ST.shape))
-        value = (weight_ST * (fitted_ST - 2 * cross_ST)).sum() + strength * (excess**2).sum()
-        slope_ST = 2 * (fitted_ST - cross_ST) + 4 * strength * (weight_ST @ excess if tall else excess @ weight_ST)
+        cost, steep = penalty(float(np.linalg.norm(excess)))
+        value = (weight_ST * (fitted_ST - 2 * cross_ST)).sum() + cost
+        slope_ST = 2 * (fitted_ST - cross_ST) + 4 * steep * (weight_ST @ excess if tall else excess @ weight_ST)
         return float(value), slope_ST.ravel()
 
     # the usual tolerances stop early: a squared error of unit vectors is small
