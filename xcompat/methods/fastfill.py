@@ -49,8 +49,9 @@ class FastfillModel(ForwardMapModel):
     """L = mean ½·exp(−s)·e + ½·s, e = λ·‖h(o, ψ) − n‖² + CE(W, h(o, ψ)), s = log σ²(o, ψ) (Jaeckle et al. 2023, §3).
 
     The Gaussian negative log likelihood of Kendall and Gal (2017) around FCT's loss and a discriminative one: s learns how large
-    the error e of an item is. s is one more output of h's last layer. The rows of W are the class means of new embeddings, and
-    logits are scaled cosines; the paper takes the new model's own classifier.
+    the error e of an item is. s is one more output of h's last layer; the authors' code has it linear in h(o). The rows of W are
+    the class means of new embeddings, and logits are scaled cosines; the paper takes the new model's own classifier. λ is 1 in
+    the authors' code as well, of a mean over dimensions where this is a sum.
     """
 
     config_class = FastfillConfig

@@ -39,11 +39,11 @@ class GeometryResidualConfig(ResidualMapConfig):
 class GeometryResidualModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean max(0, m + cos(g(x_i), y_n) − cos(g(x_i), y_i)).
 
-    After Zhao 2026 (arXiv 2605.05674): a residual that begins at 0, triplets among near neighbours, unit vectors. A and c are
+    After Zhao 2026 (arXiv 2605.05674): a residual that begins at 0, triplets with a small margin, unit vectors. A and c are
     solved and stay fixed; y_n are the target embeddings nearest to y_i in the batch, of another class where classes are known. A
-    triplet that holds by the margin has no gradient, so training stops by itself where the geometry is right. Formula from memory
-    of the abstract, to be checked against the paper, which adapts one encoder in its own space: there is no second model, the
-    start is the identity, and a triplet's positive is a neighbour of its class.
+    triplet that holds by the margin has no gradient, so training stops by itself where the geometry is right. The paper adapts
+    one encoder in its own space: there is no second model, the start is the identity, the network is deeper, and positive and
+    negative are drawn from the own and from another class, wherever they lie, and compared by distance.
     """
 
     config_class = GeometryResidualConfig

@@ -67,7 +67,8 @@ class MiniVec2VecModel(ClosedFormModel):
     which row belongs to which. Two maps are solved from separate halves of the data. Where the spaces match they agree, otherwise
     they differ like two random rotations. This check is ours, and so are s, the ratio of the mean lengths of centred embeddings,
     and the way back from directions to embeddings as they are stored. Quadratic assignment is scipy's ``faq``, improved by
-    ``2opt``; the paper has ``2opt`` alone, which takes longer, and uses all matchings, not the best third.
+    ``2opt``; the paper has ``2opt`` alone, which takes longer, and uses all matchings, not the best third. Its last step goes
+    half of the way as well, after which W has no orthonormal columns.
     """
 
     config_class = MiniVec2VecConfig
