@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
+from torchvision.transforms import v2
 
 from xcompat.data import Augmentation, build_transform
 
@@ -51,7 +52,11 @@ def with_one(**strength: float) -> Augmentation:
     return Augmentation(**{**Augmentation.none().model_dump(), **strength})
 
 
-@pytest.mark.parametrize("name", ["brightness", "contrast", "sharpness", "translation", "min_scale", "horizontal_flip"])
+STRENGTHS = ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"]
+STRENGTHS += ["sharpness", "translation", "min_scale", "horizontal_flip"]
+
+
+@pytest.mark.parametrize("name", STRENGTHS)
 def test_each_strength_changes_the_image_alone(name: str) -> None:
     torch.manual_seed(0)
     one = with_one(**{name: 0.5})
@@ -88,7 +93,39 @@ def test_crops_keep_at_least_the_smallest_scale() -> None:
     assert max(areas) <= 1
 
 
-@pytest.mark.parametrize("wrong", [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}])
+def test_what_is_off_takes_no_draw() -> None:
+    steps = [
+        v2.RandomResizedCrop([32, 32], scale=(0.5, 1), ratio=(0.75, 1 / 0.75), interpolation=v2.InterpolationMode.BICUBIC),
+        v2.RandomAffine(10, translate=(0.05, 0.05), interpolation=v2.InterpolationMode.BILINEAR, fill=255.0),
+        v2.ColorJitter(brightness=0.2, contrast=0.2),
+        v2.RandomChoice([v2.RandomAdjustSharpness(1.5, p=0.5), v2.RandomAdjustSharpness(0.5, p=0.5)]),
+        v2.PILToTensor(),
+    ]
+    drawn = []
+    for transform in (build_transform(Augmentation(), (32, 32)), v2.Compose(steps)):
+        torch.manual_seed(3)
+        drawn.append((transform(picture()), torch.get_rng_state()))
+    (ours, after), (plain, expected) = drawn
+    assert torch.equal(ours, plain) and torch.equal(after, expected)
+
+
+def test_the_changes_of_simclr() -> None:
+    bright = Image.fromarray(np.tile(np.array([200, 40, 90], dtype=np.uint8), (40, 40, 1)))
+    grey = build_transform(with_one(grayscale=1.0), (40, 40))(bright)
+    assert torch.equal(grey[0], grey[1]) and torch.equal(grey[1], grey[2])
+    assert build_transform(with_one(solarize=1.0), (40, 40))(bright)[:, 0, 0].tolist() == [55, 40, 90]
+    torch.manual_seed(0)
+    blurred = build_transform(with_one(blur=1.0), (60, 60))(picture()).float()
+    assert blurred.var() < 0.7 * build_transform(Augmentation.none(), (60, 60))(picture()).float().var()
+    never = Augmentation(**{**with_one(hue=0.5).model_dump(), "colour_probability": 0.0})
+    assert torch.equal(build_transform(never, (40, 40))(bright), build_transform(Augmentation.none(), (40, 40))(bright))
+
+
+WRONG: list[dict[str, float]] = [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}, {"hue": 0.6}]
+WRONG += [{"brightness": 0, "contrast": 0, "colour_probability": 0.8}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         Augmentation(**wrong)

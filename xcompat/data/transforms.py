@@ -1,11 +1,11 @@
-"""Training augmentation: the kinds of XBT section 4.1, each with a strength in the recipe."""
+"""Training augmentation: the kinds of XBT section 4.1 and of SimCLR, each with a strength in the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Augmentation(BaseModel):
-    """Strengths of the random changes made to a training image (XBT, section 4.1, which names the kinds but not the strengths).
+    """Strengths of the random changes made to a training image; those on by default are of XBT §4.1, which names kinds alone.
 
     Args:
         min_scale: smallest share of the image's area that a random resized crop keeps (largest 1).
@@ -22,6 +22,12 @@ class Augmentation(BaseModel):
         horizontal_flip: probability of a mirror image; off by default, as mirrored text and characters mean something else.
         brightness: largest relative change.
         contrast: largest relative change.
+        saturation: largest relative change.
+        hue: largest change, as a share of the circle of colours.
+        colour_probability: probability that brightness, contrast, saturation and hue change at all.
+        grayscale: probability of a grey image.
+        blur: probability of a Gaussian blur, whose sigma is 0.1 to 2 pixels of the model's image, as SimCLR has it.
+        solarize: probability that tones above the middle are inverted.
         sharpness: largest relative change, up (sharpened) or down (blurred).
         translation: largest shift, as a share of the side.
         rotation: largest angle, in degrees.
@@ -39,6 +45,12 @@ class Augmentation(BaseModel):
     horizontal_flip: float = Field(default=0.0, ge=0, le=1)
     brightness: float = Field(default=0.2, ge=0, le=1)
     contrast: float = Field(default=0.2, ge=0, le=1)
+    saturation: float = Field(default=0.0, ge=0, le=1)
+    hue: float = Field(default=0.0, ge=0, le=0.5)
+    colour_probability: float = Field(default=1.0, ge=0, le=1)
+    grayscale: float = Field(default=0.0, ge=0, le=1)
+    blur: float = Field(default=0.0, ge=0, le=1)
+    solarize: float = Field(default=0.0, ge=0, le=1)
     sharpness: float = Field(default=0.5, ge=0, le=1)
     translation: float = Field(default=0.05, ge=0, le=1)
     rotation: float = Field(default=10.0, ge=0, le=180)
@@ -53,6 +65,18 @@ class Augmentation(BaseModel):
     def is_none(self) -> bool:
         """Return whether nothing is changed."""
         return self.model_copy(update={"fill": 255}) == Augmentation.none()
+
+    @property
+    def colours(self) -> dict[str, float]:
+        """Return the strengths of colour jitter that are not 0."""
+        kinds = ("brightness", "contrast", "saturation", "hue")
+        return {name: strength for name in kinds if (strength := getattr(self, name))}
+
+    @model_validator(mode="after")
+    def _colours_to_change(self) -> Augmentation:
+        if self.colour_probability < 1 and not self.colours:
+            raise ValueError("colour_probability: brightness, contrast, saturation and hue are 0; leave it out")
+        return self
 
 
 def build_transform(
@@ -95,8 +119,16 @@ def build_transform(
     if a.translation or a.rotation:
         shift = (a.translation, a.translation)
         steps.append(v2.RandomAffine(a.rotation, translate=shift, interpolation=InterpolationMode.BILINEAR, fill=float(a.fill)))
-    if a.brightness or a.contrast:
-        steps.append(v2.ColorJitter(brightness=a.brightness, contrast=a.contrast))
+    if a.colours:
+        jitter = v2.ColorJitter(**a.colours)
+        steps.append(jitter if a.colour_probability == 1 else v2.RandomApply([jitter], a.colour_probability))
+    if a.grayscale:
+        steps.append(v2.RandomGrayscale(a.grayscale))
+    if a.blur:
+        kernel = [side // 20 * 2 + 1 for side in reversed(size)]  # a tenth of the side, odd, as SimCLR has it
+        steps.append(v2.RandomApply([v2.GaussianBlur(kernel, sigma=(0.1, 2.0))], a.blur))
+    if a.solarize:
+        steps.append(v2.RandomSolarize(threshold=128, p=a.solarize))
     if a.sharpness:
         changes = [v2.RandomAdjustSharpness(1 + a.sharpness, p=0.5), v2.RandomAdjustSharpness(1 - a.sharpness, p=0.5)]
         steps.append(v2.RandomChoice(changes))
