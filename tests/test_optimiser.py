@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from torch import nn
 from transformers import Adafactor
 from transformers.training_args import OptimizerNames
 
-from xcompat.training.optimiser import OPTIMISERS, OptimiserFactory, check_optimiser, with_momentum
+from xcompat.training.optimiser import (
+    OPTIMISERS,
+    OptimiserFactory,
+    check_optimiser,
+    class_of,
+    in_transformers,
+    with_momentum,
+)
+from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.trainer import _optimiser, training_arguments
 
 
 class Wrapped(nn.Module):
@@ -67,7 +77,7 @@ def test_every_kind_of_parameter_has_its_rate_and_decay_in_any_wrapper(
 
 
 def test_momentum_is_that_of_the_papers_unless_it_is_given() -> None:
-    assert with_momentum("sgd", None) == "momentum=0.9"
+    assert with_momentum("sgd", None) == with_momentum("lars", None) == "momentum=0.9"
     assert with_momentum("sgd", "nesterov=true") == "momentum=0.9,nesterov=true"
     assert with_momentum("sgd", "momentum=0") == "momentum=0"
     assert with_momentum("rmsprop", "alpha=0.5") == "alpha=0.5" and with_momentum("adamw_torch", None) is None
@@ -78,7 +88,9 @@ def test_momentum_is_that_of_the_papers_unless_it_is_given() -> None:
     [
         ({"optim": "galore_adamw"}, "training.optim: 'galore_adamw' is no optimiser that can be used here"),
         ({"optim": "sdg"}, "did you mean 'sgd'"),
-        ({"optim": "lars"}, "known: adafactor"),
+        ({"optim": "lamb"}, "no optimiser that can be used here"),
+        ({"optim": "lars"}, "lars adapts the rates of weights that are decayed; set training.weight_decay"),
+        ({"optim": "lars", "weight_decay": 1e-6, "optim_args": "trust_coeff=1"}, "lars has no option 'trust_coeff'"),
         ({"optim": "sgd", "adam_beta1": 0.8}, "training.adam_beta1: sgd does not read it"),
         ({"optim": "lion_8bit", "adam_epsilon": 0.1}, "training.adam_epsilon: lion_8bit does not read it"),
         ({"optim_args": "momentum=0.9"}, "adamw_torch has no option 'momentum'; it knows none"),
@@ -94,4 +106,43 @@ def test_what_an_optimiser_would_not_read_is_refused(given: dict[str, str | floa
 
 
 def test_every_optimiser_is_one_of_transformers() -> None:
-    assert set(OPTIMISERS) <= {name.value for name in OptimizerNames}
+    assert {in_transformers(name) for name in OPTIMISERS} <= {name.value for name in OptimizerNames}
+
+
+def test_lars_is_that_of_simclr(tmp_path: Path) -> None:
+    trained, stage = (
+        model(),
+        StageRecipe(
+            method="simclr",
+            training={"optim": "lars", "learning_rate": 0.3, "weight_decay": 0.1, "optim_args": "momentum=0.5", "use_cpu": True},
+            encoder_lr_factor=0.01,
+        ),
+    )
+    kept = {name: parameter for name, parameter in trained.named_parameters() if parameter.requires_grad}
+    weights = {name: parameter.detach().clone() for name, parameter in kept.items()}
+    momenta = {name: torch.zeros_like(parameter) for name, parameter in weights.items()}
+    arguments = training_arguments(stage, 0, tmp_path)
+    built = _optimiser(arguments, stage)
+    optimiser = built.pop("optimiser")
+    step = OptimiserFactory()(trained, optimiser=optimiser, **built)
+    for number in range(2):
+        for place, (name, parameter) in enumerate(kept.items()):
+            parameter.grad = torch.sin(torch.arange(parameter.numel()) + place + number).view_as(parameter)
+            gradient, rate = parameter.grad.clone(), 0.3
+            if name.startswith("encoder.") and "lora_" not in name:
+                rate *= 100 if "prompts" in name else 0.01
+            if parameter.ndim > 1 and "prompts" not in name:
+                whole = gradient.norm() + 0.1 * weights[name].norm()
+                gradient = 0.001 * weights[name].norm() / whole * (gradient + 0.1 * weights[name])
+            momenta[name] = 0.5 * momenta[name] + gradient
+            weights[name] -= rate * momenta[name]
+        step.step()
+    for name, parameter in kept.items():
+        assert torch.allclose(parameter, weights[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_lars_needs_whole_layers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match="lars needs the norm of each layer's weights"):
+        class_of("lars", torch.optim.SGD)

@@ -1,4 +1,4 @@
-"""Optimisers of transformers with separate learning rates for prompts and pretrained weights, as a factory for the Trainer."""
+"""Optimisers of transformers, and LARS, with separate learning rates for prompts and pretrained weights."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class Reads(NamedTuple):
 
 _BETAS = ("adam_beta1", "adam_beta2")
 ADAM = (*_BETAS, "adam_epsilon")
+_OF_SGD = ("momentum", "dampening", "nesterov")
 OPTIMISERS = {
     "adamw_torch": Reads(ADAM),
     "adamw_torch_fused": Reads(ADAM),
-    "sgd": Reads(options=("momentum", "dampening", "nesterov")),
+    "sgd": Reads(options=_OF_SGD),
+    "lars": Reads(options=_OF_SGD),  # of timm
     "adafactor": Reads(),
     "adagrad": Reads(options=("lr_decay", "eps")),
     "rmsprop": Reads(options=("momentum", "alpha", "eps", "centered")),
@@ -44,11 +46,14 @@ OPTIMISERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), Reads(ADAM)),
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), Reads(_BETAS)),
 }
-"""Names of transformers for the optimisers that take parameter groups with rates and decays of their own, and what each reads."""
+"""Optimisers that take parameter groups with rates and decays of their own, by transformers' names, and what each reads."""
+LARS = "lars"
+"""SGD whose rate follows the norms of each layer's weights and gradient (You et al. 2017), which transformers does not have."""
 USUAL = "adamw_torch"
 """The optimiser of a recipe that names none."""
 MOMENTUM = "momentum=0.9"
-"""Of ``sgd`` in a recipe that names no momentum: that of the field's papers, where transformers has 0."""
+"""Of ``sgd`` and ``lars`` in a recipe that names no momentum: that of the field's papers, where transformers has 0."""
+_BY_LAYER = "lars needs the norm of each layer's weights, and {} splits them; start several processes without it, or take sgd"
 
 
 def check_optimiser(given: Mapping[str, Any]) -> None:
@@ -75,13 +80,41 @@ def check_optimiser(given: Mapping[str, Any]) -> None:
             raise ValueError(f"training.optim_args: {name} has no option {key!r}; {known}")
         if not _is_value(value):
             raise ValueError(f"training.optim_args: {key} must be a number, true or false (found {value!r})")
+    if name == LARS and not given.get("weight_decay"):
+        raise ValueError("training.optim: lars adapts the rates of weights that are decayed; set training.weight_decay, or sgd")
 
 
 def with_momentum(optim: str, optim_args: str | None) -> str | None:
-    """Return ``optim_args`` with the momentum that ``sgd`` usually has."""
-    if optim != "sgd" or "momentum" in _options(optim_args):
+    """Return ``optim_args`` with the momentum that ``sgd`` and ``lars`` usually have."""
+    if optim not in ("sgd", LARS) or "momentum" in _options(optim_args):
         return optim_args
     return MOMENTUM if optim_args is None else f"{MOMENTUM},{optim_args}"
+
+
+def in_transformers(optim: str) -> str:
+    """Return the optimiser whose options transformers reads for this one: that of SGD for LARS, else its own name."""
+    return "sgd" if optim == LARS else optim
+
+
+def class_of(optim: str | None, read: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the optimiser's class: timm's LARS as SimCLR has it, where norms and biases learn as by SGD, or transformers' own.
+
+    Args:
+        optim: the name in a recipe, None for none.
+        read: what transformers takes :func:`in_transformers` for.
+
+    Raises:
+        ValueError: parameters will be split over processes, so that none knows a layer's norm.
+    """
+    if optim != LARS:
+        return read
+    from accelerate.utils import parse_flag_from_env
+    from timm.optim.lars import Lars
+
+    for variable, launcher in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if parse_flag_from_env(variable):
+            raise ValueError(_BY_LAYER.format(launcher))
+    return Lars
 
 
 def _options(optim_args: str | None) -> dict[str, str]:

@@ -44,7 +44,7 @@ from xcompat.training.checkpoints import CheckpointCallback, last_complete_check
 from xcompat.training.cost import FILE as COST
 from xcompat.training.cost import CostCallback
 from xcompat.training.online import OnlineCollator
-from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, with_momentum
+from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, class_of, in_transformers, with_momentum
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
@@ -326,6 +326,7 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
     }
     given = {**DEFAULTS, "use_cpu": on_cpu, **settings.training}
     given["optim_args"] = with_momentum(given["optim"], given.get("optim_args"))
+    given["optim"] = in_transformers(given["optim"])
     try:
         arguments = TrainingArguments(**{**given, **fixed})
     except (TypeError, ValueError) as error:
@@ -369,6 +370,7 @@ def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str,
     try:
         check_optimiser(given)
         optimiser, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        optimiser = class_of(settings.training.get("optim"), optimiser)
     except (ImportError, ValueError) as error:
         raise XcompatError(f"{settings.name}: {' '.join(str(error).split())}") from None
     return {
