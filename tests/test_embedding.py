@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xcompat import cache_filling
-from xcompat.data import load_pairs, load_texts
+from xcompat import cache_filling, embedding
+from xcompat.data import Augmentation, View, load_pairs, load_texts, open_image
 from xcompat.embedding import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
+from xcompat.embedding_cache import StackedCaches
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.training.caches import cached_images
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
 
@@ -200,6 +203,33 @@ def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, 
     assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
     embed_in_memory(load_embedder(folder_of["clip"]), ["word " * 99, "a word"])
     assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_views_are_embedded_each_into_a_cache_of_its_own(
+    embedder: Embedder, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = load_pairs(pairs_folder)
+    views = [View(Augmentation(min_scale=0.3), 1, number) for number in range(3)]
+    plain, both = cached_images(embedder, pairs, tmp_path), cached_images(embedder, pairs, tmp_path, views=views[:2])
+    assert both.shape == (2 * len(pairs), embedder.dim) and both.readable().all() and len(list(tmp_path.iterdir())) == 3
+    naive = []
+    for view in views[:2]:
+        draw = view.drawing(embedder.processor)
+        pixels = [draw(open_image(row["image"]), row["id"]) for row in pairs]
+        naive.append(embedder.embed({"pixel_values": embedder.processor.to_pixels(torch.stack(pixels))}).numpy())
+    np.testing.assert_allclose(both[:], np.concatenate(naive), atol=2e-3)
+    mixed = np.array([len(pairs), 0, 2 * len(pairs) - 1, 3])
+    assert np.array_equal(both[mixed], both[:][mixed])
+    assert not np.allclose(both[: len(pairs)], plain[:], atol=1e-2)
+
+    assert isinstance(both, StackedCaches)
+    shutil.rmtree(both.parts[1].path)
+    counted: list[View | None] = []
+    rows = embedding.embed_rows
+    monkeypatch.setattr(embedding, "embed_rows", lambda *given, **named: counted.append(named["view"]) or rows(*given, **named))
+    more = cached_images(embedder, pairs, tmp_path, views=views)
+    assert counted == views[1:], "what was embedded is opened"
+    assert np.array_equal(more[: len(both)], both[:]), "what was lost is drawn again"
 
 
 def test_on_a_cpu_all_cores_decode_and_none_while_the_model_computes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,14 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.data import Augmentation, PairCollator
+from xcompat.data import (
+    Augmentation,
+    EmbeddingPairDataset,
+    LabelledSource,
+    PairCollator,
+    load_labelled,
+    open_image,
+)
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.heads import ForwardTransform, ResidualBottleneck
@@ -57,10 +65,12 @@ from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.training.from_embeddings import map_and_data
 from xcompat.training.judging import judge, side_info_of
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
+from xcompat.training.stage import StageData, StageModels
 
 OLD = describe_old(Fingerprint.from_string("old"), dim=6)
 SIDE = describe_old(Fingerprint.from_string("seen otherwise"), dim=5)
@@ -949,6 +959,49 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
     model.config.side_info["name"] = folders["drawing" if side == "views" else "views"]
     with pytest.raises(FingerprintMismatchError, match="embeddings of different models cannot be compared"):
         side_info_of(model, None, tmp_path)  # before the test set is embedded
+
+
+def test_a_map_learns_from_views_that_every_model_embeds_alike(raw: dict[str, Any], tmp_path: Path) -> None:
+    data = raw["data"] | {"augmentation": {"min_scale": 0.3, "rotation": 0}, "views": 3}
+    changes = {"data": data, "side_info": f"{raw['run']}/drawing/model", "cache_dir": str(tmp_path / "cache")}
+    training = raw["training"] | {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8}
+    recipe = recipe_of(raw, method="fct", **changes, training=training, output_dir=str(tmp_path / "run"), evaluation=None)
+    embed_recipe(recipe)
+    folders = {folder.name for folder in (tmp_path / "cache").glob("images-*")}
+    assert len(folders) == 9, "three views by three models"
+    run_recipe(recipe)
+    assert {folder.name for folder in (tmp_path / "cache").glob("images-*")} == folders
+    steps = [entry["step"] for entry in json.loads((tmp_path / "run" / "log_history.json").read_text())]
+    assert steps[-1] == 2 * 3 * 24 // 8, "an epoch has every view of every image"
+
+    recipe = recipe_of(raw, method="lce", **(changes | {"side_info": None}), output_dir=str(tmp_path / "other"))
+    (stage,) = recipe.stages
+    models, of_stage = StageModels(recipe, stage), StageData(recipe, stage)
+    dataset = map_and_data(stage, models, of_stage, 0)[1].dataset
+    assert isinstance(dataset, EmbeddingPairDataset)
+    assert dataset.arrays["labels"].tolist() == 3 * of_stage.images.labels().tolist()
+    batch, rows = dataset.__getitems__(range(72)), of_stage.images.dataset
+    for role, column in (("old", "old_embeds"), ("new", "new_embeds")):
+        model = load_embedder(raw[role])
+        seen = [
+            view.drawing(model.processor)(open_image(row["image"]), row["id"])
+            for view in stage.views(recipe.seed)
+            for row in rows
+        ]
+        embeds = model.embed({"pixel_values": model.processor.to_pixels(torch.stack(seen))})
+        torch.testing.assert_close(batch[column], embeds.clone(), atol=2e-3, rtol=0)
+
+
+def test_stored_embeddings_have_no_views(raw: dict[str, Any], tmp_path: Path) -> None:
+    stored = tmp_path / "left"
+    stored.mkdir()
+    ids = load_labelled(LabelledSource(path=raw["data"]["images"]["path"])).dataset["id"]
+    np.save(stored / "image_embeds.npy", unit(24, 6).numpy())
+    (stored / "image_ids.txt").write_text("\n".join(ids[:]) + "\n")
+    data = raw["data"] | {"augmentation": {"min_scale": 0.3}, "views": 2}
+    recipe = recipe_of(raw, method="ridge", old=str(stored), data=data, output_dir=str(tmp_path / "run"), evaluation=None)
+    with pytest.raises(XcompatError, match="left holds embeddings of plain images, and no model for data.views; name the model"):
+        run_recipe(recipe)
 
 
 def test_a_gallery_that_was_mapped_is_mapped_again(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
+from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from xcompat.data import Augmentation, build_transform
+from xcompat.data import Augmentation, View, build_transform
 
 
 def picture(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def stub_processor(side: int, interpolation: str) -> Any:
+    return SimpleNamespace(image_size=(side, side), interpolation=interpolation)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (16, 24)])
@@ -119,6 +128,31 @@ def test_the_changes_of_simclr() -> None:
     assert blurred.var() < 0.7 * build_transform(Augmentation.none(), (60, 60))(picture()).float().var()
     never = Augmentation(**{**with_one(hue=0.5).model_dump(), "colour_probability": 0.0})
     assert torch.equal(build_transform(never, (40, 40))(bright), build_transform(Augmentation.none(), (40, 40))(bright))
+
+
+def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
+    wide, small, view = (
+        stub_processor(64, "nearest"),
+        stub_processor(16, "bilinear"),
+        View(Augmentation(horizontal_flip=0.5), 3, 1),
+    )
+    rows = np.repeat(np.linspace(0, 255, 512).astype(np.uint8)[None, :], 512, axis=0)  # a ramp shows which part was cropped
+    pictures = {f"images/{number}.png": Image.fromarray(np.stack([rows, rows.T, rows], axis=-1)) for number in range(12)}
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        threaded = list(pool.map(view.drawing(wide), pictures.values(), pictures))
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = [view.drawing(wide)(picture, name) for name, picture in reversed(pictures.items())]
+    assert all(map(torch.equal, threaded, reversed(alone)))
+    assert len({one.numpy().tobytes() for one in threaded}) == 12, "each image has its own draws"
+    for name, picture in pictures.items():
+        seen = F.interpolate(view.drawing(wide)(picture, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
+        assert (seen - view.drawing(small)(picture, name)).abs().mean() < 4
+    name, picture = next(iter(pictures.items()))
+    others = [view, view._replace(seed=4), view._replace(number=2), view._replace(augmentation=Augmentation())]
+    assert len({other.drawing(wide)(picture, name).numpy().tobytes() for other in others}) == 4
+    assert len({other.digest("images") for other in others} | {view.digest("others")}) == 5
 
 
 WRONG: list[dict[str, float]] = [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}, {"hue": 0.6}]

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
     "side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),
     "new_side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),
     "data.augmentation": ({"min_scale": 0.5}, MAP, "learns from embeddings", {"method": "direct", "data": PAIRS}),
+    "data.views": (
+        *(2, {"method": "ridge", "data": IMAGES}, "data.augmentation changes nothing"),
+        {"method": "ridge", "data": IMAGES | {"augmentation": {}}},
+    ),
     "data.old_embeddings": (
         *("online", {"method": "xbt", "data": PAIRS}, "reads no old embeddings of labelled images, or of pairs"),
         {"method": "direct", "data": STREAM},
@@ -96,6 +100,18 @@ def test_what_stages_share_must_matter_in_one_of_them() -> None:
     assert len(parse_recipe(shared | {"stages": [phi, pair]}, "demo", "demo.yaml").stages) == 2
     with pytest.raises(XcompatError, match="stage 'phi': data.augmentation would change nothing"):
         parse_recipe(shared | {"stages": [phi]}, "demo", "demo.yaml")
+
+
+def test_views_are_of_maps_over_images() -> None:
+    drawn = {"augmentation": {"min_scale": 0.5}, "views": 2}
+    for stage in ({"method": "ridge", "data": IMAGES}, {"method": "fct", "data": PAIRS | {"embeddings_of": "images"}}):
+        with pytest.raises(XcompatError, match="learns from embeddings of plain images without data.views; leave it out"):
+            parse_recipe(with_setting(stage, "data.augmentation", {"min_scale": 0.5}), "demo", "demo.yaml")
+        taken = parse_recipe(stage | {"data": stage["data"] | drawn}, "demo", "demo.yaml").stages[0]
+        assert [view.number for view in taken.views(7)] == [0, 1] and taken.views(7)[0].seed == 7
+    for ignoring in ({"method": "simclr", "data": IMAGES}, {"method": "ridge", "data": {}}, {"method": "map", "data": IMAGES}):
+        with pytest.raises(XcompatError, match="data.views would change nothing: method .* learns no map of images"):
+            parse_recipe(with_setting(ignoring, "data.views", 2), "demo", "demo.yaml")
 
 
 def test_sections_that_nothing_reads_are_told() -> None:

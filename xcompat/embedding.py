@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from xcompat.cache_filling import Batches, fill_cache
-from xcompat.data import BadSamples, iterate_images
+from xcompat.data import BadSamples, View, iterate_images
 from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
 from xcompat.embedding_cache import (
     CacheInfo,
@@ -157,6 +157,7 @@ def embed_images(
     *,
     shard_rows: int = 4096,
     max_bad_share: float = 0.01,
+    view: View | None = None,
 ) -> EmbeddingCache:
     """Embed images once; an unreadable image becomes a row of NaN, and a message names it.
 
@@ -167,11 +168,12 @@ def embed_images(
         data_digest: identifies the images and their order.
         shard_rows: images per shard, the unit of resuming; best a multiple of 64, because no batch spans two shards.
         max_bad_share: stop when more than this share of the images cannot be read.
+        view: which augmented view of each image is embedded, as ``data_digest`` says too; None for plain images.
 
     Returns:
         The cache.
     """
-    if (rows_Nd := embedder.lookup(dataset[ID])) is not None:
+    if view is None and (rows_Nd := embedder.lookup(dataset[ID])) is not None:
 
         def copy_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
             for shard in shards:
@@ -186,7 +188,7 @@ def embed_images(
         # batches divide a shard evenly, so that one stream of decoding serves all shards
         most = images_per_batch(model.processor, model.device)
         size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
-        batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting)
+        batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting, view=view)
         with _as_fast_as_it_goes(model):
             yield from _cut_by_shard(batches, shards)
 
@@ -202,6 +204,7 @@ def embed_rows(
     bad: BadSamples | None = None,
     waiting: Waiting | None = None,
     prepare: Callable[[list[Image]], Tensor] | None = None,
+    view: View | None = None,
 ) -> Batches:
     """Embed images; a GPU computes while the next ones are decoded, a CPU decodes between batches.
 
@@ -213,17 +216,22 @@ def embed_rows(
         bad: counts unreadable images, which are left out.
         waiting: counts the seconds in which the model waits for images.
         prepare: other preprocessing than the model's, from pictures to pixels.
+        view: which augmented view of each image is embedded; None for plain images.
 
     Yields:
         Row numbers, and their embeddings (B, d) on the model's device; a GPU may not have finished them.
     """
+    processor = embedder.processor
+    usual = prepare or processor.images
+    draw = None if view is None else view.drawing(processor)
 
-    def prepared(images: list[Image]) -> dict[str, Tensor]:
-        return _pinned({PIXEL_VALUES: (prepare or embedder.processor.images)(images)}, embedder.device)
+    def prepared(images: list[Any]) -> dict[str, Tensor]:
+        pixels = usual(images) if draw is None else processor.to_pixels(torch.stack(images))
+        return _pinned({PIXEL_VALUES: pixels}, embedder.device)
 
     if embedder.device.type == "cpu":
         keep_freed_memory()
-    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, prepare=prepared, **decoding(embedder.device))
+    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepared, **decoding(embedder.device))
     for kept, batch in (waiting or Waiting()).of(batches):
         yield kept, embedder.embed(batch)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import override
 
 from xcompat.checksums import FileRecord, difference, file_record
 from xcompat.errors import XcompatError
@@ -114,6 +116,34 @@ class EmbeddingCache:
     def readable(self) -> NDArray[np.bool_]:
         """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
         return np.concatenate([np.isfinite(self._shard(shard)[:, 0]) for shard in range(self.info.shards)])
+
+
+class StackedCaches(EmbeddingCache):
+    """Caches of as many rows, one after the other, such as those of several views of each image.
+
+    Args:
+        parts: one or more, of N rows each; row v · N + i is row i of part v.
+    """
+
+    def __init__(self, parts: Sequence[EmbeddingCache]) -> None:
+        self.parts = list(parts)
+        self.info = replace(parts[0].info, rows=sum(map(len, parts)))
+
+    @override
+    def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
+        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read."""
+        rows = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else np.asarray(rows)
+        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
+        part_of_row, row_of_part = np.divmod(rows, len(self.parts[0]))
+        for part in np.unique(part_of_row).tolist():
+            here = part_of_row == part
+            fetched[here] = self.parts[part][row_of_part[here]]
+        return fetched
+
+    @override
+    def readable(self) -> NDArray[np.bool_]:
+        """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
+        return np.concatenate([part.readable() for part in self.parts])
 
 
 def read_info(folder: Path) -> CacheInfo:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xcompat.data.sources import PairSource, TextPairSource
     from xcompat.data.text_pairs import TextPairCollator, TextPairDataset, load_text_pairs
     from xcompat.data.texts import TextSource, load_items_of_text, passages
-    from xcompat.data.transforms import Augmentation, build_transform
+    from xcompat.data.transforms import Augmentation, View, build_transform
 
 _PLACES = {
     "classes": ["load_classes"],
@@ -39,7 +39,7 @@ _PLACES = {
     "sources": ["PairSource", "TextPairSource"],
     "text_pairs": ["TextPairCollator", "TextPairDataset", "load_text_pairs"],
     "texts": ["TextSource", "load_items_of_text", "passages"],
-    "transforms": ["Augmentation", "build_transform"],
+    "transforms": ["Augmentation", "View", "build_transform"],
 }
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "TextPairSource",
     "TextSource",
     "UnusableSampleError",
+    "View",
     "build_transform",
     "collate_embeddings",
     "flatten_captions",

@@ -28,7 +28,7 @@ from xcompat.data.schema import (
     SECOND_PIXEL_VALUES,
     SEED,
 )
-from xcompat.data.transforms import Augmentation, build_transform
+from xcompat.data.transforms import Augmentation, build_transform, drawn
 from xcompat.errors import XcompatError
 from xcompat.outputs import Views
 
@@ -100,12 +100,7 @@ class PairCollator:
     @staticmethod
     def _drawn(items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Return the augmented pictures themselves, (B, 3, H, W) uint8."""
-        pixels = []
-        with torch.random.fork_rng(devices=[]):
-            for item in items:
-                torch.default_generator.manual_seed(item[SEED] + view)
-                pixels.append(transform(item[IMAGE]))
-        return torch.stack(pixels)
+        return torch.stack([drawn(transform, item[IMAGE], item[SEED] + view) for item in items])
 
 
 class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):

@@ -188,7 +188,8 @@ def iterate_images(
     *,
     rows: Sequence[int] | None = None,
     bad: BadSamples | None = None,
-    prepare: Callable[[list[Image]], T] = list,  # type: ignore[assignment]  # the pictures unchanged
+    draw: Callable[[Image, str], Any] | None = None,
+    prepare: Callable[[list[Any]], T] = list,  # type: ignore[assignment]  # the pictures unchanged
     threads: int = 1,
     ahead: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], T]]:
@@ -201,7 +202,8 @@ def iterate_images(
         batch_size: rows read at a time; batches without their unreadable images are shorter.
         rows: only these, in this order; all if None.
         bad: counts the images that are left out.
-        prepare: applied by the threads to a batch of RGB pictures, such as a processor's ``images``.
+        draw: applied by the threads to each RGB picture with its id, such as what draws a view of it; None for none.
+        prepare: applied by the threads to a batch of RGB pictures, or of what is drawn, such as a processor's ``images``.
         threads: number of batches decoded at a time.
         ahead: whether to decode the next batches while the caller works on one; a model on a CPU needs the cores itself.
 
@@ -221,11 +223,14 @@ def iterate_images(
         batch, columns = read
         kept, images, reasons = [], [], {}
         for place, row in enumerate(batch.tolist()):
+            name = columns[ID][place] if ID in columns else str(row)
             try:
-                images.append(open_image(columns[IMAGE][place]))
-                kept.append(row)
+                picture = open_image(columns[IMAGE][place])
             except UnusableSampleError as error:
-                reasons[columns[ID][place] if ID in columns else str(row)] = str(error)
+                reasons[name] = str(error)
+                continue
+            images.append(picture if draw is None else draw(picture, name))
+            kept.append(row)
         return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
 
     spread = map_in_threads if ahead else map_in_rounds

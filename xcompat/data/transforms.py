@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +14,11 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
     from torch import Tensor
+
+    from xcompat.encoders.processor import Processor
+
+_DRAWING = Lock()
+"""Held while torch's generator, of which a process has one for all threads, has the state of one picture."""
 
 
 class Augmentation(BaseModel):
@@ -134,3 +142,57 @@ def build_transform(
         steps.append(v2.RandomChoice(changes))
     steps.append(v2.PILToTensor())  # last, as PIL is 1.4 times as fast as tensors for one image on one thread
     return v2.Compose(steps)
+
+
+def drawn(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed: int) -> Tensor:
+    """Return the picture as one seed changes it, the same in any thread and process; torch's generator stays as it was.
+
+    Args:
+        transform: of :func:`build_transform`.
+        picture: in mode RGB.
+        seed: decides every draw.
+
+    Returns:
+        (3, H, W) uint8.
+    """
+    import torch
+
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return transform(picture)
+
+
+class View(NamedTuple):
+    """One augmented view of every image of a data set: the same crop, flip and colours for all models and in every process.
+
+    Args:
+        augmentation: the strengths.
+        seed: of the draws.
+        number: which view it is, from 0.
+    """
+
+    augmentation: Augmentation
+    seed: int
+    number: int
+
+    def digest(self, images: str) -> str:
+        """Identify this view of images that have that digest; views of other images, seeds or strengths have other ones."""
+        strengths = self.augmentation.model_dump(exclude_defaults=True)
+        return hashlib.sha256(json.dumps([images, strengths, self.seed, self.number]).encode()).hexdigest()
+
+    def drawing(self, processor: Processor) -> Callable[[Image.Image, str], Tensor]:
+        """Return what draws a picture, of an id, in the size and with the resampling of a model.
+
+        Args:
+            processor: of the model. Only the sampling of pixels depends on it, and no draw does.
+
+        Returns:
+            A function from a picture in mode RGB and its id to (3, H, W) uint8.
+        """
+        transform = build_transform(self.augmentation, processor.image_size, processor.interpolation)
+
+        def draw(picture: Image.Image, name: str) -> Tensor:
+            key = hashlib.blake2b(json.dumps([self.seed, self.number, name]).encode(), digest_size=8).digest()
+            return drawn(transform, picture, int.from_bytes(key) >> 1)
+
+        return draw

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.data import View
 from xcompat.data.cache import file_stamps
 from xcompat.data.schema import CAPTION, ID, IMAGE, TEXT, captions_of
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.embedding_cache import StackedCaches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
@@ -44,16 +47,32 @@ def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) ->
     return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 
 
-def cached_images(embedder: FrozenModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float = 0.01) -> EmbeddingCache:
+def cached_images(
+    embedder: FrozenModel,
+    pairs: datasets.Dataset,
+    cache_dir: Path,
+    max_bad_share: float = 0.01,
+    views: Sequence[View] = (),
+) -> EmbeddingCache:
     """Embed every image of the pairs, or its first caption if the model reads captions.
 
-    An unreadable image is a row of NaN; a share of them above ``max_bad_share`` stops the run.
+    An unreadable image is a row of NaN; a share of them above ``max_bad_share`` stops the run. With ``views`` these are embedded
+    in place of the plain images, each into a cache of its own: first one view of all images, then the next.
     """
+    if views:
+        return StackedCaches([_cached(embedder, pairs, cache_dir, max_bad_share, view) for view in views])
+    return _cached(embedder, pairs, cache_dir, max_bad_share, None)
+
+
+def _cached(
+    embedder: FrozenModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float, view: View | None
+) -> EmbeddingCache:
     if embedder.reads == "captions":
         model = embedder.require_model(NO_CAPTIONS)
         return cached_captions(model, _first_captions(pairs, model), cache_dir)
-    digest = images_digest(pairs)
-    return embed_images(embedder, pairs, _folder(cache_dir, "images", embedder, digest), digest, max_bad_share=max_bad_share)
+    digest = images_digest(pairs) if view is None else view.digest(images_digest(pairs))
+    folder = _folder(cache_dir, "images", embedder, digest)
+    return embed_images(embedder, pairs, folder, digest, max_bad_share=max_bad_share, view=view)
 
 
 def _first_captions(pairs: datasets.Dataset, embedder: Embedder) -> list[str]:

@@ -32,13 +32,16 @@ def map_data(
         model: the map.
         new: embeddings of the new model.
         old: embeddings of the old model, in the same order.
-        images: what was embedded, for its classes; None where samples have none.
+        images: what was embedded, for its classes; None where samples have none. If several views of each image were, one after
+            the other, each view has the image's class.
         sides: side-information by the name of its column.
 
     Returns:
         The data set and its collator.
     """
     labels_N, classes = (images.labels(), images.classes) if images is not None else (np.empty(0, dtype=np.int64), [])
+    if images is not None:
+        labels_N = np.tile(labels_N, len(new) // len(labels_N))
     model.prepare(OldKnowledge(len(classes), labels_N, old), new)
     known: dict[str, Any] = {INDEX: np.arange(len(new)), **(sides or {})}
     if images is not None:

@@ -9,6 +9,7 @@ from transformers import set_seed
 from xcompat.embedding import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
+from xcompat.models.frozen import FrozenModel
 from xcompat.training.columns import map_data
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
@@ -27,15 +28,20 @@ def map_and_data(settings: StageRecipe, models: StageModels, data: StageData, se
     """Return a stage's map, prepared for training, and the embeddings that it is trained on."""
     model, new, old = _map_and_caches(settings, models, data, seed)
     images = data.images if settings.data.images is not None else None
-    return model, map_data(model, new, old, images, {role: data.cache(frozen) for role, frozen in models.sides()})
+    return model, map_data(model, new, old, images, {role: data.learned(frozen) for role, frozen in models.sides()})
 
 
 def fill_map_caches(models: StageModels, data: StageData, role: str) -> None:
     """Embed a map's training data with the model in a role, if the map reads its embeddings."""
     if role == "new":
-        data.cache_of_new(models.as_input(models.embedder(role)))
+        frozen: FrozenModel = data.as_mapped(models.as_input(models.embedder(role)))
     elif role == "old" or role in models.method.columns_if_known:
-        data.cache(models.frozen(role))
+        frozen = models.frozen(role)
+    else:
+        return
+    data.learned(frozen)
+    if data.settings.memory == "classes":  # which remembers plain images
+        data.cache(frozen)
 
 
 def _map_and_caches(
@@ -47,4 +53,4 @@ def _map_and_caches(
     known: dict[str, Any] = {role: frozen.describe_old() for role, frozen in models.sides()} | settings.options
     config = models.method.config_class(encoder=described, old=old.describe_old(), embedding_dim=new.dim, **known)
     set_seed(seed)
-    return models.method(config), data.cache_of_new(new), data.cache(old)
+    return models.method(config), data.learned(data.as_mapped(new)), data.learned(old)

@@ -163,7 +163,8 @@ class _Learner:
         images = load_labelled(source, getattr(model.config, "classes", None), dataset=dataset)
 
         def cache(embedder: FrozenModel) -> EmbeddingCache:
-            return cached_images(embedder, images.dataset, self.cache_dir, images.max_bad_share)
+            views = self.settings.views(self.seed)
+            return cached_images(embedder, images.dataset, self.cache_dir, images.max_bad_share, views)
 
         if model.embeds_in_memory:
             return map_data(model, cache(self._new()), cache(self._old(old)), images)
@@ -178,8 +179,8 @@ class _Learner:
         """Learn a map from pictures alone."""
         assert self.settings.data.pairs is not None
         pictures = load_pairs(self.settings.data.pairs, dataset)
-        share = self.settings.data.pairs.max_bad_share
-        new, knows = (cached_images(one, pictures, self.cache_dir, share) for one in (self._new(), self._old(old)))
+        share, views = self.settings.data.pairs.max_bad_share, self.settings.views(self.seed)
+        new, knows = (cached_images(one, pictures, self.cache_dir, share, views) for one in (self._new(), self._old(old)))
         return map_data(self.model, new, knows)
 
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401

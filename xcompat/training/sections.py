@@ -111,6 +111,8 @@ class DataSettings(Section):
             the same augmented view as the new ones (``online``, computed in every epoch), as pairs that are streamed need it.
         new_embeddings: the same for the embeddings of the independent new model, which BT² reads.
         augmentation: random changes to training images; none unless given.
+        views: for maps over images, how many augmented views of each one all models embed alike, once, in place of the plain
+            image; 0 for plain images. An epoch has every view of every image.
         samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
@@ -135,6 +137,7 @@ class DataSettings(Section):
     old_embeddings: Literal["cached", "online"] = "cached"
     new_embeddings: Literal["cached", "online"] = "cached"
     augmentation: Augmentation | None = None
+    views: int = Field(0, ge=0)
     samples_per_class: int = Field(4, ge=2)
     one_per_id: bool = False
     embeddings_of: Literal["texts", "images"] = "texts"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from xcompat.data import (
     LabelledImages,
     Subset,
+    View,
     flatten_captions,
     load_labelled,
     load_pairs,
@@ -263,12 +264,16 @@ class StageData:
             )
         return load_texts([data.pairs, *data.texts], exclude=self.test_texts())["text"]
 
-    def cache(self, frozen: FrozenModel) -> EmbeddingCache:
-        """Embed the training data of a map with one model, or open what was embedded before."""
+    def learned(self, frozen: FrozenModel) -> EmbeddingCache:
+        """Embed what a map learns from with one model: the views of its images if there are some, else what :meth:`cache` has."""
+        return self.cache(frozen, self.settings.views(self.recipe.seed_of(self.settings)))
+
+    def cache(self, frozen: FrozenModel, views: Sequence[View] = ()) -> EmbeddingCache:
+        """Embed the plain training data of a map with one model, or views of its images, or open what was embedded before."""
         data, name = self.settings.data, self.settings.name
         frozen.require_embeddings(self.settings.method)
         if data.images is not None:
-            return cached_images(frozen, self.images.dataset, self.cache_dir, self.images.max_bad_share)
+            return cached_images(frozen, self.images.dataset, self.cache_dir, self.images.max_bad_share, views)
         embedder = frozen.require_model("holds embeddings of images by their ids; name labelled images under data.images")
         if data.embeddings_of == "texts":
             if not data.texts:
@@ -277,7 +282,7 @@ class StageData:
             return cached_texts(embedder, texts, self.cache_dir)
         if data.pairs is None:
             raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs names none")
-        return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share)
+        return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
 
     def as_mapped(self, new: Embedder) -> Embedder:
         """Return the new model as it embeds the training data of a map: texts as queries, if the map is one of queries."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from xcompat.data import PairSource
+from xcompat.data import PairSource, View
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource, is_quick
 from xcompat.errors import XcompatError, nearest
@@ -168,6 +168,19 @@ class StageRecipe(Section):
         if method_class(self.method).embeds_in_memory:
             return self.data.images is None and self.data.embeddings_of == "texts"
         return isinstance(self.new, ScratchSource) and not self.new.image_only
+
+    @property
+    def embeds_images(self) -> bool:
+        """Return whether the stage learns a map from embeddings of images; a map that is chosen tries several on plain ones."""
+        images = self.data.images is not None or self.data.embeddings_of == "images"
+        return method_class(self.method).embeds_in_memory and self.method != CHOSEN and images
+
+    def views(self, seed: int) -> list[View]:
+        """Return the augmented views that a map learns from, drawn by a seed; none for plain images and texts."""
+        drawn = self.data.augmentation
+        if not self.embeds_images or drawn is None or drawn.is_none:
+            return []
+        return [View(drawn, seed, number) for number in range(self.data.views)]
 
     def require_old_queries(self) -> None:
         """Refuse ``evaluation.slerp`` and ``evaluation.fallback`` if there are no old queries for them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xcompat.data.schema import ID, LABELS
+from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluation_sets import check_zero_shot
@@ -12,7 +13,7 @@ from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solv
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import STORED_ROLES, StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import check_services, train, training_arguments, triplet_sampler
 from xcompat.vectors import is_stored
@@ -50,6 +51,12 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
     if settings.data.images is None:
         return
     triplet_sampler(settings, data.images, seed)
+    for role in STORED_ROLES if settings.views(seed) else ():
+        if (source := getattr(settings, role)) is not None and is_stored(source.name):
+            raise XcompatError(
+                f"{settings.name}: {source.name} holds embeddings of plain images, and no model for data.views; name the model "
+                f"under {role}, or leave data.views out"
+            )
     if settings.old is not None and is_stored(settings.old.name):
         old = StoredModel(settings.old.name)
         if old.embeds_Nd is not None:

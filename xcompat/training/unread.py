@@ -87,7 +87,12 @@ def _settings(stage: StageRecipe) -> Iterator[Setting]:
     for role in ("side_info", "new_side_info"):
         yield role, role in known, f"{what} does not read it"
 
-    yield "data.augmentation", reads_pictures, f"{what} learns from {'embeddings' if maps else 'texts'}"
+    views = stage.embeds_images and data.views > 0
+    unseen = "embeddings of plain images without data.views" if stage.embeds_images else "embeddings" if maps else "texts"
+    yield "data.augmentation", reads_pictures or views, f"{what} learns from {unseen}"
+    augmented = data.augmentation is not None and not data.augmentation.is_none
+    why = f"{what} learns no map of images" if not stage.embeds_images else "data.augmentation changes nothing"
+    yield "data.views", stage.embeds_images and augmented, why
     trains = labelled and not maps
     reads_old = (trains and OLD_EMBEDS in method.columns) or stage.compares_pairs_with_old
     yield "data.old_embeddings", reads_old, f"{what} reads no old embeddings of labelled images, or of pairs"
