@@ -44,7 +44,8 @@ def overview() -> str:
             head = [f"## {title}", "", "| table | row | recipe | published | ours |", "|---|---|---|---|---|"]
             lines = (line for file, header in sorted(of_paper, key=lambda each: _order(*each)) for line in _lines(file, header))
             parts.append("\n".join([*head, *lines]) + "\n")
-    others = [f"| [{_name(file)}]({_path(file)}) | {about(file)} |" for file, header in headers.items() if not header.said]
+    of_none = [file for file, header in headers.items() if not header.first("paper")]
+    others = [f"| [{_name(file)}]({_path(file)}) | {about(file)} |" for file in of_none]
     parts.append("\n".join(["## Others", "", "| recipe | what it is |", "|---|---|", *others]) + "\n")
     return "\n".join(parts)
 

@@ -33,8 +33,10 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, meth
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-PAPERS = {file: header for file in RECIPES if (header := read_header(file)).said}
+PAPERS = {file: header for file in RECIPES if (header := read_header(file)).first("paper")}
 """Recipes of the papers' tables, with their headers."""
+SCHEDULE = ROOT / "recipes" / "vision" / "oca_tiny_imagenet.yaml"
+"""The papers' schedule on other data."""
 BENCH = "runs/bench_data"
 """What benchmarks/studies/bench_data.py makes."""
 SHARED = ROOT.parent / "shared"
@@ -133,7 +135,7 @@ def without_numbers(value: Any) -> Any:
     return NUMBER if is_number and value else value
 
 
-@pytest.mark.parametrize("file", PAPERS, ids=named)
+@pytest.mark.parametrize("file", [*PAPERS, SCHEDULE], ids=named)
 def test_old_and_new_models_of_the_papers_begin_with_other_weights(file: Path) -> None:
     """From one seed the same architecture begins alike, and what is independent of an old model would be half compatible."""
     stages = {stage.name: stage for stage in loaded(file).stages}
@@ -160,6 +162,24 @@ def test_what_was_asked_for_is_there() -> None:
     }
     baselines = {"full_tune", "lora_only", "base", "phi_alone", "phi_image_only", "phi_no_noise", "ridge", "procrustes"}
     assert {f"{name}.yaml" for name in models} | {f"baselines/{name}.yaml" for name in baselines} <= set(map(named, RECIPES))
+
+
+def test_the_papers_schedule_is_theirs_for_every_method() -> None:
+    """OCA §4.4: Adam, 1e-3, batches of 128, 100 epochs; nothing is clipped that no paper says."""
+    recipe = loaded(SCHEDULE)
+    stages = {stage.name: stage for stage in recipe.stages}
+    assert recipe.seeds == [0, 1, 2]
+    judged = {name: stage.method for name, stage in stages.items() if stage.is_judged}
+    remembering = {"query_map": "query_map", "map": "map", "map_known": "map"}
+    assert judged == {name: name for name in ("bct", "bt2", "oca", "mixbct", "fct")} | remembering
+    assert stages["query_map"].memory == "classes"
+    assert (stages["bt2"].data.old_embeddings, stages["bt2"].data.new_embeddings) == ("online", "online")
+    for name in ("old", "independent", "bct", "bt2", "oca", "mixbct"):
+        said = {"optim": "adamw_torch", "learning_rate": 1e-3, "per_device_train_batch_size": 128, "num_train_epochs": 100}
+        assert said.items() <= stages[name].training.items() and not stages[name].training.get("weight_decay"), name
+    assert all(stage.training["max_grad_norm"] == 0 for stage in recipe.stages)
+    header = read_header(SCHEDULE)
+    assert header.first("needs").endswith("a GPU") and header.first("ours") == "not run: needs a GPU"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=named)
