@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | 
 MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints quickstart test test-quickstart lint docs bench faults
+.PHONY: help venv constraints quickstart test test-quickstart lint docs bench gpu faults
 
 help: ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ docs: $(STAMP) ## Build the site from docs/ into site/: no broken link, no publi
 
 bench: $(STAMP) ## Measure speed and memory beside other software, and write it into docs/results/speed.md.
 	$(VENV)/bin/python benchmarks/speed/run.py
+
+gpu: $(STAMP) ## Measure what one GPU reaches, in nine minutes, and write it into docs/results/gpu.md.
+	$(VENV)/bin/python benchmarks/gpu/throughput.py
 
 faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/long_run.py

@@ -219,22 +219,99 @@ def test_the_script_for_faiss_on_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     assert "IVF64,Flat of 20,000 x 8" in done.stdout and "CPU" in done.stdout
 
 
+GPU_SCRIPT = ROOT / "benchmarks" / "gpu" / "throughput.py"
+GPU_LINES = (
+    "matrix product, 64 x 64",
+    "φ from a cache, batches of 16, logits in float32",
+    "φ from a cache, batches of 16, logits in TF32",
+    "image embedding, from tensors",
+    "image embedding, from JPEG files",
+    "pair stage, 8 pairs in parts of 4",
+    "pair stage, 8 pairs in parts of 4, FSDP2 on one GPU",
+    "text embedding, from tokens",
+    "text embedding, from strings",
+)
+
+
+@pytest.fixture
+def throughput(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(GPU_SCRIPT.parent))
+    return benchmark("throughput")
+
+
 def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     """On a GPU it has not been run; its parts are those that would run there."""
-    script = ROOT / "benchmarks" / "gpu" / "throughput.py"
-    done = warm.run(script, "--tiny", folder=tmp_path, COLUMNS="200")
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout
-    assert "toy size" in printed
-    for part in (
-        "matrix product",
-        "text embedding",
-        "from tensors",
-        "from JPEG files",
-        "φ, batches of 16",
-        "8 pairs in parts of 4",
-    ):
-        assert part in printed
+    (tmp_path / "gpu.md").write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
+    done = warm.run(GPU_SCRIPT, "--tiny", "--page", "gpu.md", folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.startswith("before\n<!-- gpu -->\nWritten by `make gpu`") and page.endswith("<!-- /gpu -->\nafter\n")
+    assert "old" not in page.split("|")[0] and "under way" not in page and "Toy size" in page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert [any(row[0].startswith(line) for row in rows) for line in GPU_LINES] == [True] * len(GPU_LINES), rows
+    assert len(rows) == len(GPU_LINES) and all(row[1] for row in rows), "each has its rate"
+    asked = {row[0]: row[5] for row in rows if row[5]}
+    assert len(asked) == 3 and all(said.endswith("not judged") for said in asked.values())
+    assert "paper 1.55 h" in rows[1][6] and "no GPU, so without FSDP2" in rows[6][6]
+    assert all(line in done.stdout for line in GPU_LINES)
+
+
+def test_without_a_gpu_the_script_for_gpus_says_so_in_one_line(tmp_path: Path) -> None:
+    done = warm.run(GPU_SCRIPT, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and "needs a GPU" in done.stderr and "--tiny" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_of_a_gpu_are_judged(throughput: Any) -> None:
+    peak = throughput.Figure("product", 10.0, 4e12)
+    met, missed = (throughput.Figure("x", 5.0, 2e12, 2**30, "much", verdict, "why") for verdict in (True, False))
+    assert throughput.cells(met, peak, True) == ["x", "5", "2.00", "50%", "1.0", "much: met", "why"]
+    assert throughput.cells(missed, peak, True)[5] == "much: NOT MET"
+    assert throughput.cells(missed, peak, False)[5] == "much: not judged"
+    assert throughput.cells(throughput.Figure("x", note="FAILED: y"), peak, True) == ["x", "", "", "", "", "", "FAILED: y"]
+
+
+def test_each_line_of_a_gpu_is_written_when_it_is_measured(
+    throughput: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, figure, part = tmp_path / "gpu.md", throughput.Figure, throughput.Part
+    page.write_text("a\n<!-- gpu -->\n<!-- /gpu -->\nb\n")
+
+    def fails(_: Any) -> Any:
+        yield figure("second", 1.0, 1.0)
+        raise RuntimeError("out of\nmemory")
+
+    def killed(_: Any) -> Any:
+        assert "under way or stopped" in page.read_text()
+        raise KeyboardInterrupt
+
+    parts = [part("first", 1, lambda _: [figure("first", 2.0, 2.0)]), part("third", 1, fails), part("slow", 1e6, killed)]
+    monkeypatch.setattr(throughput.Measuring, "parts", lambda _: parts)
+    with pytest.raises(SystemExit) as ended:
+        throughput.main(tiny=True, page=page)
+    assert ended.value.code == 1, "a part failed"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[0] for row in rows] == ["| first", "| second", "| third", "| slow"]
+    assert "FAILED: RuntimeError: out of memory" in rows[2] and "not run: 0.0 minutes were over" in rows[3]
+    monkeypatch.setattr(throughput.Measuring, "parts", lambda _: [parts[0], part("killed", 1, killed)])
+    with pytest.raises(KeyboardInterrupt):
+        throughput.main(tiny=True, page=page)
+    assert "| first | 2 |" in page.read_text() and "under way or stopped" in page.read_text()
+
+
+def test_on_a_gpu_the_pair_stage_is_launched_with_the_projects_fsdp_config(throughput: Any, benchmark: Any) -> None:
+    import torch
+
+    parts = benchmark("training_parts")
+    command = parts.launch_command(throughput.FULL, torch.device("cuda"), Path("out.json"))
+    config = Path(command[command.index("--config_file") + 1])
+    assert config == ROOT / "accelerate_configs" / "fsdp2.yaml" and config.exists()
+    assert command[command.index("--num_processes") + 1] == "1" and command[-2:] == [parts.__file__, "out.json"]
+
+
+def test_the_page_for_gpus_has_its_markers_once(throughput: Any) -> None:
+    assert len(throughput.SECTION.findall(throughput.PAGE.read_text(encoding="utf-8"))) == 1
 
 
 def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:

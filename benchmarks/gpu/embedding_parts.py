@@ -1,0 +1,107 @@
+"""A bare matrix product, and the embedding of texts and images, on one GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from setting import ROUNDS, TOKENS, WORDS, Figure, Size, build_encoder, measured, peak_since, photos_on_disk, seconds_of
+
+from xcompat import Fingerprint
+from xcompat.embedding import MANY_TOKENS, embed_images, embed_texts, images_per_batch
+from xcompat.encoders.prefixes import length_sorted_batches
+from xcompat.models.embedder import Embedder
+
+PRODUCTS = 64  # matrix products a run: a card needs some time to reach its clock
+LEAST_SHARE = 0.85
+PHOTO_ROUNDS = 3
+
+
+def product(size: Size, device: torch.device) -> Figure:
+    """Measure a bare matrix product, the most that the card can reach."""
+    a, b = (torch.randn(size.product, size.product, device=device, dtype=torch.bfloat16) for _ in range(2))
+    what = f"matrix product, {size.product:,} x {size.product:,}, bfloat16"
+    return measured(what, lambda: [a @ b for _ in range(PRODUCTS)], PRODUCTS * size.product, device)
+
+
+def embedder_of(size: Size, device: torch.device) -> Embedder:
+    """Build the model."""
+    encoder, processor = build_encoder(size)
+    encoder = encoder.requires_grad_(False).eval().to(device)
+    return Embedder(encoder, processor, Fingerprint.from_string("l14"), encoder.embedding_dim, autocast=torch.bfloat16)
+
+
+def tokens(embedder: Embedder, size: Size, device: torch.device) -> Figure:
+    """Embed captions, sorted by length and trimmed, in batches of as many tokens as a cache takes."""
+    lengths = np.random.default_rng(0).integers(*TOKENS, size.texts, endpoint=True).tolist()
+    batches = [
+        {"input_ids": torch.randint(3, 200, (len(rows), max(lengths[row] for row in rows)), device=device)}
+        for rows in length_sorted_batches(lengths, MANY_TOKENS)
+    ]
+    return measured("text embedding, from tokens", lambda: [embedder.embed(batch) for batch in batches], size.texts, device)
+
+
+def strings(embedder: Embedder, size: Size, device: torch.device) -> Figure:
+    """Embed captions into a cache as for a corpus, with tokenising and writing."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(*TOKENS, size.texts, endpoint=True) - 2
+    captions = [" ".join(generator.choice(WORDS, length)) for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = (Path(folder) / f"cache-{number}" for number in range(ROUNDS + 2))
+        shard_rows = size.texts // 8  # several: one is tokenised while another is embedded
+        embed = partial(embed_texts, embedder, captions, data_digest="captions", shard_rows=shard_rows)
+        return measured("text embedding, from strings", lambda: embed(next(caches)), size.texts, device)
+
+
+def images(embedder: Embedder, device: torch.device) -> Figure:
+    """Embed images that are on the card already, in batches of as many as a cache takes."""
+    batch = images_per_batch(embedder.processor, device)
+    pixels = {"pixel_values": torch.randn(batch, 3, *embedder.processor.image_size, device=device)}
+    what = f"image embedding, from tensors, {batch} at a time"
+    return measured(what, lambda: [embedder.embed(pixels) for _ in range(8)], 8 * batch, device)
+
+
+def photos(embedder: Embedder, forward: Figure, size: Size, device: torch.device) -> Figure:
+    """Embed JPEG files into a cache, decoded by as many threads as there are cores, against the forward alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dataset, numbers = photos_on_disk(Path(folder), size.photos, captions=False), count()
+
+        def run() -> None:
+            embed_images(embedder, dataset, Path(folder) / f"cache-{next(numbers)}", "photos")
+
+        run()
+        rate = size.photos / seconds_of(run, device, PHOTO_ROUNDS)
+        peak = peak_since(device)
+    assert forward.rate is not None and forward.flops is not None
+    share = rate / forward.rate
+    return Figure(
+        "image embedding, from JPEG files",
+        rate,
+        forward.flops * share,
+        peak,
+        f">= {LEAST_SHARE:.0%} of the forward's rate",
+        share >= LEAST_SHARE,
+        f"{share:.0%} of the rate of tensors; {size.photos:,} photos of 500 by 375 pixels, read, decoded and written to a cache",
+    )
+
+
+def images_compiled(embedder: Embedder, eager: Figure, device: torch.device) -> Figure:
+    """Embed the same images with compiled code; its number of operations is taken to be the same."""
+    batch = images_per_batch(embedder.processor, device)
+    pixels_BCHW = torch.randn(batch, 3, *embedder.processor.image_size, device=device)
+    compiled = torch.compile(embedder.model.embed_images)
+
+    @torch.inference_mode()
+    def run() -> None:
+        with torch.autocast(device.type, embedder.autocast):
+            for _ in range(8):
+                compiled(pixels_BCHW)
+
+    run()
+    rate = 8 * batch / seconds_of(run, device)
+    assert eager.rate is not None and eager.flops is not None
+    return Figure(f"{eager.what}, compiled", rate, eager.flops / eager.rate * rate, peak_since(device))
