@@ -117,7 +117,7 @@ def kinds_of(recipe: Recipe) -> dict[str, str]:
             name = str(source.get("name", "") if isinstance(source, dict) else source)
             known = source.get("model", {}).get("model_type") if isinstance(source, dict) else None
             described[role] = "stage" if name.startswith(STAGE_PREFIX) else known or name
-        kept = ("old_reads", "old_embeddings", "new_embeddings", "one_per_id", "embeddings_of", "samples_per_class")
+        kept = ("old_reads", "old_embeddings", "new_embeddings", "one_per_id", "embeddings_of", "samples_per_class", "views")
         described["data"] = stage.data.model_dump(mode="json", include=set(kept))
         described["learns from"] = [key for key in ("images", "pairs", "text_pairs") if getattr(stage.data, key)]
         kinds[stage.name] = json.dumps(described, sort_keys=True)
