@@ -115,6 +115,15 @@ def test_a_map_learns_from_whatever_both_models_embed(
     assert len(list((tmp_path / "cache").iterdir())) == 2, "of both models, computed once"
 
 
+@pytest.mark.parametrize("kind", ["photos", "pairs"])
+def test_a_map_learns_from_views_of_pictures(
+    kind: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, data = built("fct", folder_of, old_folder), {"augmentation": {"min_scale": 0.3}, "views": 3}
+    trainer = CompatTrainer(model, settings(tmp_path), request.getfixturevalue(kind), old=old_folder, data=data)
+    assert len(trainer.train_dataset) == 3 * COUNT and len(list((tmp_path / "cache").iterdir())) == 6, "three views of each model"
+
+
 def test_direct_learns_from_pairs_and_their_old_embeddings(
     pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
 ) -> None:

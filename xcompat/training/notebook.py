@@ -110,6 +110,8 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
     if kind in ("pairs", "pictures"):
         own = {"path": AT_HAND, "captions": kind == "pairs", "streaming": streaming}
         data["pairs"] = {**own, **data.get("pairs", {})}
+        if kind == "pictures":
+            data["embeddings_of"] = "images"
     elif kind == "images":
         data["images"] = {"path": AT_HAND, **data.get("images", {})}
     options = {name: getattr(model.config, name) for name in usual_options(method)}
