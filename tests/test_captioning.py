@@ -6,8 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import captioners
 import numpy as np
 import pytest
+import torch
 import warm
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -200,3 +202,90 @@ def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
     out.write_text('{"id": "cat/05.png"}')
     with pytest.raises(XcompatError, match="line 1: write it as"):
         load_labelled(source, captions=True)
+
+
+@pytest.fixture(scope="module")
+def folder_of_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    kinds = (captioners.blip, captioners.git, captioners.pix2struct, captioners.llava, captioners.qwen2_vl)
+    return {kind.__name__: captioners.make(kind, tmp_path_factory.mktemp(kind.__name__)) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    """Four of different sizes."""
+    sizes = ((16, 16), (24, 16), (16, 32), (40, 20))
+    pixels = (np.random.default_rng(row).integers(0, 255, (*size, 3), dtype=np.uint8) for row, size in enumerate(sizes))
+    return [Image.fromarray(each) for each in pixels]
+
+
+@pytest.mark.parametrize("prompt", [None, "a photo of"])
+@pytest.mark.parametrize("kind", ["blip", "git", "pix2struct", "llava", "qwen2_vl"])
+def test_every_kind_of_model_writes_what_it_writes_alone(
+    folder_of_kind: dict[str, str], pictures: list[Image.Image], kind: str, prompt: str | None
+) -> None:
+    captioner = Captioner(folder_of_kind[kind], max_tokens=6, prompt=prompt)
+    together = captioner(pictures)
+    assert together == [captioner([picture])[0] for picture in pictures]
+    assert any(together) and not any("a photo of" in text or len(text.split()) > 6 for text in together)
+    assert captioner.prompt == (prompt or (captioning.PROMPT if kind in ("llava", "qwen2_vl") else None))
+    if kind != "blip":  # whose captions of random weights do not look at the picture
+        assert len(set(together)) > 1
+
+
+@pytest.mark.parametrize("kind", ["blip", "git", "pix2struct"])
+def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str], pictures: list[Image.Image], kind: str) -> None:
+    """By the tokens that the model is known to take: after [BOS], without an end, and none of them are in the caption."""
+    captioner, (picture, *_) = Captioner(folder_of_kind[kind], max_tokens=5, prompt="a photo of"), pictures
+    pixels = dict(captioner.images(images=[picture], return_tensors="pt"))
+    ids = captioner.tokenizer("a photo of", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    begun = torch.cat([torch.tensor([[1]]), ids], dim=1)
+    given = {
+        "blip": {"input_ids": torch.cat([begun, torch.tensor([[2]])], dim=1)},  # generate takes its last token off
+        "git": {"input_ids": begun},
+        "pix2struct": {"decoder_input_ids": torch.cat([torch.tensor([[0]]), ids], dim=1)},
+    }[kind]
+    tokens = captioner.model.generate(**pixels, **given, max_new_tokens=5, do_sample=False)
+    words = captioner.tokenizer.decode(tokens[0], skip_special_tokens=True)
+    assert words == f"a photo of {captioner([picture])[0]}".strip()
+    assert captioner([picture]) != Captioner(folder_of_kind[kind], max_tokens=5)([picture])
+
+
+def test_what_a_chat_is_asked_reaches_the_model(
+    folder_of_kind: dict[str, str], pictures: list[Image.Image], photos: Path, tmp_path: Path
+) -> None:
+    asked = Captioner(folder_of_kind["llava"], prompt="the dog")._asked(pictures[:1])
+    words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
+    assert words == f"USER {' '.join([captioners.IMAGE] * 4)} the dog ASSISTANT"
+    given = ["caption", str(photos), "--model", folder_of_kind["llava"], "--max-tokens", "6"]
+    for name, more in (("usual", []), ("dog", ["--prompt", "the dog"])):
+        assert "11 captions" in CliRunner().invoke(app, [*given, *more, "--out", str(tmp_path / name)]).output
+    assert lines(tmp_path / "usual") != lines(tmp_path / "dog")
+
+
+def test_captions_of_another_prompt_are_not_continued(
+    folder_of_kind: dict[str, str], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(captioning, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4), out)
+    with pytest.raises(XcompatError, match="parts with other prompt"):
+        write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4, prompt="a photo of"), out)
+    plan = json.loads((tmp_path / "out.jsonl.parts" / captioning.PLAN).read_text())
+    del plan["prompt"]  # as versions wrote it that knew no prompt
+    (tmp_path / "out.jsonl.parts" / captioning.PLAN).write_text(json.dumps(plan))
+    assert write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4), out) == 11
+
+
+def test_a_prompt_that_is_not_taken_or_is_missing_is_one_line(
+    captioner_folder: str, pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    with pytest.raises(XcompatError, match="begins every caption by itself and takes no prompt; leave --prompt out"):
+        Captioner(captioner_folder, prompt="a photo of")
+    silent = captioners.llava(tmp_path, template=None)
+    with pytest.raises(XcompatError, match=r"writes no caption: .*; give it a --prompt"):
+        Captioner(silent)(pictures)
+    assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(pictures)) == 4
+    with pytest.raises(XcompatError, match=r"writes no caption: .*; give another --prompt"):
+        Captioner(silent, prompt="the dog")(pictures)

@@ -1,4 +1,4 @@
-"""Captions for images without them, written by any captioner of transformers."""
+"""Captions for images without them, written by any image-to-text model of transformers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from PIL.Image import Image
 
 from xcompat.data import PairSource, load_pairs
@@ -32,37 +33,51 @@ if TYPE_CHECKING:
 ROWS = 1024
 """Images of one part: what a killed run loses at most, and what processes share out."""
 PLAN = "plan.json"
+PROMPT = "Describe this image in one sentence."
+"""What a model that answers in a chat is asked, unless something else is given."""
 
 
 class Captioner:
-    """A model of transformers that describes a picture: a vision encoder with a text decoder, BLIP, GIT and their like.
+    """A model of transformers that describes a picture: BLIP, GIT, a vision encoder with a text decoder, or one that chats.
 
     Args:
         name: folder or Hub name.
         revision: of the Hub; what is newest unless given.
         max_tokens: most tokens of a caption; greedy decoding, so that a caption is the same every time.
+        prompt: the question to a model with a chat template, :data:`PROMPT` unless given; to others the text that they go on
+            with, which is no part of the caption, none unless given.
 
     Raises:
-        XcompatError: it is no captioner, or it answers only in a chat.
+        XcompatError: it is no captioner, or takes no prompt.
     """
 
-    def __init__(self, name: str, revision: str | None = None, max_tokens: int = 30) -> None:
-        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+    def __init__(self, name: str, revision: str | None = None, max_tokens: int = 30, prompt: str | None = None) -> None:
+        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+        from transformers.processing_utils import ProcessorMixin
 
-        where = {"revision": revision or "main"}
+        where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
         try:
-            config = AutoConfig.from_pretrained(name, **where)
-            if type(config) not in AutoModelForImageTextToText._model_mapping:
-                raise XcompatError(f"{name} is a {config.model_type}, which writes no captions; name a captioner")
+            self.config = AutoConfig.from_pretrained(name, **where)
+            if type(self.config) not in AutoModelForImageTextToText._model_mapping:
+                raise XcompatError(f"{name} is a {self.config.model_type}, which writes no captions; name a captioner")
             self.model = AutoModelForImageTextToText.from_pretrained(name, use_safetensors=True, **where).eval().to(device())
-            self.images = AutoImageProcessor.from_pretrained(name, **where)
-            self.tokenizer = AutoTokenizer.from_pretrained(name, **where)
-        except (OSError, ValueError) as error:
+            processor: Any = AutoProcessor.from_pretrained(name, **where)
+            is_whole = isinstance(processor, ProcessorMixin)
+            # an encoder with a decoder of another family has none, and AutoProcessor returns one half
+            self.images = processor if is_whole else AutoImageProcessor.from_pretrained(name, **where)
+            self.tokenizer: Any = processor.tokenizer if is_whole else AutoTokenizer.from_pretrained(name, **where)
+        except (OSError, ValueError, ImportError) as error:
             raise XcompatError(f"{name} cannot be loaded as a captioner: {what_failed(error)}") from error
-        if getattr(self.tokenizer, "chat_template", None):
-            raise XcompatError(f"{name} answers in a chat, and captions are asked without a prompt; name a captioner")
+        template = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        self.chat_template = template if is_whole else None
+        if prompt is not None and not is_whole:
+            raise XcompatError(f"{name} begins every caption by itself and takes no prompt; leave --prompt out")
         self.name, self.max_tokens = name, max_tokens
-        self.digest = getattr(config, "_commit_hash", None) or _digest_of(Path(name))
+        self.prompt = PROMPT if prompt is None and self.chat_template else prompt
+        self.tokenizer.padding_side = "left"  # a decoder goes on where the question ends
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.digest = getattr(self.config, "_commit_hash", None) or _digest_of(Path(name))
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image]) -> list[str]:
@@ -73,10 +88,59 @@ class Captioner:
 
         Returns:
             B captions, on one line each.
+
+        Raises:
+            XcompatError: the model cannot be asked so, as one without a chat template that needs a prompt.
         """
-        pixels = self.images(list(images), return_tensors="pt")["pixel_values"].to(self.model.device)
-        tokens = self.model.generate(pixel_values=pixels, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
-        return [" ".join(text.split()) for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        try:
+            asked = self._asked(list(images))
+            tokens_BT = self.model.generate(**asked, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
+        except (ValueError, TypeError, TemplateError) as error:
+            mend = "give it a --prompt" if self.prompt is None else "give another --prompt"
+            raise XcompatError(f"{self.name} writes no caption: {what_failed(error)}; {mend}") from error
+        texts = self.tokenizer.batch_decode(tokens_BT[:, self._repeated(tokens_BT, asked) :], skip_special_tokens=True)
+        return [" ".join(text.split()) for text in texts]
+
+    def _asked(self, images: list[Image]) -> dict[str, Any]:
+        """Return what the model generates from, under the names that its processor gives them."""
+        if self.chat_template:
+            text = {"type": "text", "text": self.prompt}
+            chats = [[{"role": "user", "content": [{"type": "image", "image": image}, text]}] for image in images]
+            asking: dict[str, Any] = {"chat_template": self.chat_template, "add_generation_prompt": True, "tokenize": True}
+            form: dict[str, Any] = {"return_dict": True, "return_tensors": "pt", "processor_kwargs": {"padding": True}}
+            found = self.images.apply_chat_template(chats, **asking, **form)
+        elif self.prompt is None:
+            found = self.images(images=images, return_tensors="pt")
+        else:
+            texts = [self.prompt] * len(images)
+            found = self._without_end(self.images(images=images, text=texts, padding=True, return_tensors="pt"))
+        where, dtype = self.model.device, self.model.dtype
+        tensors = {key: each.to(where) for key, each in found.items() if isinstance(each, torch.Tensor)}
+        return {**found, **{key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()}}
+
+    def _prefix(self, asked: Mapping[str, Any]) -> str | None:
+        """Return the name of the tokens that the decoder goes on with, if there are any."""
+        names = ["decoder_input_ids", *(() if self.config.is_encoder_decoder else ("input_ids",))]
+        return next((name for name in names if name in asked), None)
+
+    def _without_end(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Take off the token that ends a text, which would be the end of the caption; BLIP does so by itself."""
+        name, ends = self._prefix(found), {self.tokenizer.sep_token_id, self.tokenizer.eos_token_id}
+        if name is None or self.config.model_type == "blip" or not set(found[name][:, -1].tolist()) <= ends:
+            return dict(found)
+        cut = (name, name.replace("input_ids", "attention_mask"))
+        return {key: each[:, :-1] if key in cut else each for key, each in found.items()}
+
+    def _repeated(self, tokens_BT: torch.Tensor, asked: Mapping[str, Any]) -> int:
+        """Return how many tokens are the prompt again: a decoder that goes on with it gives it back."""
+        if (name := self._prefix(asked)) is None:
+            return 0
+        given_BP = asked[name]
+        for start in (0, 1):  # some begin with a token of their own
+            for count in (given_BP.shape[1], given_BP.shape[1] - 1):  # BLIP takes the last token of a prompt off
+                if count and torch.equal(tokens_BT[:, start : start + count], given_BP[:, :count]):
+                    return start + count
+        return 0
 
 
 def _digest_of(folder: Path) -> str:
@@ -131,7 +195,8 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
 
 def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, Any]:
     ids = hashlib.sha256("\n".join(images[ID][:]).encode()).hexdigest()
-    return {"images": source.path, "ids": ids, "captioner": captioner.digest, "max_tokens": captioner.max_tokens}
+    asked = {"captioner": captioner.digest, "max_tokens": captioner.max_tokens, "prompt": captioner.prompt}
+    return {"images": source.path, "ids": ids, **asked}
 
 
 def _require_plan(folder: Path, plan: dict[str, Any]) -> None:
@@ -184,13 +249,13 @@ def _join(parts: Iterable[Path], out: Path, max_bad_share: float) -> None:
         temporary.write_text("".join(map(_line, rows)), encoding="utf-8")
 
 
-def caption(images: str, model: str, out: Path, max_tokens: int, batch_size: int, max_bad_share: float, overwrite: bool) -> None:
-    """Do what ``xcompat caption IMAGES`` does, and say how it went."""
+def caption(images: str, captioner: Mapping[str, Any], out: Path, batch_size: int, max_bad_share: float, overwrite: bool) -> None:
+    """Do what ``xcompat caption IMAGES`` does, with the arguments of :class:`Captioner`, and say how it went."""
     process_state()
     silence_libraries()
     source = PairSource(path=images, captions=False, max_bad_share=max_bad_share)
     started = time.perf_counter()
-    count = write_captions(source, Captioner(model, max_tokens=max_tokens), out, batch_size, overwrite)
+    count = write_captions(source, Captioner(**captioner), out, batch_size, overwrite)
     seconds = time.perf_counter() - started
     console.print(f"{count:,} captions in {literal(out)} ({seconds:,.1f} s, {count / max(seconds, 1e-9):,.1f} a second)")
     share = f", max_bad_share: {max_bad_share:g}" if max_bad_share > PairSource(path=images).max_bad_share else ""

@@ -12,8 +12,14 @@ from xcompat.errors import XcompatError
 
 def caption(
     images: Annotated[str, typer.Argument(metavar="IMAGES", help="A folder, shards, Parquet, or a data set on the Hub.")],
-    model: Annotated[str, typer.Option(help="A captioner of transformers, such as nlpconnect/vit-gpt2-image-captioning.")],
+    model: Annotated[
+        str, typer.Option(help="An image-to-text model of transformers, such as nlpconnect/vit-gpt2-image-captioning.")
+    ],
     out: Annotated[Path, typer.Option(help="File of JSON lines that gets the captions.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The question to a model that chats, or the text that BLIP or GIT goes on with.", show_default=False),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a caption.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at once.")] = 16,
     max_bad_share: Annotated[float, typer.Option(min=0, max=1, help="Share of images that may be unreadable.")] = 0.01,
@@ -24,7 +30,8 @@ def caption(
         raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
     from xcompat.captioning import caption as caption_images
 
-    caption_images(images, model, out, max_tokens, batch_size, max_bad_share, overwrite)
+    captioner = {"name": model, "max_tokens": max_tokens, "prompt": prompt}
+    caption_images(images, captioner, out, batch_size, max_bad_share, overwrite)
 
 
 def classes(
