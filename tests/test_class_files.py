@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -15,10 +16,12 @@ from xcompat.cli import app
 from xcompat.data import load_classes
 from xcompat.encoders.class_names import SETS, class_names, prompt_templates
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
 from xcompat.training.class_files import class_indices
+from xcompat.training.push import run_facts
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
-from xcompat.training.sections import ZeroShotSettings
+from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -94,6 +97,43 @@ def test_a_class_file_of_another_length_stops_a_run_before_it_trains(
     with pytest.raises(XcompatError, match=r"classes\.txt do not fit: 3 classes, and the images are in 2 folders"):
         run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     assert not (tmp_path / "cache").exists(), "nothing was embedded"
+
+
+def test_zero_shot_is_one_set_or_several_by_name() -> None:
+    one = {"images": {"path": "x"}, "classes": "c.txt"}
+
+    def parsed(given: object) -> DataSettings:
+        raw = {
+            "method": "ridge",
+            "old": "a",
+            "new": "b",
+            "data": {"texts": [{"path": "t"}], "test": {"path": "y"}, "zero_shot": given},
+        }
+        return parse_recipe(raw, "demo", "demo.yaml", is_quick=True).stages[0].data
+
+    assert parsed(one).zero_shot_sets() == {"": ZeroShotSettings(**one)} and parsed(None).zero_shot_sets() == {}
+    several = parsed({"imagenet": one, "imagenet_r": one | {"templates": "simple"}})
+    assert [len(shot.prompts()) for shot in several.zero_shot_sets().values()] == [1, 7]
+    assert parsed(several.model_dump(mode="json")["zero_shot"]) == several, "as the copy in the run's folder has it"
+    for wrong, message in (
+        ({"images": {"path": "x"}}, r"data\.zero_shot\.classes: Field required"),
+        ({"imagenet": {"images": {"path": "x"}}}, r"data\.zero_shot\.imagenet\.classes: Field required"),
+        ({"imagenet": one | {"clases": 1}}, r"unknown key .*zero_shot\.imagenet\.clases'; did you mean 'classes'"),
+        (one | {"imagenet": one}, r"unknown key .*zero_shot\.imagenet'; did you mean 'images'"),
+        ({"image net": one}, r"zero_shot\.image net.*should match pattern"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            parsed(wrong)
+
+
+def test_a_card_names_the_images_of_every_set(tmp_path: Path) -> None:
+    shots = {name: {"images": {"path": f"data/{name}/val"}, "classes": "c.txt"} for name in ("imagenet", "sketch")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"zero_shot": shots}}))
+    assert run_facts(tmp_path / "model", Fingerprint.from_string("any")).data == {
+        "zero_shot": ["data/imagenet/val", "data/sketch/val"]
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"zero_shot": shots["sketch"]}}))
+    assert run_facts(tmp_path / "model", Fingerprint.from_string("any")).data == {"zero_shot": ["data/sketch/val"]}
 
 
 def test_prompts_may_be_a_librarys_list() -> None:

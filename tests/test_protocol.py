@@ -192,6 +192,39 @@ def test_zero_shot_is_a_case_and_counts(models: Contestants[EmbeddedPairs]) -> N
     assert any("zero_shot@1" in line for line in failed)
 
 
+def test_several_zero_shot_sets_count_by_name(models: Contestants[EmbeddedPairs]) -> None:
+    """Each is what it is alone; what is mapped, filled up or embedded otherwise keeps them apart."""
+
+    def named(model: EmbeddedPairs) -> EmbeddedPairs:
+        shot = model.classified[""]
+        fewer = ZeroShot(shot.image_embeds_ND[:6], shot.class_embeds_CD[:2], shot.labels_N[:6])
+        return replace(model, zero_shot={"all": shot, "few": fewer})
+
+    alone = evaluate(models, EvaluationOptions(n_resamples=20))
+    several = replace(models, old=named(models.old), new_view=named(models.new_view))
+    found = evaluate(several, EvaluationOptions(n_resamples=20))
+    plain = {case.label: case for case in alone.cases if "zero_shot@1" in case.metrics}
+    for label, case in plain.items():
+        one, other = (
+            next(each for each in found.cases if each.label == label and f"zero_shot:{name}@1" in each.metrics)
+            for name in ("all", "few")
+        )
+        assert one.metrics == {"zero_shot:all@1": case.metrics["zero_shot@1"]}
+        assert (other.n_queries, other.n_gallery) == (6, 2)
+    assert [each.metric for each in found.criterion.differences][-2:] == ["zero_shot:all@1", "zero_shot:few@1"]
+    model = several.old
+    doubled = model.with_matrices({kind: 2 * np.asarray(embeds) for kind, embeds in model.matrices().items()}).classified
+    for name, shot in model.classified.items():
+        assert np.array_equal(doubled[name].image_embeds_ND, 2 * shot.image_embeds_ND)
+        assert np.array_equal(doubled[name].class_embeds_CD, 2 * shot.class_embeds_CD)
+    few = model.classified["few"]
+    other = replace(
+        several.new_view, zero_shot={"all": model.classified["all"], "few": replace(few, labels_N=few.labels_N[::-1])}
+    )
+    with pytest.raises(XcompatError, match="zero-shot label of few 0 is 1 in new_view but 0 in old"):
+        evaluate(replace(several, new_view=other))
+
+
 def test_a_smaller_raw_model_is_filled_up_with_zeros(models: Contestants[EmbeddedPairs]) -> None:
     small = embedded("small", 8, 1.5, 5)
     result = evaluate(replace(models, independent=small), EvaluationOptions(n_resamples=20))

@@ -25,6 +25,7 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
 from xcompat.training.beforehand import load_checked
 from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.evaluation_sets import check_zero_shot
 from xcompat.training.headers import read_header
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
@@ -223,9 +224,11 @@ def test_a_papers_recipe_reads_its_data_as_they_are_distributed(
             read.add(seen)
             images = load_labelled(source, captions=data.old_reads == "captions")
             assert len(select(images, subset) if subset is not None else images), key
-        for source in filter(None, (data.test, data.zero_shot and data.zero_shot.images)):
+        for source in filter(None, (data.test, *(shot.images for shot in data.zero_shot_sets().values()))):
             if local_files(source.path) is not None:
                 assert list(load_pairs(source))
+        for shot in data.zero_shot_sets().values():
+            check_zero_shot(shot)
 
 
 @pytest.mark.parametrize("file", PAPERS, ids=named)
@@ -289,8 +292,11 @@ def test_a_class_file_of_another_length_than_the_labels_is_refused_before_traini
     monkeypatch.chdir(layouts)
     (tmp_path / "short.txt").write_text("tench\ngoldfish\n")
     file = ROOT / "recipes" / "xbt" / "table_8_zero_shot.yaml"
-    recipe = load_recipe(file, [f"data.zero_shot.classes={tmp_path / 'short.txt'}", f"output_dir={tmp_path / 'run'}"])
-    message = r"zero_shot: data/imagenet/flat/val\.txt and .*short\.txt do not fit: the label '2' is none of the 2 classes"
+    short = f"data.zero_shot.imagenet_sketch.classes={tmp_path / 'short.txt'}"
+    recipe = load_recipe(file, [short, f"output_dir={tmp_path / 'run'}"])
+    message = (
+        r"zero_shot\.imagenet_sketch: data/imagenet-sketch/sketch and .*short\.txt do not fit: 2 classes, and the images are in 4"
+    )
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe)
     assert not (tmp_path / "run").exists(), "nothing was trained"

@@ -21,6 +21,9 @@ from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
+from xcompat.report import load_report, render_markdown
+from xcompat.report.comparison import Contender, compare
+from xcompat.report.comparison.tables import tables
 from xcompat.report.content import Cost
 from xcompat.training import run as run_module
 from xcompat.training import train_stage as train_stage_module
@@ -640,3 +643,24 @@ def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder
     assert {("old", "old"), ("new", "old"), ("new", "new"), ("independent", "independent")} <= set(measured)
     for case in measured.values():
         assert case["n_gallery"] == 2 and case["n_queries"] == 8 and 0 <= case["metrics"]["zero_shot@1"] <= 1
+    (tmp_path / "more.txt").write_text("cat\ndog\nhorse\n")
+    limited = raw["data"]["zero_shot"]["images"] | {"limit": 6}
+    raw["data"]["zero_shot"] = {
+        "pets": raw["data"]["zero_shot"],
+        "farm": {"images": limited, "classes": str(tmp_path / "more.txt")},
+    }
+    run_recipe(recipe_of(raw))
+    report = load_report(tmp_path / "run")
+    several = {(case.query, case.gallery, metric): case for case in report.cases for metric in case.metrics if "zero" in metric}
+    for (query, gallery), case in measured.items():  # training is kept, and the same set has the same result under a name
+        assert several[query, gallery, "zero_shot:pets@1"].metrics["zero_shot:pets@1"] == case["metrics"]["zero_shot@1"]
+        farm = several[query, gallery, "zero_shot:farm@1"]
+        assert (farm.n_queries, farm.n_gallery) == (6, 3)
+    assert [metrics for _, metrics, _ in report.tables()][2:] == [["zero_shot:pets@1"], ["zero_shot:farm@1"]]
+    assert {"zero_shot:pets@1", "zero_shot:farm@1"} <= {each.metric for each in report.criterion.differences}
+    written = (tmp_path / "run" / "report" / "report.html").read_text()
+    for text in (written, render_markdown(report)):
+        assert "Zero-shot top-1 (pets)" in text and "Zero-shot top-1 (farm)" in text and "share of images whose class" in text
+    compared = compare("study", [Contender("xbt", "xbt", {0: report}, 0, False, [1.0])], n_resamples=100)
+    columns = [column for table in tables(compared) for column in table.columns]
+    assert {"Zero-shot top-1 (pets)\non old", "Zero-shot top-1 (farm)\non own"} <= set(columns)

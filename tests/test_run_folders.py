@@ -139,6 +139,11 @@ def test_files_are_known_by_what_they_hold_wherever_they_lie(photos: Path, tmp_p
         }
         return list(judged_files(StageRecipe(method="ridge", data=data)).values())
 
+    named = DataSettings(
+        zero_shot={"a": ZeroShotSettings(images=PairSource(path=str(photos)), classes=str(tmp_path / "classes.txt"))}
+    )
+    of_names = judged_files(StageRecipe(method="ridge", data=named))
+    assert of_names.keys() == {"zero_shot.a.images.path", "zero_shot.a.classes"}
     first = found(photos)
     assert len(first) == 3
     assert found(Path(shutil.copytree(photos, tmp_path / "copied", copy_function=shutil.copyfile))) == first

@@ -9,8 +9,13 @@ def metric_name(metric: str) -> str:
     Example:
         >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1"), metric_name("tar@far=1e-4")
         ('R@10', 'mAP', 'NFR@1', 'TAR@FAR=1e-4')
+        >>> metric_name("zero_shot:sketch@1")
+        'Zero-shot top-1 (sketch)'
     """
     name, at, k = metric.partition("@")
+    if name.startswith("zero_shot"):
+        which = name.partition(":")[2]
+        return f"Zero-shot top-{k}" + (f" ({which})" if which else "")
     if name in ("tar", "tpir"):
         kind, equals, rate = metric.partition("=")
         return f"{kind.upper()}{equals}{rate}"
@@ -22,6 +27,5 @@ def metric_name(metric: str) -> str:
         "mrr": "MRR",
         "success": "Success",
         "negative_flip_rate": "NFR",
-        "zero_shot": "Zero-shot top-",
     }
-    return f"{known[name]}{'' if name == 'zero_shot' else at}{k}" if name in known else metric
+    return f"{known[name]}{at}{k}" if name in known else metric

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from data_layouts.captioned import make_coco, make_flickr30k, make_nocaps
 from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
-from data_layouts.labelled import make_cifar10, make_cifar100, make_imagenet, make_places365, make_vggface2
+from data_layouts.labelled import (
+    make_cifar10,
+    make_cifar100,
+    make_imagenet,
+    make_imagenet_r,
+    make_imagenet_sketch,
+    make_places365,
+    make_vggface2,
+)
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "cifar-10-batches-bin": make_cifar10,
@@ -15,6 +23,8 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "coco": make_coco,
     "flickr30k": make_flickr30k,
     "imagenet": make_imagenet,
+    "imagenet-r": make_imagenet_r,
+    "imagenet-sketch": make_imagenet_sketch,
     "ijbc": make_ijbc,
     "market1501": make_market1501,
     "ms1m": make_ms1m,

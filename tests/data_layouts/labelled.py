@@ -1,4 +1,4 @@
-"""Images with classes: CIFAR's binary batches, ImageNet's folders, Places' lists, VGGFace2's folders and lists."""
+"""Images with classes: CIFAR's binary batches, ImageNet's folders and its kin, Places' lists, VGGFace2's folders and lists."""
 
 from __future__ import annotations
 
@@ -54,6 +54,23 @@ def make_imagenet(folder: Path) -> None:
         files = sorted((folder / part).rglob("*.JPEG"))
         rows = [{"id": file.relative_to(folder / part).as_posix(), "caption": f"a picture of {file.stem}"} for file in files]
         write(folder / f"captions_{part}.jsonl", [json.dumps(row) for row in rows])
+
+
+def make_imagenet_r(folder: Path) -> None:
+    """Make ImageNet-R: a folder for each of its classes, which are some of ImageNet's, and its README."""
+    for synset in SYNSETS[:2]:
+        for number, (what, kind) in enumerate((("art", "0"), ("cartoon", "1"))):
+            draw(folder / synset / f"{what}_{kind}{number}.jpg")
+    write(folder / "README.txt", ["n01440764 tench", "n01443537 goldfish"])
+    write(folder / "class_names.txt", ["tench", "goldfish"])
+
+
+def make_imagenet_sketch(folder: Path) -> None:
+    """Make ImageNet-Sketch: ``sketch`` with a folder for each of ImageNet's classes."""
+    for synset in SYNSETS:
+        for number in range(2):
+            draw(folder / "sketch" / synset / f"sketch_{number}.JPEG")
+    write(folder / "class_names.txt", ["tench", "goldfish", "great white shark", "tiger shark"])
 
 
 def make_places365(folder: Path) -> None:

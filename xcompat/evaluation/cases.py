@@ -28,11 +28,30 @@ MAPPED = "mapped"
 """Both sides of a case: old queries and the old gallery, mapped towards the new model."""
 FLIP_METRIC = "negative_flip_rate@1"
 ZERO_SHOT = "zero_shot"
-ZERO_SHOT_METRIC = f"{ZERO_SHOT}@1"
 RankKey = tuple[str, str, str]
 """(query, gallery, direction)."""
 ValueKey = tuple[str, str, str, str]
 """(query, gallery, direction, metric)."""
+
+
+def zero_shot_metric(name: str) -> str:
+    """Return what a zero-shot classification measures, of images by a name, or of the only ones without a name.
+
+    Example:
+        >>> zero_shot_metric("sketch"), zero_shot_metric("")
+        ('zero_shot:sketch', 'zero_shot')
+    """
+    return f"{ZERO_SHOT}:{name}" if name else ZERO_SHOT
+
+
+def is_zero_shot(metric: str) -> bool:
+    """Return whether a metric is that of a zero-shot classification.
+
+    Example:
+        >>> is_zero_shot("zero_shot@1"), is_zero_shot("zero_shot:sketch@1"), is_zero_shot("recall@1")
+        (True, True, False)
+    """
+    return metric.partition("@")[0].partition(":")[0] == ZERO_SHOT
 
 
 @dataclass(frozen=True)

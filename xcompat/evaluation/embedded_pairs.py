@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT
+from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot, zero_shot_metric
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
@@ -47,7 +47,7 @@ class EmbeddedPairs:
         text_embeds_MD: ``(M, D)`` embeddings.
         image_ids: N hashables; several images may share one.
         text_ids: M hashables; the id of the image or images that each text describes.
-        zero_shot: the same model's embeddings for a zero-shot classification, if the test set has one.
+        zero_shot: the same model's embeddings for a zero-shot classification, or for several by name, if the test set has some.
     """
 
     name: str
@@ -56,12 +56,19 @@ class EmbeddedPairs:
     text_embeds_MD: Embeddings
     image_ids: Ids
     text_ids: Ids
-    zero_shot: ZeroShot | None = None
+    zero_shot: ZeroShot | Mapping[str, ZeroShot] | None = None
 
     @property
     def dim(self) -> int:
         """Dimensions of the embeddings."""
         return int(self.image_embeds_ND.shape[1])
+
+    @property
+    def classified(self) -> dict[str, ZeroShot]:
+        """The classifications by name; the name of one without any is empty."""
+        if isinstance(self.zero_shot, ZeroShot):
+            return {"": self.zero_shot}
+        return dict(self.zero_shot or {})
 
     def require_same_items(self, other: EmbeddedPairs, name: str) -> None:
         """Raise unless the other model, called ``name``, embedded the same items in the same order."""
@@ -69,8 +76,9 @@ class EmbeddedPairs:
             ("image", self.image_ids, other.image_ids),
             ("text", self.text_ids, other.text_ids),
         ]
-        if self.zero_shot is not None and other.zero_shot is not None:
-            sides.append(("zero-shot label", self.zero_shot.labels_N, other.zero_shot.labels_N))
+        for name_of_set, shot in self.classified.items():
+            if (theirs := other.classified.get(name_of_set)) is not None:
+                sides.append((f"zero-shot label{_of(name_of_set)}", shot.labels_N, theirs.labels_N))
         for kind, expected_ids, found_ids in sides:
             expected, found = as_ids(expected_ids, len(expected_ids), "old"), as_ids(found_ids, len(found_ids), name)
             if len(expected) != len(found):
@@ -83,15 +91,17 @@ class EmbeddedPairs:
 
     def matrices(self) -> dict[str, Embeddings]:
         """Return the embeddings of ``images``, ``texts``, and of ``zero-shot images`` and ``classes`` if there are such."""
-        own = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
-        zero = self.zero_shot
-        return own | ({"zero-shot images": zero.image_embeds_ND, "classes": zero.class_embeds_CD} if zero is not None else {})
+        found = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
+        for name, shot in self.classified.items():
+            found |= {f"zero-shot images{_of(name)}": shot.image_embeds_ND, f"classes{_of(name)}": shot.class_embeds_CD}
+        return found
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedPairs:
         """Return the same items with other embeddings."""
-        zero_shot = self.zero_shot and replace(
-            self.zero_shot, image_embeds_ND=matrices["zero-shot images"], class_embeds_CD=matrices["classes"]
-        )
+        zero_shot = {
+            name: ZeroShot(matrices[f"zero-shot images{_of(name)}"], matrices[f"classes{_of(name)}"], shot.labels_N)
+            for name, shot in self.classified.items()
+        }
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
     def queries_alone(self) -> EmbeddedPairs:
@@ -115,10 +125,10 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return the search of texts by images, of images by texts, and of classes by images if the test set has classes."""
+        """Return the search of texts by images, of images by texts, and of the classes of each classification by its images."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
-        if self.zero_shot is not None:
-            found.append(Direction(IMAGE_TO_TEXT, ZERO_SHOT, (1,), len(self.zero_shot.class_embeds_CD)))
+        for name, shot in self.classified.items():
+            found.append(Direction(IMAGE_TO_TEXT, zero_shot_metric(name), (1,), len(shot.class_embeds_CD)))
         return found
 
     def _direction(self, name: str, ks: Sequence[int]) -> Direction:
@@ -139,10 +149,11 @@ class EmbeddedPairs:
 
     def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:
         """Rank the captions of each image, the images of each caption, or the classes of each image."""
-        if direction.metric == ZERO_SHOT:
-            if self.zero_shot is None or gallery.zero_shot is None:
+        if is_zero_shot(direction.metric):
+            name = direction.metric.partition(":")[2]
+            if name not in self.classified or name not in gallery.classified:
                 return None
-            images, classes_CD = self.zero_shot, gallery.zero_shot.class_embeds_CD
+            images, classes_CD = self.classified[name], gallery.classified[name].class_embeds_CD
             return Found(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
@@ -150,3 +161,8 @@ class EmbeddedPairs:
 
     def _side(self, name: str) -> tuple[Embeddings, Ids]:
         return (self.image_embeds_ND, self.image_ids) if name == "images" else (self.text_embeds_MD, self.text_ids)
+
+
+def _of(name: str) -> str:
+    """Return what tells the images and classes of one classification from those of others."""
+    return f" of {name}" if name else ""

@@ -11,13 +11,12 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
     FLIP_METRIC,
     OLD_WITH_MEMORY,
-    ZERO_SHOT,
-    ZERO_SHOT_METRIC,
     Case,
     Criterion,
     Difference,
     Evaluation,
     failed_comparisons,
+    is_zero_shot,
 )
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
@@ -43,10 +42,10 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
     options = options or EvaluationOptions()
     searches, directions = contestants.searches(options.old_on_new), contestants.old.directions(options.ks)
     measured = [_measure(searches, direction, options, len(directions) > 1) for direction in directions]
-    retrieval = [each for each in measured if each.direction.metric != ZERO_SHOT]
+    retrieval = [each for each in measured if not is_zero_shot(each.direction.metric)]
     pairs = [(query, gallery) for query, gallery, _, _ in searches]
     cases = [each.case(*pair) for pair in pairs for each in measured if pair in each.found]
-    cases.sort(key=lambda case: ZERO_SHOT_METRIC in case.metrics)
+    cases.sort(key=lambda case: any(map(is_zero_shot, case.metrics)))
     differences = [difference for each in measured for difference in each.differences("old")]
     notes = [note for each in retrieval for note in each.notes()]
     if beside := [difference for each in retrieval for difference in each.differences(OLD_WITH_MEMORY)]:
@@ -100,7 +99,7 @@ class _Measured:
         if (
             gallery == "old"
             and query not in ("old", "independent")
-            and self.direction.metric != ZERO_SHOT
+            and not is_zero_shot(self.direction.metric)
             and self.direction.is_ranked
         ):
             floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self._known] for asking in ("old", query))

@@ -14,12 +14,12 @@ from xcompat.evaluation.cases import (
     IMAGE_TO_IMAGE,
     TEXT_TO_TEXT,
     VERIFICATION,
-    ZERO_SHOT_METRIC,
     Case,
     Criterion,
     Evaluation,
     RankKey,
     ValueKey,
+    is_zero_shot,
 )
 
 if TYPE_CHECKING:
@@ -241,10 +241,10 @@ class Report:
         return list(self.run.get("notes", []))
 
     def tables(self) -> list[tuple[str, list[str], list[Case]]]:
-        """Return (direction, metric names, cases) per table: one for each direction, and one for its zero-shot classification."""
-        groups: dict[tuple[str, bool], list[Case]] = {}
+        """Return (direction, metric names, cases) per table: one for each direction and zero-shot classification."""
+        groups: dict[tuple[str, str | None], list[Case]] = {}
         for case in self.cases:
-            groups.setdefault((case.direction, ZERO_SHOT_METRIC in case.metrics), []).append(case)
+            groups.setdefault((case.direction, next(filter(is_zero_shot, case.metrics), None)), []).append(case)
         return [
             (direction, list(dict.fromkeys(name for case in cases for name in case.metrics)), cases)
             for (direction, _), cases in groups.items()
@@ -258,4 +258,4 @@ def retrieval_metrics(metrics: Iterable[str]) -> list[str]:
         >>> retrieval_metrics(["cmc@1", "map@R", "negative_flip_rate@1"])
         ['cmc@1', 'map@R']
     """
-    return [name for name in metrics if name not in (FLIP_METRIC, ZERO_SHOT_METRIC)]
+    return [name for name in metrics if name != FLIP_METRIC and not is_zero_shot(name)]

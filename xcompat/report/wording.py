@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from xcompat.evaluation.cases import failed_comparisons, hangs_on, overall_outcome
+from xcompat.evaluation.cases import failed_comparisons, hangs_on, is_zero_shot, overall_outcome
 from xcompat.evaluation.intervals import POWER
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
@@ -155,7 +155,8 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
     """
     names = tuple(metrics)
     meanings = _METRICS | _JUDGED if any(name.startswith("ndcg@") for name in names) else _METRICS
-    kinds = {name if name in meanings else "".join(re.split("([=@])", name)[:-1]) for name in names}
+    plain = ("zero_shot@1" if is_zero_shot(name) else name for name in names)
+    kinds = {name if name in meanings else "".join(re.split("([=@])", name)[:-1]) for name in plain}
     return [told for kind, told in meanings.items() if kind in kinds]
 
 

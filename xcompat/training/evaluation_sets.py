@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
         return load_judged_texts(data.judged_texts)
     if data.templates is not None:
         return load_judged_templates(data.templates)
-    return load_pair_test_set(data.test, data.zero_shot) if data.test is not None else None
+    return load_pair_test_set(data.test, data.zero_shot_sets()) if data.test is not None else None
 
 
 def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
@@ -72,20 +73,20 @@ def _judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
 
 @dataclass
 class PairTestSet(EvaluationSet):
-    """A paired test set, and perhaps one for zero-shot classification.
+    """A paired test set, and perhaps others for zero-shot classification.
 
     Args:
         pairs: images and captions.
         texts: every distinct caption of every id.
         text_ids: the id of the image each caption describes.
-        zero_shot: settings of the classification, and its labelled images.
+        zero_shot: name of a classification -> its settings, and its labelled images.
         max_bad_share: the share of images that may be unreadable.
     """
 
     pairs: datasets.Dataset
     texts: list[str]
     text_ids: list[str]
-    zero_shot: tuple[ZeroShotSettings, datasets.Dataset] | None = None
+    zero_shot: dict[str, tuple[ZeroShotSettings, datasets.Dataset]] = field(default_factory=dict)
     max_bad_share: float = 0.01
 
     @override
@@ -94,21 +95,9 @@ class PairTestSet(EvaluationSet):
         model = embedder.require_model(NO_CAPTIONS)
         images = cached_images(model, self.pairs, cache_dir, self.max_bad_share)
         texts = cached_captions(model, self.texts, cache_dir)
-        name, zero_shot = display_name(model.name), self._embed_zero_shot(model, cache_dir)
+        zero_shot = {key: _embed_zero_shot(model, *shot, cache_dir) for key, shot in self.zero_shot.items()}
+        name = display_name(model.name)
         return EmbeddedPairs(name, model.fingerprint, images[:], texts[:], self.pairs[ID], self.text_ids, zero_shot)
-
-    def _embed_zero_shot(self, embedder: Embedder, cache_dir: Path) -> ZeroShot | None:
-        if self.zero_shot is None:
-            return None
-        settings, labelled = self.zero_shot
-        classes, templates = load_classes(settings.classes), settings.prompts()
-        prompts = [template.format(name) for name in classes for template in templates]
-        embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
-        class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(templates), -1))
-        image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
-        kept_N = np.isfinite(image_embeds_ND[:, 0])  # an unreadable picture is unreadable for every model
-        labels_N = _zero_shot_labels(settings, labelled)
-        return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
     @override
     def examples(
@@ -260,23 +249,35 @@ def _multiplied(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArr
     return np.pad(queries_QD, ((0, 0), (0, 1)), constant_values=1), np.concatenate([gallery_GD, -halves_G1], axis=1)
 
 
-def load_pair_test_set(source: PairSource, zero_shot: ZeroShotSettings | None = None) -> PairTestSet:
-    """Load a test set of images with captions, and perhaps of labelled images for zero-shot classification."""
+def _embed_zero_shot(embedder: Embedder, settings: ZeroShotSettings, labelled: datasets.Dataset, cache_dir: Path) -> ZeroShot:
+    classes, templates = load_classes(settings.classes), settings.prompts()
+    prompts = [template.format(name) for name in classes for template in templates]
+    embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
+    class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(templates), -1))
+    image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
+    kept_N = np.isfinite(image_embeds_ND[:, 0])  # an unreadable picture is unreadable for every model
+    labels_N = _zero_shot_labels(settings, labelled)
+    return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
+
+
+def load_pair_test_set(source: PairSource, zero_shot: Mapping[str, ZeroShotSettings] | None = None) -> PairTestSet:
+    """Load a test set of images with captions, and perhaps sets of labelled images for zero-shot classification, by name."""
     if source.streaming:
         raise XcompatError("data.test is read more than once and cannot be a stream; set its streaming to false")
     pairs = load_pairs(source)
     # A caption that several pictures of one id share is one query and one gallery item.
     distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
     texts, text_ids = [text for text, _ in distinct], [text_id for _, text_id in distinct]
-    labelled = (zero_shot, load_pairs(zero_shot.images)) if zero_shot else None
+    labelled = {name: (shot, load_pairs(shot.images)) for name, shot in (zero_shot or {}).items()}
     return PairTestSet(pairs, texts, text_ids, labelled, source.max_bad_share)
 
 
-def check_zero_shot(settings: ZeroShotSettings) -> None:
+def check_zero_shot(settings: ZeroShotSettings, name: str = "") -> None:
     """Refuse a class file that is of another length than the labels, or does not name one.
 
     Args:
         settings: the classification.
+        name: its name, if there are several.
 
     Raises:
         XcompatError: naming the images and the class file.
@@ -285,7 +286,8 @@ def check_zero_shot(settings: ZeroShotSettings) -> None:
     try:
         _zero_shot_labels(settings, labelled)
     except XcompatError as error:
-        raise XcompatError(f"data.zero_shot: {settings.images.path} and {settings.classes} do not fit: {error}") from None
+        where = f"data.zero_shot.{name}" if name else "data.zero_shot"
+        raise XcompatError(f"{where}: {settings.images.path} and {settings.classes} do not fit: {error}") from None
 
 
 def _zero_shot_labels(settings: ZeroShotSettings, labelled: datasets.Dataset) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.paths import nearest_path
-from xcompat.training.sections import DataSettings, JudgedTemplates
+from xcompat.training.sections import DataSettings, JudgedTemplates, ZeroShotSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.vectors import check_stored
 
@@ -128,11 +128,16 @@ def _said_of(key: str) -> Iterator[None]:
         raise XcompatError(f"{key}: {error}") from None
 
 
+def _zero_shot_sets(data: DataSettings) -> Iterator[tuple[str, ZeroShotSettings]]:
+    for name, shot in data.zero_shot_sets().items():
+        yield f"zero_shot.{name}" if name else "zero_shot", shot
+
+
 def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
     for number, source in enumerate(data.texts):
         yield f"texts.{number}", source
-    if data.zero_shot is not None:
-        yield "zero_shot.images", data.zero_shot.images
+    for key, shot in _zero_shot_sets(data):
+        yield f"{key}.images", shot.images
     for key in ("pairs", "text_pairs", "remembered", "images", "test", "queries", "gallery"):
         if (source := getattr(data, key)) is not None:
             yield key, source
@@ -144,8 +149,8 @@ def _sources(data: DataSettings) -> Iterator[tuple[str, Source]]:
 
 
 def _other_files(data: DataSettings) -> Iterator[tuple[str, str]]:
-    if data.zero_shot is not None:
-        yield "zero_shot.classes", data.zero_shot.classes
+    for key, shot in _zero_shot_sets(data):
+        yield f"{key}.classes", shot.classes
     for key in ("images", "queries", "gallery", "subset", "test_subset"):
         for name in ("classes", "caption_file"):
             file = getattr(getattr(data, key), name, None)

@@ -160,7 +160,10 @@ def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
     environment = read_json(stage / "environment.json") if (stage / "environment.json").exists() else {}
     done = read_json(stage / "done.json") if (stage / "done.json").exists() else {}
     sections = [recipe.get("data") or {} for recipe in recipes]
-    names = {part: list(dict.fromkeys(name for each in sections for name in _names(each.get(part)))) for part in _PARTS}
+    named = {part: [name for each in sections for name in _names(each.get(part))] for part in _PARTS}
+    several = [shot for each in sections for shot in (each.get("zero_shot") or {}).values() if isinstance(shot, dict)]
+    named["zero_shot"] += [name for shot in several for name in _names(shot)]
+    names = {part: list(dict.fromkeys(each)) for part, each in named.items()}
     facts = RunFacts(
         data={part: [shown(name) for name in each] for part, each in names.items() if each},
         datasets=sorted({name for each in names.values() for name in each if is_dataset(name)}),

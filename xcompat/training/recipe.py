@@ -180,7 +180,7 @@ def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa:
             for found in models_in(candidate.model_fields[part].annotation)
         ]
         candidates = named or inner or candidates
-    return [key for candidate in candidates for key in candidate.model_fields]
+    return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextPairSource, TextSource
 from xcompat.data.sources import ImageSource
@@ -39,6 +39,19 @@ class ZeroShotSettings(Section):
         from xcompat.encoders.class_names import prompt_templates
 
         return prompt_templates(self.templates) if isinstance(self.templates, str) else self.templates
+
+
+def _is_of_several(given: Any) -> Literal["One", "Several"]:  # noqa: ANN401 - what YAML holds
+    several = isinstance(given, dict) and given and not given.keys() & ZeroShotSettings.model_fields.keys()
+    return "Several" if several else "One"
+
+
+ZeroShotSets = Annotated[
+    Annotated[ZeroShotSettings, Tag("One")]
+    | Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")], ZeroShotSettings], Tag("Several")],
+    Discriminator(_is_of_several),
+]
+"""One zero-shot classification, or several by name; a name that is a key of one, such as ``images``, is taken for it."""
 
 
 class JudgedTexts(Section):
@@ -100,7 +113,7 @@ class DataSettings(Section):
         test: images with captions that no stage trains on.
         judged_texts: texts with judgements, on whose queries no stage trains, in place of ``test`` and ``queries``.
         templates: templates of images with pairs and subjects, in place of ``test`` and ``queries``.
-        zero_shot: labelled images for classification from prompts.
+        zero_shot: labelled images for classification from prompts, or several sets of them by name.
         images: labelled images, for methods that learn from classes.
         subset: which classes and samples of ``images`` the stage learns from.
         queries: labelled images that are searched for.
@@ -127,7 +140,7 @@ class DataSettings(Section):
     test: PairSource | None = None
     judged_texts: JudgedTexts | None = None
     templates: JudgedTemplates | None = None
-    zero_shot: ZeroShotSettings | None = None
+    zero_shot: ZeroShotSets | None = None
     images: LabelledSource | None = None
     subset: Subset | None = None
     queries: LabelledSource | None = None
@@ -156,6 +169,10 @@ class DataSettings(Section):
         if self.one_per_id and self.text_pairs.id_column is None:
             raise ValueError("one_per_id: text_pairs names no id_column; set it, or leave one_per_id out")
         return self
+
+    def zero_shot_sets(self) -> dict[str, ZeroShotSettings]:
+        """Return the zero-shot classifications by name; the name of one without any is empty."""
+        return {"": self.zero_shot} if isinstance(self.zero_shot, ZeroShotSettings) else self.zero_shot or {}
 
     @model_validator(mode="after")
     def _one_test_set(self) -> DataSettings:

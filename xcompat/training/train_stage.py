@@ -46,8 +46,8 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
         check_services(settings, training_arguments(settings, seed, checkpoints))
     if (dim := models.old_dim()) is not None:
         models.method.check_plan(dim, settings.options)
-    if settings.data.zero_shot is not None:
-        check_zero_shot(settings.data.zero_shot)
+    for name, shot in settings.data.zero_shot_sets().items():
+        check_zero_shot(shot, name)
     if settings.data.images is None:
         return
     triplet_sampler(settings, data.images, seed)
