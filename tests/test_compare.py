@@ -46,6 +46,7 @@ from xcompat.report.comparison import (
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import values_per_query
 from xcompat.report.comparison.tables import summary, tables
+from xcompat.report.content import Cost
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report
 from xcompat.training.beforehand import load_to_compare
@@ -158,6 +159,32 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
         said = "worse" if "worse" in found else "better" if found == {"better"} else "cannot tell"
         assert re.fullmatch(rf"{said}( \([\d,]+ queries\))?" if said == "cannot tell" else said, costs[name])
     assert len(set().union(*outcomes.values())) > 1
+
+
+def test_peak_memory_has_a_column_where_it_is_known(comparison: Comparison, contenders: list[Contender], tmp_path: Path) -> None:
+    assert not any("memory" in column for column in tables(comparison)[-1].columns), "no report says it"
+    peaks = {"good": [1_000, 3_000_000_000, 2_000], "fair": [5_000, 5_000, 4_000], "bad": [7, 7, 7]}
+    told = []
+    for each in contenders:
+        costs = [Cost(1, 1, 1, 0, peak, "cpu", 1, 1.0, memory_is_own=True) for peak in peaks[each.name]]
+        if each.name == "bad":  # with one seed it is that of earlier stages too
+            costs[1] = costs[1]._replace(memory_is_own=False)
+        reports = {
+            seed: replace(report, costs={each.name: cost, "other": cost._replace(peak_memory=10**12)})
+            for (seed, report), cost in zip(each.reports.items(), costs, strict=True)
+        }
+        told.append(replace(each, reports=reports))
+    found = compare("study", told, RESAMPLES)
+    assert [row.peak_memory for row in found.methods] == [3_000_000_000, 5_000, None], "the most of any seed"
+    table = tables(found)[-1]
+    assert table.columns[-1] == "peak\nmemory" and "Peak memory" in table.explanation
+    assert [row.cells[-1] for row in table.rows] == ["3.0 GB", "5.0 kB", "–"]
+    buffer = io.StringIO()
+    print_comparison(found, Console(file=buffer, width=100))
+    assert max(map(len, buffer.getvalue().splitlines())) <= 100 and "3.0 GB" in buffer.getvalue()
+    write_comparison(tmp_path, found)
+    rows = json.loads(comparison_file(tmp_path).read_text())["rows"]
+    assert [row.get("peak_memory") for row in rows] == [None, None, 3_000_000_000, 5_000, None]
 
 
 def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:

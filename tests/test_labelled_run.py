@@ -222,6 +222,8 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     run_recipe(recipe_of(trained, new=str(tmp_path / "other"), output_dir=str(tmp_path / "run")))
     said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
     assert report.method == "map"
+    (cost,) = report.costs.values()
+    assert cost.samples == len(load_labelled(trained["data"]["images"]["path"]).dataset) and cost.parameters > 0, "it was solved"
     assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "procrustes of penultimate features"}
     inputs = [
         [trial for trial in said["trials"] if ("penultimate" in trial["line"]) == of_features] for of_features in (False, True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from transformers import AutoModel, TrainerCallback, TrainingArguments
+from transformers import AutoModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from xcompat.data import load_pairs
+from xcompat.embedding_cache import EmbeddingCache
 from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
 from xcompat.methods import METHODS
@@ -29,7 +33,7 @@ from xcompat.training import run as run_module
 from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
-from xcompat.training.cost import cost_of
+from xcompat.training.cost import CostCallback, PeakMemory, Solving, _status, cost_of
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
@@ -105,6 +109,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     assert costs["phi"].tokens == 0 and costs["phi"].samples == 6 * raw["training"]["per_device_train_batch_size"]
     assert costs["pair"].tokens > 0 and costs["pair"].trained_parameters < costs["pair"].parameters
     assert costs["pair"].device == "cpu" and costs["pair"].peak_memory > 2**20 and costs["pair"].device_hours > 0
+    assert costs["pair"].own_memory == (costs["pair"].peak_memory if sys.platform == "linux" else None)
     environment = json.loads((run / "pair" / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
     assert (
@@ -434,6 +439,47 @@ def test_a_killed_run_ends_as_one_that_was_not(
     assert all(costs) and costs[0][:4] == costs[1][:4], "parameters, samples and tokens"
 
 
+def high_water(size: int) -> int:
+    """Hold memory for a moment; return the process's peak after it."""
+    with mmap.mmap(-1, size) as held:
+        held.write(bytes(size))
+    return _status()["VmHWM"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets the peak of a process")
+def test_the_memory_of_a_stage_is_not_that_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = high_water(2**28)
+    peak = PeakMemory(torch.device("cpu"))
+    assert peak.is_own and peak.bytes() < earlier - 2**27
+    held = peak.bytes()
+    high_water(2**27)
+    assert peak.bytes() > held + 2**26, "its own peak is kept"
+    (tmp_path / "ignored").touch()
+    for place in ("no/such", "ignored"):  # where there is no such file, and where writing to it changes nothing
+        monkeypatch.setattr("xcompat.training.cost._FORGET", tmp_path / place)
+        earlier = high_water(2**28)
+        peak = PeakMemory(torch.device("cpu"))
+        assert not peak.is_own and peak.bytes() >= earlier, place
+        solving = Solving(tmp_path / "cost.json")
+        solving.write(torch.nn.Linear(2, 3))
+        cost = cost_of(tmp_path)
+        assert cost is not None and cost.parameters == 9 and cost.peak_memory >= earlier and cost.own_memory is None
+
+
+def test_a_training_that_continues_knows_whose_memory_it_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.training.cost._forget_peak", lambda: True)
+    monkeypatch.setattr("xcompat.training.cost._status", lambda: {"VmHWM": 7})
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+    counted = {"tokens_seen": 0, "seconds_of_training": 1.0, "peak_memory": 9}
+    for before, own in (([], True), ([counted], False), ([counted | {"peak_memory_is_of_training": True}], True)):
+        callback, state = CostCallback(tmp_path / "cost.json"), TrainerState(log_history=[*before])
+        callback.on_train_begin(args, state, TrainerControl())
+        state.log_history.append({})
+        callback.on_log(args, state, TrainerControl())
+        assert state.log_history[-1]["peak_memory"] == (9 if before else 7)
+        assert state.log_history[-1]["peak_memory_is_of_training"] is own, "an earlier version counted the whole process"
+
+
 def test_a_damaged_cost_is_refused(tmp_path: Path) -> None:
     assert cost_of(tmp_path) is None
     (tmp_path / "cost.json").write_text('{"samples": "many"}')
@@ -510,6 +556,12 @@ def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_pat
     assert (tmp_path / "run" / "report" / "report.json").exists() == METHODS[method].compares_with_old
     log = tmp_path / "run" / "it" / "checkpoints"
     assert log.exists() != METHODS[method].is_solved, "closed forms are solved, not trained"
+    cost = cost_of(tmp_path / "run" / "it")
+    assert cost is not None and cost.samples > 0 and cost.device_hours > 0 and cost.peak_memory > 2**20
+    if METHODS[method].is_solved:
+        caches = [EmbeddingCache(file.parent) for file in (tmp_path / "cache").rglob("cache.json")]
+        assert cost.samples == max(map(len, caches)), "each text that is learned from, once"
+        assert cost.trained_parameters == cost.parameters > 0 and cost.tokens == 0
 
 
 def test_phi_from_images_leaves_unreadable_ones_out(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:

@@ -98,10 +98,12 @@ class Cost(NamedTuple):
         parameters: how many the model has.
         samples: how many were seen, repeated ones counted each time.
         tokens: how many were seen, without padding; 0 without texts.
-        peak_memory: bytes; on a CUDA device what PyTorch allocated there, else those of the process.
+        peak_memory: bytes; on a CUDA device what PyTorch allocated there, else those of the first process.
         device: such as ``NVIDIA H100``, or ``cpu``.
         devices: how many.
         device_hours: hours of training times devices.
+        memory_is_own: whether that is the most since the stage began, and not since the process did, in which earlier stages ran;
+            None if an earlier version wrote it.
     """
 
     trained_parameters: int
@@ -112,6 +114,13 @@ class Cost(NamedTuple):
     device: str
     devices: int
     device_hours: float
+    memory_is_own: bool | None = None
+
+    @property
+    def own_memory(self) -> int | None:
+        """Return the peak of memory of the stage; None if that of earlier stages is in it."""
+        own = self.memory_is_own if self.memory_is_own is not None else self.device not in ("cpu", "mps")
+        return self.peak_memory if own else None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.progress import notice
+from xcompat.training.cost import FILE as COST
+from xcompat.training.cost import Solving
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.remembering import captioned_pairs, labelled_pairs, record, show
 from xcompat.training.stage import StageData, StageModels
@@ -52,6 +54,8 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     known = [Known(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(settings, models, data, plain)]
     if not is_main_process():
         return None
+    solving = Solving(folder / COST)
+    solving.samples = max(len(each.pairs) for each in known)  # each once, however many candidates read it
     choice: Choice | None = None
     try:
         choice = joined([choose_by_what_is_known(each.pairs, settings.searched_classes, seed, each.lines) for each in known])
@@ -62,6 +66,7 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = data.as_mapped(plain).describe_encoder()
+    solving.write(model)
     record(folder, candidate, choice, taken)
     return model
 

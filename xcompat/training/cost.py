@@ -1,10 +1,11 @@
-"""What a training cost: parameters, samples and tokens, memory, and hours of the device."""
+"""What training or solving a stage cost: parameters, samples and tokens, memory, and hours of the device."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,59 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.distributed import is_main_process, sum_over_ranks
+from xcompat.distributed import is_main_process, sum_over_ranks, world_size
 from xcompat.files import read_json, write_json
 from xcompat.report.content import Cost
 from xcompat.training.record import damage_told
 
 FILE = "cost.json"
 _COST = TypeAdapter(Cost)
-TOKENS, SECONDS, MEMORY = "tokens_seen", "seconds_of_training", "peak_memory"
+TOKENS, SECONDS, MEMORY, OWN = "tokens_seen", "seconds_of_training", "peak_memory", "peak_memory_is_of_training"
 """Keys of what is logged."""
 _IDS, _MASK = "input_ids", "attention_mask"
+_STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_LEFT = 1.05  # the kernel counts pages in lots
+
+
+class PeakMemory:
+    """The most memory since this was made: on a CUDA device what PyTorch allocated there, else the whole process.
+
+    A process remembers its peak from its start on, and an earlier stage may have had it. Linux forgets it when asked; elsewhere
+    the peak stays that of the whole process so far, and :attr:`is_own` says so.
+
+    Args:
+        device: of the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.is_own = device.type == "cuda" or _forget_peak()
+
+    def bytes(self) -> int:
+        """Return the peak."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        if self.is_own:
+            return _status()["VmHWM"]
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _forget_peak() -> bool:
+    """Make the process's peak what it holds now; return whether it is."""
+    try:
+        _FORGET.write_text("5")
+        now = _status()
+        return now["VmHWM"] <= _LEFT * now["VmRSS"]
+    except (OSError, KeyError):  # no Linux, or one that keeps it
+        return False
+
+
+def _status() -> dict[str, int]:
+    """Return what Linux says of this process, in bytes."""
+    lines = (line.split() for line in _STATUS.read_text(encoding="utf-8").splitlines())
+    return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[-1:] == ["kB"]}
 
 
 class CostCallback(TrainerCallback):
@@ -39,6 +83,7 @@ class CostCallback(TrainerCallback):
         self.file = file
         self._begun, self._before = 0.0, dict[str, float]()
         self._tokens = torch.zeros((), dtype=torch.int64)
+        self._peak: PeakMemory | None = None
 
     def count(self, inputs: dict[str, Tensor]) -> None:
         """Count the tokens of a batch, without padding and without waiting for the device."""
@@ -50,18 +95,20 @@ class CostCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Start the clock, from where a checkpoint ends."""
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         self._before = _last(state)
+        self._peak = PeakMemory(args.device)
         self._begun = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Add the sums so far to what was logged."""
-        before, tokens = self._before, int(sum_over_ranks(self._tokens.to(args.device)))
+        before, tokens, peak = self._before, int(sum_over_ranks(self._tokens.to(args.device))), self._peak
+        assert peak is not None, "training has begun"
+        was_own = bool(before.get(OWN, args.device.type == "cuda")) if before else True
         state.log_history[-1] |= {
             TOKENS: before.get(TOKENS, 0) + tokens,
             SECONDS: round(before.get(SECONDS, 0.0) + time.perf_counter() - self._begun, 3),
-            MEMORY: max(before.get(MEMORY, 0), peak_memory(args.device)),
+            MEMORY: max(before.get(MEMORY, 0), peak.bytes()),
+            OWN: peak.is_own and was_own,
         }
 
     def on_train_end(
@@ -87,6 +134,7 @@ class CostCallback(TrainerCallback):
             device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type,
             devices=args.world_size,
             device_hours=sums[SECONDS] * args.world_size / 3600,
+            memory_is_own=bool(sums[OWN]),
         )
         write_json(self.file, cost._asdict())
 
@@ -96,15 +144,48 @@ def _last(state: TrainerState) -> dict[str, float]:
     return next((entry for entry in reversed(state.log_history) if SECONDS in entry), {})
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process held: on a CUDA device what PyTorch allocated there, else the whole process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+class Solving:
+    """The cost of a stage that is solved and not trained, while it is.
+
+    Args:
+        file: where it goes.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.samples = file, 0
+        self._begun, self._peak = time.perf_counter(), PeakMemory(torch.device("cpu"))  # sums and solvers are in float64
+
+    def counted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of pairs, and count their rows."""
+        for new_BD, old_Bd in batches:
+            self.samples += len(new_BD)
+            yield new_BD, old_Bd
+
+    def write(self, model: torch.nn.Module) -> None:
+        """Write the file, on the first process; the others solve as well, or wait, so each counts as a device.
+
+        Args:
+            model: what was solved.
+        """
+        solved = sum(each.numel() for each in model.parameters())
+        seconds = time.perf_counter() - self._begun
+        cost = Cost(
+            trained_parameters=solved,
+            parameters=solved,
+            samples=self.samples,
+            tokens=0,
+            peak_memory=self._peak.bytes(),
+            device="cpu",
+            devices=world_size(),
+            device_hours=seconds * world_size() / 3600,
+            memory_is_own=self._peak.is_own,
+        )
+        if is_main_process():
+            write_json(self.file, cost._asdict())
 
 
 def cost_of(folder: Path) -> Cost | None:
-    """Return what training a stage cost; None if it was solved, or trained by a version that did not count.
+    """Return what training or solving a stage cost; None if a version made it that did not count.
 
     Args:
         folder: the stage's.

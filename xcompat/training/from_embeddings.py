@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
@@ -11,6 +12,7 @@ from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.frozen import FrozenModel
 from xcompat.training.columns import map_data
+from xcompat.training.cost import Solving
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from xcompat.training.trainer import Data
 
 
-def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> CompatModel:
-    """Solve for a stage's map in closed form."""
+def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, cost: Path) -> CompatModel:
+    """Solve for a stage's map in closed form, and leave what that took in a file."""
     model, new, old = _map_and_caches(settings, models, data, seed)
-    return model.fit(readable_pairs(new, old))
+    solving = Solving(cost)
+    model = model.fit(solving.counted(readable_pairs(new, old)))
+    solving.write(model)
+    return model
 
 
 def map_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:

@@ -8,6 +8,7 @@ from xcompat.data.schema import ID, LABELS
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
+from xcompat.training.cost import FILE as COST
 from xcompat.training.evaluation_sets import check_zero_shot
 from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solved_map
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
@@ -24,7 +25,7 @@ def train_stage(settings: StageRecipe, models: StageModels, data: StageData, see
     if settings.data.images is not None:
         warn_of_shared_images(data)
     if models.method.is_solved:
-        return solved_map(settings, models, data, seed)
+        return solved_map(settings, models, data, seed, checkpoints.with_name(COST))
     if models.method.embeds_in_memory:
         build = map_and_data
     elif settings.data.images is not None or LABELS in models.method.columns:

@@ -115,6 +115,7 @@ def _row(row: Row) -> dict[str, Any]:
         "parameters": row.parameters,
         "parameters_per": "gallery item" if row.maps_galleries else "query",
         "seconds": row.seconds,
+        "peak_memory": row.peak_memory,
     }
 
 

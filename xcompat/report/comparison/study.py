@@ -91,6 +91,7 @@ class MethodRow(Row):
         parameters: see :class:`Contender`.
         maps_galleries: see :class:`Contender`.
         seconds: training time, mean over seeds.
+        peak_memory: the most bytes of any seed while it was trained or solved; None if that is not known of every seed.
     """
 
     method: str
@@ -106,6 +107,7 @@ class MethodRow(Row):
     parameters: int
     maps_galleries: bool
     seconds: float
+    peak_memory: int | None
 
     @property
     def differences(self) -> list[Difference]:
@@ -192,6 +194,7 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
             parameters=each.parameters,
             maps_galleries=each.maps_galleries,
             seconds=float(np.mean(each.seconds)),
+            peak_memory=_peak_memory(each),
         )
         for each in contenders
     ]
@@ -291,6 +294,14 @@ def _spreads(contender: Contender, label: str, plain: str = "") -> dict[Key, Spr
 
 def _spread(values: Sequence[float]) -> Spread:
     return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
+
+
+def _peak_memory(contender: Contender) -> int | None:
+    """Return the most memory that a method took with any seed, as its reports say it; None if one does not."""
+    costs = [report.costs.get(contender.name) for report in contender.reports.values()]
+    known = [cost.own_memory for cost in costs if cost is not None]
+    peaks = [peak for peak in known if peak is not None]
+    return max(peaks) if len(peaks) == len(costs) else None
 
 
 def _verdicts(contender: Contender) -> tuple[int, int | None]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table as TerminalTable
 
 from xcompat.evaluation import PairedDifference
@@ -171,6 +172,7 @@ def _memories(comparison: Comparison, direction: str) -> Table:
 
 def _costs(comparison: Comparison) -> Table:
     every = len(comparison.seeds)
+    remembered = any(row.peak_memory is not None for row in comparison.methods)
 
     def cells(row: MethodRow) -> list[str]:
         return [
@@ -180,6 +182,7 @@ def _costs(comparison: Comparison) -> Table:
             f"{row.extra_dims:+,}",
             f"{row.parameters:,} per {'gallery item' if row.maps_galleries else 'query'}" if row.parameters else "0",
             f"{row.seconds:,.0f}",
+            *([decimal(row.peak_memory) if row.peak_memory is not None else NOTHING] if remembered else []),
         ]
 
     explanation = (
@@ -190,6 +193,12 @@ def _costs(comparison: Comparison) -> Table:
         "query goes through, or every gallery item, once, where a method maps galleries. Seconds: of the method's stage."
     )
     columns = ["compatible", "beyond luck", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
+    if remembered:
+        columns.append("peak\nmemory")
+        explanation += (
+            " Peak memory: the most with any seed while it was trained or solved, on the accelerator, and without one of the "
+            "whole process."
+        )
     rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
     return Table("Verdicts and costs", explanation, columns, rows)
 
