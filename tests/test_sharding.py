@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import DirectModel, IndependentModel
 from xcompat.models import CompatModel, describe_old
 from xcompat.training.cached_gradients import backward_in_parts
 from xcompat.training.sharding import shardable, unsharded
+from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.trainer import Data, StageTrainer, training_arguments
 
 TEXTS = ["a cat", "two red shoes", "a dog in the snow", "greek small letter alpha"]
 
@@ -129,3 +135,40 @@ def test_mini_batches_of_a_sharded_model_give_the_gradient_of_the_whole_batch(fo
     for name, gradient in gradients.items():
         apart = (found[name].reshape_as(gradient) - gradient).norm()
         assert apart <= 1e-5 * gradient.norm() + 1e-6 * longest, name
+
+
+def _train_as_accelerate_shards(rank: int, encoder: str, store: str, out: str) -> None:
+    """Train by the Trainer under accelerate's own FSDP2, which accelerate chooses on GPUs alone."""
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=1)
+    build = AcceleratorState.__init__
+
+    def built(self: Any, *arguments: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+        build(self, *arguments, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = built
+    model = IndependentModel.from_encoder(encoder)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = _batch(model)
+    rows = [{name: column[row] for name, column in batch.items()} for row in range(4)]
+    training = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 0.1, "save_strategy": "no"}
+    part = StageRecipe(method="independent", training=training)
+    trainer = StageTrainer(model, training_arguments(part, 0, Path(out) / "checkpoints"), Data(rows, default_collate), part)
+    trainer.train()
+    sharded = trainer.accelerator.unwrap_model(trainer.model)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    whole = unsharded(sharded)
+    assert any(not torch.equal(before[name].reshape_as(tensor), tensor) for name, tensor in whole.state_dict().items())
+    whole.export(Path(out) / "model")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["clip", "open_clip"])
+def test_the_trainer_shards_as_accelerate_does(kind: str, folder_of: dict[str, str], tmp_path: Path) -> None:
+    """Weights in the layout of convolutions are refused, and so is a model that says nothing of its input's embeddings."""
+    warm.spawn(_train_as_accelerate_shards, (folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")), processes=1)
+    assert IndependentModel.from_encoder(str(tmp_path / "out" / "model")).state_dict()

@@ -75,6 +75,10 @@ class CompatModel(PushableModel, EmbedsBatches):
         super().post_init()
         self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)  # such as those of T5
 
+    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]  # transformers raises where it finds none
+        """Return None: there are several inputs, or none has a table; accelerate's FSDP asks, and would shard a table apart."""
+        return None
+
     @classmethod
     def from_encoder(
         cls,

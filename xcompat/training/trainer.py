@@ -226,7 +226,8 @@ class StageTrainer(Trainer):
         _check_size(self.sampler if self.sampler is not None else dataset, args)
         if parse_flag_from_env("ACCELERATE_USE_FSDP"):
             model = shardable(model)
-        nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in
+        else:
+            nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in; FSDP refuses it
         looked_after = [
             EpochCallback(dataset, self.sampler),
             DivergenceCallback(),
