@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_fol
         run_recipe(recipe_of(raw, method="fct", new=f"{run}/unit/model", output_dir=str(tmp_path / "a")))
     with pytest.raises(XcompatError, match="RidgeModel gives unit vectors, and embeddings of the old model are"):
         run_recipe(recipe_of(raw, method="ridge", new=f"{run}/fresh/model", output_dir=str(tmp_path / "b")))
-    with pytest.raises(XcompatError, match="OcaModel gives unit vectors, and embeddings of its own are"):
+    with pytest.raises(XcompatError, match="options.metric: OcaModel gives unit vectors, .*; leave metric out"):
         OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
     with pytest.raises(XcompatError, match="embeddings of the old model are compared by l2, and those of BctModel by cosine"):
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])

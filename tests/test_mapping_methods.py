@@ -747,7 +747,7 @@ def test_simclr_normalises_once(image_folder_of: dict[str, str], images: list[Im
         stored = model.features(pixels)
     torch.testing.assert_close(model.norm.running_mean, projected.mean(0), atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(stored, (projected - projected.mean(0)) / (variance + model.norm.eps).sqrt(), atol=1e-3, rtol=1e-3)
-    with pytest.raises(XcompatError, match="simclr ends in a batch norm of its own; leave out options.batch_norm"):
+    with pytest.raises(XcompatError, match="options.batch_norm: simclr ends in a batch norm of its own; leave"):
         SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, batch_norm=True)
 
 
@@ -783,8 +783,8 @@ def test_images_of_another_size_are_embedded_with_crops_alone(image_folder_of: d
         ({"crops": -1}, "take 0 or more crops"),
         ({"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
         ({"crops": 2, "crop_scale": 0.01}, "take 0.05 to 1"),
-        ({"crop_scale": 0.3}, "options.crop_scale would change nothing without crops"),
-        ({"crop_size": 64}, "options.crop_size would change nothing without crops"),
+        ({"crop_scale": 0.3}, "options.crop_scale: it would change nothing without options.crops"),
+        ({"crop_size": 64}, "options.crop_size: it would change nothing without options.crops"),
     ],
 )
 def test_crops_that_cannot_be_drawn_are_refused(image_folder_of: dict[str, str], options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.methods import METHODS, IndependentModel
 from xcompat.models import describe_old
 from xcompat.training.recipe import parse_recipe
-from xcompat.training.sections import DataSettings
+from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.unread import unread, unread_sections
 
@@ -19,15 +19,47 @@ PAIRS = {"pairs": {"path": "photos"}}
 IMAGES = {"images": {"path": "photos"}}
 STREAM = {"pairs": {"path": "photos", "streaming": True}}
 MAP = {"method": "projection", "data": {"texts": [{"path": "texts.txt"}]}}
+JUDGED = {"images": {"path": "photos"}, "queries": {"path": "asked"}}
+TEMPLATES = {"templates": {"images": {"path": "faces"}, "members": "members.txt", "pairs": "pairs.txt"}}
 WIDE = {"adapters": {"prompts": 2}}
 ONE = {"classes": ["cat"]}
 ZERO_SHOT = {"images": {"path": "photos"}, "classes": "classes.txt"}
+EVALUATED: dict[str, Any] = {
+    "ks": [1],
+    "old_on_new": True,
+    "slerp": 0.5,
+    "fallback": 0.5,
+    "fars": [0.1],
+    "fpirs": [0.1],
+    "resamples": 100,
+    "chunk_size": 8,
+    "compare_with": ["phi"],
+    "examples": 1,
+    "tsne_pairs": 0,
+}
+OFF, ON = {"save_strategy": "no", "logging_strategy": "epoch"}, {"push_to_hub": True, "dataloader_num_workers": 1}
+TRAINED: dict[str, tuple[Any, tuple[dict[str, Any], dict[str, Any]], str]] = {
+    "save_steps": (7, (OFF, {}), "training.save_strategy is no, which counts no steps"),
+    "logging_steps": (7, (OFF, {}), "training.logging_strategy is epoch, which counts no steps"),
+    "hub_model_id": ("user/model", ({}, ON), "nothing is pushed"),
+    "hub_private_repo": (True, ({}, ON), "nothing is pushed"),
+    "warmup_steps": (7, ({"lr_scheduler_type": "constant"}, {}), "constant has no warm-up"),
+    "lr_scheduler_kwargs": ({"a": 1}, ({"lr_scheduler_type": "constant"}, {"lr_scheduler_type": "cosine"}), "reads none"),
+    "dataloader_persistent_workers": (True, ({}, ON), "there are no workers"),
+    "activation_checkpointing_kwargs": ({"use_reentrant": True}, ({}, {"activation_checkpointing": True}), "computed again"),
+}
 
 # for each setting a stage that would ignore it, with the reason, and one that reads it
 CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
     "seed_offset": (1, {"method": "ridge"}, "is solved, and reads no seed", {"method": "independent", "data": IMAGES}),
     "prompt_lr_factor": (10.0, {"method": "xbt"}, "options.adapters has no prompts", {"method": "xbt", "options": WIDE}),
-    "encoder_lr_factor": (0.1, MAP, "trains a map, and no encoder", {"method": "direct", "data": PAIRS}),
+    "encoder_lr_factor": (0.1, MAP, "trains a map, and no encoder", {"method": "independent", "data": PAIRS}),
+    "independent": (
+        "alone",
+        {"method": "simclr", "data": IMAGES},
+        "does not learn from it, and no",
+        {"method": "bct", "data": JUDGED},
+    ),
     "weight_decay_on": ("all", {"method": "xbt"}, "weight_decay is 0", {"method": "xbt", "training": {"weight_decay": 0.1}}),
     "searched_classes": ("known", MAP, "nothing is remembered", {"method": "map"}),
     "projection": ("phi", {"method": "direct"}, "does not start from one", {"method": "xbt"}),
@@ -63,35 +95,79 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "data.gallery": ({"path": "b"}, {}, "data.queries names none", {"data": {"queries": {"path": "a"}}}),
     "data.zero_shot": (ZERO_SHOT, MAP, "data.test names no test set", {"method": "xbt", "data": {"test": {"path": "a"}}}),
+    "data.pairs": (
+        *({"path": "a"}, {"method": "bct", "data": IMAGES}, "learns from data.images"),
+        {"method": "ridge", "memory": "pairs", "data": IMAGES},
+    ),
+    "data.text_pairs": ({"path": "a"}, {"method": "ridge", "data": IMAGES}, "learns from data.images", {"method": "direct"}),
+    "data.remembered": ({"path": "a"}, {"method": "map", "data": IMAGES}, "learns from data.images", {"method": "map"}),
+    "data.test": (
+        {"path": "a"},
+        {"method": "bct", "data": JUDGED},
+        "judged on one test set, which data.queries",
+        {"method": "xbt"},
+    ),
     "data.old_reads": ("captions", {"method": "xbt"}, "no labelled images", {"method": "bct", "data": IMAGES}),
 }
-READ_BY_ALL = {"name", "method", "old", "new", "independent", "options", "evaluation", "data", "training"}
+for name in ("label_column", "camera_column", "labels"):
+    for source in ("pairs", "test"):
+        ignoring: dict[str, Any] = {"method": "xbt", "data": {source: {"path": "photos"}}}
+        CASES[f"data.{source}.{name}"] = (True if name == "labels" else "column", ignoring, "neither classes nor cameras", {})
+for source in ("images", "queries", "gallery"):
+    for name in ("caption_column", "caption_file"):
+        ignoring = {"method": "bct", "data": JUDGED | {source: {"path": "photos"}}}
+        reading = {"data": {"old_reads": "captions", source: {"path": "photos"}}}
+        CASES[f"data.{source}.{name}"] = ("x", ignoring, "data.old_reads is images", reading)
+for name, value in EVALUATED.items():
+    CASES[f"evaluation.{name}"] = (value, {"method": "ridge"}, "names (no test set|what is)", {"method": "ridge", "data": JUDGED})
+CASES |= {
+    "data.images.camera_column": ("x", {"method": "bct", "data": IMAGES}, "training images are not searched", {}),
+    "data.zero_shot.images.camera_column": (
+        *("x", {"method": "xbt", "data": {"test": {"path": "a"}, "zero_shot": ZERO_SHOT}}, "no image is searched"),
+        {},
+    ),
+    "data.templates.images.label_column": ("x", {"method": "bct", "data": TEMPLATES}, "say who is who", {}),
+    "new.vocab_size": (
+        *(300, {"method": "bct", "new": {"model": {"model_type": "resnet"}}}, "an image model reads no tokens"),
+        {"method": "independent", "new": {"model": {"model_type": "clip"}}},
+    ),
+}
+for name, (value, beside, why) in TRAINED.items():
+    CASES[f"training.{name}"] = (value, {"method": "xbt", "training": beside[0]}, why, {"method": "xbt", "training": beside[1]})
+READ_BY_ALL = {"name", "method", "old", "new", "options", "evaluation", "data", "training"}
 """Settings that every stage reads, or that its report does."""
 REFUSED_ELSEWHERE = {"mini_batch_size", "memory", "memory_codec"}
 """Settings that the stage itself refuses by name where they cannot matter (tests/test_recipe.py)."""
-SOURCES = {"pairs", "text_pairs", "texts", "images", "remembered", "test", "judged_texts", "templates", "queries"}
+SOURCES = {"texts", "images", "judged_texts", "templates", "queries"}
 """What is learned from or judged on: methods say what they learn from, and two that exclude each other are refused."""
 
 
 def with_setting(stage: dict[str, Any], setting: str, value: object) -> dict[str, Any]:
-    section, _, name = setting.rpartition(".")
-    return stage | ({"data": stage.get("data", {}) | {name: value}} if section else {name: value})
+    section, _, rest = setting.partition(".")
+    return stage | {section: with_setting(stage.get(section, {}), rest, value) if rest else value}
 
 
 def test_every_setting_is_sorted_out() -> None:
     outer = {name for name in CASES if "." not in name} | READ_BY_ALL | REFUSED_ELSEWHERE
     assert outer == set(StageRecipe.model_fields)
-    assert {name.removeprefix("data.") for name in CASES if "." in name} | SOURCES == set(DataSettings.model_fields)
+    named = {name.removeprefix("data.") for name in CASES if name.startswith("data.") and name.count(".") == 1}
+    assert named | SOURCES == set(DataSettings.model_fields) and not named & SOURCES
+    assert set(EVALUATED) == set(EvaluationSettings.model_fields)
 
 
 @pytest.mark.parametrize("setting", CASES)
 def test_a_setting_that_nothing_reads_is_refused(setting: str) -> None:
     value, ignoring, why, reading = CASES[setting]
     with pytest.raises(XcompatError, match=f"demo.yaml: stage .*: {setting} would change nothing: .*{why}.*; leave it out"):
-        parse_recipe(with_setting(ignoring, setting, value), "demo", "demo.yaml")
-    assert setting not in unread(StageRecipe(**ignoring)) and setting not in unread(
-        StageRecipe(**with_setting(reading, setting, value))
-    )
+        parse_recipe(shared_with_phi(with_setting(ignoring, setting, value)), "demo", "demo.yaml")
+    assert setting not in unread(StageRecipe(**ignoring))
+    assert not reading or setting not in unread(StageRecipe(**with_setting(reading, setting, value)))
+
+
+def shared_with_phi(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe of the stage, after one whose queries it may compare with."""
+    compared = "compare_with" in (stage.get("evaluation") or {})
+    return {"stages": [{"name": "phi", "method": "projection", "evaluation": None}, stage]} if compared else stage
 
 
 def test_what_stages_share_must_matter_in_one_of_them() -> None:
@@ -144,7 +220,7 @@ def test_a_map_has_no_adapters(folder_of: dict[str, str], method: str) -> None:
         ("head_margin", 0.2),
         ("triplet_weight", 1.0),
         ("mixup", 0.2),
-        ("adapters", {"prompts": 2}),
+        ("adapters", {"lora": {"rank": 2}}),
     ],
 )
 def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str, str], name: str, value: object) -> None:
@@ -155,8 +231,9 @@ def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str,
             parse_recipe(recipe | {"data": data}, "demo", "demo.yaml")
     with pytest.raises(XcompatError, match=refused):
         IndependentModel.from_encoder(folder_of["clip"], **{name: value})
-    large = {"training": {"per_device_train_batch_size": 8}}
-    assert parse_recipe(recipe | {"data": IMAGES} | large, "demo", "demo.yaml").stages[0].options == {name: value}
+    large, options = {"training": {"per_device_train_batch_size": 8}}, {"head": "cosface", name: value}
+    on_classes = parse_recipe(recipe | {"data": IMAGES, "options": options} | large, "demo", "demo.yaml")
+    assert on_classes.stages[0].options == options
 
 
 def test_a_scale_of_cosines_is_refused_where_the_loss_has_none() -> None:
@@ -186,3 +263,51 @@ def test_what_a_model_of_captions_reads_is_taken() -> None:
     usual = {name: value for name, value in usual_options("independent").items() if name != "logit_scale"}
     stage = {"method": "independent", "data": PAIRS, "options": usual | {"logit_scale": 20.0}}
     assert parse_recipe(stage, "demo", "demo.yaml").stages[0].options["logit_scale"] == 20.0
+
+
+def test_a_frozen_model_in_each_batch_has_no_workers() -> None:
+    few, many = {"dataloader_num_workers": 0}, {"dataloader_num_workers": 2}
+    for method, data, role in (
+        ("contrast", IMAGES | {"old_embeddings": "online"}, "old"),
+        ("bt2", IMAGES | {"new_embeddings": "online"}, "independent"),
+        ("direct", PAIRS | {"old_embeddings": "online"}, "old"),
+    ):
+        stage: dict[str, Any] = {"method": method, "data": data}
+        with pytest.raises(XcompatError, match=f"online has the {role} model make part of each batch; leave training.data"):
+            parse_recipe(stage | {"training": many}, "demo", "demo.yaml")
+        assert parse_recipe(stage | {"training": few}, "demo", "demo.yaml").stages[0].online_roles == [role]
+
+
+def test_classes_are_refused_by_what_learns_from_captions_alone() -> None:
+    for method in ("xbt", "direct"):
+        with pytest.raises(XcompatError, match=f"data.images: method {method} learns from images with captions, and from no cl"):
+            parse_recipe({"method": method, "data": IMAGES}, "demo", "demo.yaml")
+
+
+def test_a_map_that_is_chosen_is_not_trained() -> None:
+    with pytest.raises(XcompatError, match="mini_batch_size: a map that is chosen is solved and not trained; leave"):
+        parse_recipe({"mini_batch_size": 4, "data": IMAGES}, "demo", "demo.yaml")
+    chosen = StageRecipe(training={"max_steps": 3}, data=IMAGES)
+    assert unread_sections([chosen]) == ["map: training changes nothing: method map is solved and not trained"]
+
+
+def test_a_test_set_of_what_is_not_judged_is_told() -> None:
+    alone = StageRecipe(method="independent", old="some/model", data=JUDGED, evaluation={"ks": [1]})
+    none = "method independent has no old model to be compared with, and no report"
+    assert unread_sections([alone]) == [
+        "independent: old changes nothing: method independent is trained without one",
+        f"independent: data.queries changes nothing: {none}",
+        f"independent: evaluation changes nothing: {none}",
+    ]
+    assert not unread_sections([alone, StageRecipe(method="bct", old="some/model", data=JUDGED, evaluation={"ks": [1]})])
+    unjudged = StageRecipe(method="bct", data=JUDGED, evaluation=None)
+    assert unread_sections([unjudged]) == ["bct: data.queries changes nothing: evaluation is null"]
+    learning = StageRecipe(method="ridge", data={"texts": [{"path": "a"}], "test": {"path": "b"}}, evaluation=None)
+    assert not unread_sections([learning]), "captions of the test set are left out of the texts"
+
+
+def test_a_run_with_what_is_refused_by_now_still_opens() -> None:
+    stage = {"method": "oca", "options": {"transform": "none", "random_start": True}, "data": JUDGED | {"test": {"path": "a"}}}
+    with pytest.raises(XcompatError, match="stage 'oca': options.random_start: there is no matrix .*; leave random_start out"):
+        parse_recipe(stage, "demo", "demo.yaml")
+    assert StageRecipe.model_validate(stage).options == stage["options"]

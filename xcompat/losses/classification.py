@@ -300,6 +300,16 @@ def _with_margin(cosines: Tensor, *, angle: float, cosine: float) -> Tensor:
     return torch.where(cosines >= -math.cos(angle), turned, cosines - angle * math.sin(angle)) - cosine
 
 
+def numbers_of_head(kind: HeadKind) -> set[str]:
+    """Return which of ``scale`` and ``margin`` a kind of head has.
+
+    Example:
+        >>> numbers_of_head("triplet")
+        {'margin'}
+    """
+    return {name for name, usual in zip(("scale", "margin"), _USUAL[kind], strict=True) if usual is not None}
+
+
 def _choose(kind: str, name: str, given: float | None, place: int) -> float | None:
     usual = _USUAL[kind][place]
     if given is not None and usual is None:

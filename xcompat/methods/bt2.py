@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -75,13 +76,17 @@ class Bt2Model(PrototypedModel):
         super()._check_dims(config)
         assert config.old is not None
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
-        if config.batch_norm:
-            raise XcompatError("bt2 normalises the parts of its embedding one by one; leave out options.batch_norm")
         if not 0 < extra <= old_dim or new_dim < old_dim - extra:
             raise XcompatError(
                 f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
                 f"found extra_dim {extra} and dim {new_dim}"
             )
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        yield "batch_norm", "bt2 normalises the parts of its embedding one by one"
 
     def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)

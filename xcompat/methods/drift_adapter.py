@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,16 @@ class DriftAdapterModel(LearnedMapModel):
         self.scaling = nn.Parameter(torch.ones(target))
         self.set_trainable()
         self.post_init()
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        variant = options["variant"]
+        if variant != "low_rank":
+            yield "rank", f"variant {variant} begins at a rotation, and only low_rank has a rank"
+        if variant != "mlp":
+            yield "hidden", f"variant {variant} has no network, which only mlp has"
 
     def set_trainable(self) -> None:
         """Train everything but the rotation, which is solved."""

@@ -67,8 +67,6 @@ class IndependentModel(ClassifiedModel):
 
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        if config.mixup and self.balances_batches(vars(config)):
-            raise XcompatError("a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets")
         if config.classes is None and self._own_scale() is not None and config.logit_scale != CompatConfig.logit_scale:
             raise XcompatError("options.logit_scale: this encoder learns a scale of its own; leave logit_scale out")
         if config.classes is not None:
@@ -82,8 +80,7 @@ class IndependentModel(ClassifiedModel):
     @classmethod
     @override
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Refuse all that would lie beside the encoder, which is what :meth:`export` leaves of a model of captions."""
-        super().refuse_unread(options, on_captions)
+        """Refuse mixup of triplets, and all that would lie beside the encoder, which is what is left of a model of captions."""
         usual = cls.config_class()
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}
         beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
@@ -91,6 +88,11 @@ class IndependentModel(ClassifiedModel):
             raise XcompatError(
                 f"options.{name}: a model that learns from captions or texts is its encoder alone, compared by cosine; "
                 f"leave {name} out, or train on classes"
+            )
+        super().refuse_unread(options, on_captions)
+        if options.get("mixup") and cls.balances_batches(options):
+            raise XcompatError(
+                "options.mixup: a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets"
             )
 
     def set_trainable(self) -> None:

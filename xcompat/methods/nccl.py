@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
 from xcompat.losses import neighbour_weights, neighbourhood_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -66,10 +66,13 @@ class NcclModel(ClassifiedModel):
     bank_Qd: Tensor | None
     bank_labels_Q: Tensor | None
 
-    def __init__(self, config: NcclConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        if config.head == "triplet" and config.logit_weight:
-            raise XcompatError("nccl compares logits, and a triplet head has none; set options.logit_weight to 0")
+    @classmethod
+    @override
+    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
+        """Refuse a comparison of logits where the head has none, too."""
+        super().refuse_unread(options, on_captions)
+        if options.get("head") == "triplet" and options.get("logit_weight", cls.config_class.logit_weight):
+            raise XcompatError("options.head: nccl compares logits, and a triplet head has none; set options.logit_weight to 0")
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import ace_loss
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
@@ -48,10 +47,12 @@ class OcaModel(PrototypedModel):
     only_for_training = ("transform", "classifier")
     citation = "Ricci et al., Backward-compatible aligned representations via an orthogonal transformation layer (OCA), 2024"
 
-    def __init__(self, config: OcaConfig, encoder: Encoder | None = None) -> None:
-        if config.transform == "none" and config.random_start:
-            raise XcompatError("options.random_start: there is no matrix that could start, as options.transform is none")
-        super().__init__(config, encoder)
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if options["transform"] == "none":
+            yield "random_start", "there is no matrix that could start, as options.transform is none"
 
     def build_for_training(self) -> None:
         """Build Q and the classifier of its output."""

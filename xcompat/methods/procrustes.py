@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,6 +31,13 @@ class ProcrustesModel(LeastSquaresModel):
 
     config_class = ProcrustesConfig
     citation = "Schönemann, A generalized solution of the orthogonal Procrustes problem, Psychometrika 1966"
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if not options["centre"]:
+            yield "scale", "what is mapped is brought to length 1, which undoes a factor where options.centre is false"
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -114,6 +114,16 @@ class QueryMapModel(CompatModel):
     def maps_features(cls, options: Mapping[str, Any]) -> bool:
         """Return whether the map reads penultimate features."""
         return options.get("input") == "penultimate"
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        loss = options["loss"]
+        if loss == "cosine":
+            yield "scale", "loss cosine compares with one old embedding, and multiplies no cosines"
+        if loss != "bank":
+            yield "bank_size", f"loss {loss} has no bank"
 
     def set_trainable(self) -> None:
         """Train the map, and leave the new model's last layer as it is."""

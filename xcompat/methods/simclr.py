@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -68,20 +69,23 @@ class SimClrModel(UnlabelledModel):
     @classmethod
     @override
     def _check_dims(cls, config: BackboneConfig) -> None:
-        """Refuse small crops that cannot be drawn, and what is said of crops where there are none."""
+        """Refuse small crops that cannot be drawn."""
         super()._check_dims(config)
         assert isinstance(config, SimClrConfig)
-        if config.batch_norm:
-            raise XcompatError("simclr ends in a batch norm of its own; leave out options.batch_norm")
         if config.crops < 0 or config.crop_size < 1:
             raise XcompatError(
                 f"options.crops is {config.crops} of {config.crop_size} pixels; take 0 or more crops of at least 1 pixel"
             )
         if not _SMALLEST <= config.crop_scale <= 1:
             raise XcompatError(f"options.crop_scale is {config.crop_scale}; take {_SMALLEST} to 1, a share of the image's area")
-        for name in ("crop_size", "crop_scale"):
-            if not config.crops and getattr(config, name) != getattr(SimClrConfig, name):
-                raise XcompatError(f"options.{name} would change nothing without crops; set options.crops, or leave it out")
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        yield "batch_norm", "simclr ends in a batch norm of its own"
+        if not options["crops"]:
+            yield from dict.fromkeys(("crop_size", "crop_scale"), "it would change nothing without options.crops").items()
 
     def _try_crop(self) -> None:
         """Refuse small crops before training begins, if the encoder takes images of one size alone."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -67,6 +68,17 @@ class UniBctModel(ClassifiedModel):
             raise XcompatError(f"options.propagation is {config.propagation}; give a share of at least 0 and below 1")
         self.refresh_at = tuple(config.refresh_at)
         self._old: OldKnowledge | None = None
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if not options["propagation"]:
+            for name in ("temperature", "refresh_at"):
+                yield name, "a propagation of 0 keeps class means, and there is no graph"
+        if not options["refresh_at"]:
+            for name in ("propagation", "temperature"):
+                yield name, "no graph is built, as options.refresh_at is empty"
 
     def build_for_training(self) -> None:
         """Allocate the prototypes; checkpoints hold them, because a resumed run cannot compute them again."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -66,6 +66,20 @@ class BackboneModel(CompatModel):
         """Refuse impossible dimensions before anything is built."""
         if config.dim is not None and config.dim < 1:
             raise XcompatError(f"options.dim is {config.dim}; an embedding has at least 1 dimension")
+
+    @classmethod
+    @override
+    def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether there are no adapters, which are trained in its place."""
+        adapters = options.get("adapters") or {}
+        return not (adapters.get("lora") or adapters.get("prompts"))
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if not cls.compares_by_l2:
+            yield "metric", f"{cls.__name__} gives unit vectors, which are compared by cosine"
 
     @property
     def image_head(self) -> nn.Linear | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -15,7 +15,13 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.losses.classification import USUAL_TRIPLET_MARGIN, ClassificationHead, HeadKind, batch_hard_triplet_loss
+from xcompat.losses.classification import (
+    USUAL_TRIPLET_MARGIN,
+    ClassificationHead,
+    HeadKind,
+    batch_hard_triplet_loss,
+    numbers_of_head,
+)
 from xcompat.models.backbone import BackboneConfig, BackboneModel
 from xcompat.models.config import describe_old
 from xcompat.models.frozen import load_frozen
@@ -58,7 +64,8 @@ class ClassifiedModel(BackboneModel):
     def __init__(self, config: ClassifiedConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.classifier: ClassificationHead | None = None
-        self._require_triplets_that_fit(config)
+        if config.triplet_weight < 0:
+            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; give a weight of 0 or more")
         if config.classes and ("classifier" not in self.only_for_training or config.keeps_classifier):
             self.classifier = self._head(config.embedding_dim)
         if config.for_training:
@@ -131,17 +138,17 @@ class ClassifiedModel(BackboneModel):
         """Return whether the loss has triplets."""
         return options.get("head") == "triplet" or bool(options.get("triplet_weight"))
 
-    @staticmethod
-    def _require_triplets_that_fit(config: ClassifiedConfig) -> None:
-        if config.triplet_weight < 0:
-            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; give a weight of 0 or more")
-        if config.triplet_weight and config.head == "triplet":
-            raise XcompatError(
-                "options.triplet_weight adds triplets to a classification loss, and head: triplet is one of triplets alone; "
-                "take another head, or leave triplet_weight out"
-            )
-        if config.triplet_margin is not None and not config.triplet_weight:
-            raise XcompatError("options.triplet_margin changes nothing without triplet_weight; set that, or leave it out")
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        head = options["head"]
+        for name in {"scale", "margin"} - numbers_of_head(head):
+            yield f"head_{name}", f"a {head} head has no {name}"
+        if head == "triplet":
+            yield "triplet_weight", "it adds triplets to a classification loss, and head: triplet is one of triplets alone"
+        if not options["triplet_weight"]:
+            yield "triplet_margin", "it changes nothing without triplet_weight"
 
     def build_for_training(self) -> None:
         """Make the modules named in ``only_for_training``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
-from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput, Views
@@ -84,8 +84,28 @@ class LearningModel(SpacesModel):
         return False
 
     @classmethod
+    def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the encoder's own weights, beside adapters, are trained with these options."""
+        return not cls.embeds_in_memory
+
+    @classmethod
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        """Yield the options that a model would not read beside the others, each with the reason.
+
+        A weight of 0 is no such case: it says itself that its term of the loss, and all that belongs to it, is left out.
+
+        Args:
+            options: the method's whole configuration, with the usual values of what is not given.
+            on_captions: whether it will learn from captions or texts.
+        """
+        if cls.embeds_in_memory:
+            yield "adapters", f"{cls.__name__} is a map of embeddings, and the encoder that makes them stays as it is"
+        if not cls.reads_logit_scale(options, on_captions):
+            yield "logit_scale", f"the loss of {cls.__name__} does not read it here"
+
+    @classmethod
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Refuse options that a model which is to be made would not read.
+        """Refuse options that a model which is to be made would not read, and such as exclude each other.
 
         Args:
             options: the method's configuration.
@@ -94,14 +114,12 @@ class LearningModel(SpacesModel):
         Raises:
             XcompatError: naming the option.
         """
-        if cls.embeds_in_memory and options.get("adapters") is not None:
-            raise XcompatError(
-                f"options.adapters: {cls.__name__} is a map of embeddings, and the encoder that makes them stays as it is; "
-                "leave adapters out"
-            )
-        usual = CompatConfig.logit_scale
-        if options.get("logit_scale", usual) != usual and not cls.reads_logit_scale(options, on_captions):
-            raise XcompatError(f"options.logit_scale: the loss of {cls.__name__} does not read it here; leave logit_scale out")
+        assert cls.config_class is not None
+        usual: Any = cls.config_class()
+        whole = {field.name: getattr(usual, field.name) for field in fields(usual)} | dict(options)
+        for name, why in cls.unread_options(whole, on_captions):
+            if whole[name] != getattr(usual, name):
+                raise XcompatError(f"options.{name}: {why}; leave {name} out")
 
     @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:

@@ -69,6 +69,12 @@ class ProjectedModel(PhiModel):
     columns_if_known = PASSAGES
     loss_of_embeddings = True
 
+    @classmethod
+    @override
+    def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the configuration names some of them."""
+        return options.get("train_encoder", cls.config_class.train_encoder) != "none"
+
     def set_trainable(self) -> None:
         """Freeze everything except adapters, prompts and the parts that the configuration names."""
         adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}

@@ -74,7 +74,7 @@ def labelled_columns(
     Raises:
         XcompatError: the method reads old embeddings, and only prototypes are known, or a model cannot embed batches.
     """
-    online = _online(model, settings, old, independent)  # refuses before anything is embedded
+    online = _online(settings, old, independent)  # refuses before anything is embedded
     knowledge = old_knowledge(images, old, cache)
     new_ND: Rows | None = None
     if NEW_EMBEDS in online:
@@ -90,23 +90,14 @@ def labelled_columns(
     return extra | model.extra_columns(knowledge), online
 
 
-def _online(
-    model: CompatModel, settings: StageRecipe, old: FrozenModel, independent: Callable[[], Embedder]
-) -> dict[str, Embedder]:
+def _online(settings: StageRecipe, old: FrozenModel, independent: Callable[[], Embedder]) -> dict[str, Embedder]:
     """Return the frozen models that embed the augmented images of each batch, by the column they fill."""
-    chosen = {OLD_EMBEDS: settings.data.old_embeddings, NEW_EMBEDS: settings.data.new_embeddings}
-    columns = [column for column, how in chosen.items() if how == "online" and column in model.columns]
-    if columns and settings.training.get("dataloader_num_workers"):
-        raise XcompatError(
-            f"with data.{columns[0].replace('embeds', 'embeddings')} online a frozen model makes part of each batch: leave out "
-            "dataloader_num_workers"
-        )
     online: dict[str, Embedder] = {}
-    if OLD_EMBEDS in columns:
+    if "old" in settings.online_roles:
         online[OLD_EMBEDS] = old.require_model("holds embeddings and no model: set data.old_embeddings to cached")
         if online[OLD_EMBEDS].reads == "captions":
             raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")
-    if NEW_EMBEDS in columns:
+    if "independent" in settings.online_roles:
         online[NEW_EMBEDS] = independent()
     return online
 

@@ -146,16 +146,39 @@ class StageRecipe(Section):
         return self.data.remembered or self.data.pairs
 
     @property
+    def is_trained(self) -> bool:
+        """Return whether the model is trained in steps, and not solved."""
+        return self.method != CHOSEN and not method_class(self.method).is_solved
+
+    @property
+    def trains_on_labelled(self) -> bool:
+        """Return whether an encoder is trained on labelled images."""
+        method = method_class(self.method)
+        return not method.embeds_in_memory and (self.data.images is not None or "labels" in method.columns)
+
+    @property
+    def trains_on_captions(self) -> bool:
+        """Return whether ``data.pairs`` or ``data.text_pairs`` are what is learned from, as far as they are named."""
+        return not method_class(self.method).embeds_in_memory and not self.trains_on_labelled
+
+    @property
     def compares_pairs_with_old(self) -> bool:
         """Return whether training reads old embeddings of ``data.pairs``."""
-        method = method_class(self.method)
-        others = method.embeds_in_memory or "labels" in method.columns or self.data.images is not None
-        return self.data.pairs is not None and not others and "old_embeds" in method.columns
+        return self.data.pairs is not None and self.trains_on_captions and "old_embeds" in method_class(self.method).columns
 
     @property
     def embeds_pairs_online(self) -> bool:
         """Return whether the old model embeds each batch of ``data.pairs``."""
         return self.compares_pairs_with_old and self.data.old_embeddings == "online"
+
+    @property
+    def online_roles(self) -> list[str]:
+        """Return the roles of the frozen models that embed each batch as the new model sees it."""
+        columns = method_class(self.method).columns if self.trains_on_labelled else ()
+        old = "old_embeds" in columns and self.data.old_embeddings == "online"
+        roles = {"old": old or self.embeds_pairs_online}
+        roles["independent"] = "new_embeds" in columns and self.data.new_embeddings == "online"
+        return [role for role, is_online in roles.items() if is_online]
 
     @property
     def is_judged(self) -> bool:
@@ -227,9 +250,8 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _method_fits(self, info: ValidationInfo) -> StageRecipe:
         if not is_quick(info):
-            captions = self.data.images is None and (self.data.pairs is not None or self.data.text_pairs is not None)
-            method_class(self.method).refuse_unread(self.options, on_captions=captions)
             self._there_is_something_to_remember()
+            self._classes_are_learned()
             self._text_pairs_are_read()
             self._old_embeddings_are_to_be_had()
             self._whole_classes_fill_a_batch()
@@ -262,6 +284,14 @@ class StageRecipe(Section):
         if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
             raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
 
+    def _classes_are_learned(self) -> None:
+        method = method_class(self.method)
+        if self.trains_on_labelled and "input_ids" in method.columns and not method.learns_classes:
+            raise ValueError(
+                f"data.images: method {self.method} learns from images with captions, and from no classes; leave images out "
+                "(null in this stage, where another one reads them)"
+            )
+
     def _text_pairs_are_read(self) -> None:
         from xcompat.models.learning import PASSAGES
 
@@ -280,9 +310,12 @@ class StageRecipe(Section):
 
     def _old_embeddings_are_to_be_had(self) -> None:
         pairs = self.data.pairs
-        if self.embeds_pairs_online and self.training.get("dataloader_num_workers"):
+        if self.online_roles and self.training.get("dataloader_num_workers"):
+            role = self.online_roles[0]
+            setting = "old_embeddings" if role == "old" else "new_embeddings"
             raise ValueError(
-                "data.old_embeddings: online has the old model make part of each batch; leave training.dataloader_num_workers out"
+                f"data.{setting}: online has the {role} model make part of each batch; leave training.dataloader_num_workers out "
+                "(0 in this stage, where another one sets it for all)"
             )
         if self.compares_pairs_with_old and not self.embeds_pairs_online and pairs is not None and pairs.streaming:
             raise ValueError(
@@ -302,6 +335,8 @@ class StageRecipe(Section):
         size, method = self.mini_batch_size, method_class(self.method)
         if size is None:
             return
+        if self.method == CHOSEN:
+            raise ValueError("mini_batch_size: a map that is chosen is solved and not trained; leave mini_batch_size out")
         classified = self.data.images is not None and not method.embeds_in_memory  # the loss then reads the classifier too
         if classified or not method.loss_of_embeddings:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xcompat.data.schema import ID, LABELS
+from xcompat.data.schema import ID
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
@@ -28,7 +28,7 @@ def train_stage(settings: StageRecipe, models: StageModels, data: StageData, see
         return solved_map(settings, models, data, seed, checkpoints.with_name(COST))
     if models.method.embeds_in_memory:
         build = map_and_data
-    elif settings.data.images is not None or LABELS in models.method.columns:
+    elif settings.trains_on_labelled:
         build = labelled_model_and_data
     else:
         build = pair_model_and_data

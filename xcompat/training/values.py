@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
@@ -75,7 +75,7 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
         _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
-        if key in REFUSED and not is_quick and not _is_default(key, value):
+        if key in REFUSED and not is_quick and not is_usual(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
             raise ValueError(f"training.{key}: {value} follows a metric of the Trainer's, and {_JUDGED}")
@@ -89,6 +89,42 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
         )
 
 
+def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Yield fields of ``TrainingArguments`` that others decide about: whether something reads them, and if not, why.
+
+    Args:
+        given: the training section of a stage.
+    """
+    usual = {"save_strategy": "steps", "logging_strategy": "steps", "lr_scheduler_type": "linear"}
+    saved, logged, schedule = (_named(given.get(name, value)) for name, value in usual.items())
+    hub = ("model_id", "strategy", "token", "private_repo", "always_push", "revision")
+    workers = ("persistent_workers", "multiprocessing_context", "in_order")
+    recomputed = bool(given.get("activation_checkpointing") or given.get("gradient_checkpointing"))
+    decided: list[tuple[tuple[str, ...], bool, str]] = [
+        (("save_steps",), saved == "steps", f"training.save_strategy is {saved}, which counts no steps"),
+        (("logging_steps",), logged == "steps", f"training.logging_strategy is {logged}, which counts no steps"),
+        (tuple(f"hub_{name}" for name in hub), bool(given.get("push_to_hub")), "nothing is pushed without training.push_to_hub"),
+        (("warmup_steps",), schedule != "constant", "lr_scheduler_type constant has no warm-up; constant_with_warmup has one"),
+        (("lr_scheduler_kwargs",), not schedule.startswith("constant"), f"training.lr_scheduler_type {schedule} reads none"),
+        (
+            tuple(f"dataloader_{name}" for name in workers),
+            bool(given.get("dataloader_num_workers")),
+            "there are no workers without training.dataloader_num_workers",
+        ),
+        (
+            ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+            recomputed,
+            "nothing is computed again without training.activation_checkpointing",
+        ),
+    ]
+    for names, is_read, why in decided:
+        yield from ((name, is_read, why) for name in names)
+
+
+def _named(value: Any) -> str:  # noqa: ANN401 - a text, or one of transformers' enumerations
+    return str(getattr(value, "value", value))
+
+
 def _imported_hints() -> dict[str, Any]:
     from transformers import TrainingArguments
 
@@ -96,7 +132,8 @@ def _imported_hints() -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(TrainingArguments)}
 
 
-def _is_default(key: str, value: Any) -> bool:  # noqa: ANN401
+def is_usual(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML holds
+    """Return whether a field of ``TrainingArguments`` has the value that it has unless given."""
     from transformers import TrainingArguments
 
     return bool(value == getattr(TrainingArguments, key, []))  # lists alone are no attributes of the class
