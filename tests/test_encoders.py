@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
 from xcompat.encoders.adapter_settings import LoraSettings
-from xcompat.encoders.adapters import save_lora
+from xcompat.encoders.adapters import inject_lora, save_lora
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 from xcompat.encoders.processor import Processor
@@ -180,6 +181,33 @@ def test_lora_of_attention_leaves_the_weights_alone(folder_of: dict[str, str], i
         assert weight is weights[name] and torch.equal(weight, before[name]), name
     adapted = [name for name, _ in encoder.named_parameters() if "lora_A" in name]
     assert len(adapted) == 4 and all(".attn." in name for name in adapted)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_lora_of_attention_reads_its_input_through_dropout(bias: bool, batch_first: bool) -> None:
+    plain = torch.nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first)
+    tower = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([copy.deepcopy(plain)])})
+    inject_lora({"image": tower}, LoraSettings(rank=2, alpha=4, dropout=0.5))
+    layer: Any = tower.get_submodule("blocks.0")
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    up.data.normal_()
+    given = torch.randn((3, 5, 8) if batch_first else (5, 3, 8))
+    mask = torch.triu(torch.full((5, 5), -torch.inf), diagonal=1)
+    torch.manual_seed(2)
+    found, _ = layer.train()(given, given, given, need_weights=False, attn_mask=mask)
+    torch.manual_seed(2)
+    thinned = torch.nn.functional.dropout(given, 0.5)
+    projected = given @ plain.in_proj_weight.T + (plain.in_proj_bias if bias else 0) + 2 * thinned @ down.T @ up.T  # alpha / rank
+    projected = projected if batch_first else projected.transpose(0, 1)
+    query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+    shares = (query @ key.mT / 2 + mask).softmax(-1)
+    expected = plain.out_proj((shares @ value).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(found if batch_first else found.transpose(0, 1), expected)
+    found.square().sum().backward()
+    assert down.grad.any() and up.grad.any()
+    first, again = (layer.eval()(given, given, given)[0] for _ in range(2))
+    assert torch.equal(first, again), "queries and galleries are embedded without dropout"
 
 
 def test_peft_reads_the_lora_of_attention(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:

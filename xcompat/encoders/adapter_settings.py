@@ -11,7 +11,7 @@ class LoraSettings(BaseModel):
     Args:
         rank: r of the two factors.
         alpha: the update is scaled by alpha / rank.
-        dropout: on the input of the first factor; attention in one piece (``nn.MultiheadAttention``) has none.
+        dropout: on the input of the first factor.
         targets: names of layers (their last component, such as ``q_proj``); None for every linear layer of the towers' repeated
             blocks. Of open_clip's towers, ``attn`` is the projection to queries, keys and values in one.
         towers: the towers to adapt; None for all.
