@@ -40,6 +40,7 @@ class L2Model(ClassifiedModel):
 
     config_class = L2Config
     columns = ("pixel_values", "labels", "old_embeds")
+    columns_if_known = ("credible",)
     citation = "Liang et al., MixBCT: towards self-adapting backward-compatible training, 2023 (its L2 baseline)"
 
     @override
