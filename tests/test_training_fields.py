@@ -52,8 +52,8 @@ TOLD_TO_THE_TRAINER: dict[str, Any] = {
     "torch_empty_cache_steps": 3,
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False},
-    "gradient_checkpointing": None,  # the older name of the two above
-    "gradient_checkpointing_kwargs": None,
+    "gradient_checkpointing": True,  # the older name of the two above
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "logging_strategy": "epoch",
     "logging_steps": 3,
     "logging_first_step": True,
@@ -99,7 +99,7 @@ TOLD_TO_THE_TRAINER: dict[str, Any] = {
 }
 """What the stock Trainer does by itself, without a change of weights: it must hear of it."""
 UNCOPIED = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "fsdp", "fsdp_config", "debug"}
-"""Fields that transformers rewrites when it reads them, or that reach into the environment of the process."""
+"""Fields that transformers rewrites when it reads them, which have a test of their own."""
 
 
 def stage(**training: Any) -> StageRecipe:
@@ -141,6 +141,24 @@ def test_a_field_reaches_the_trainer(name: str, tmp_path: Path) -> None:
     value = TOLD_TO_THE_TRAINER[name]
     given = {"dataloader_num_workers": 1} if name.startswith("dataloader_") else {}
     assert getattr(training_arguments(stage(**{**given, name: value}), 0, tmp_path), name) == value
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
+def test_a_field_that_is_rewritten_reaches_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers sets it for the whole process
+    given = {name: TOLD_TO_THE_TRAINER[name] for name in UNCOPIED}
+    told = training_arguments(stage(**given), 0, tmp_path)
+    assert told.activation_checkpointing and told.activation_checkpointing_kwargs == {"use_reentrant": False}
+    assert told.fsdp and told.fsdp_config["min_num_params"] == 3
+    assert [each.value for each in told.debug] == ["underflow_overflow"]
+    plain = training_arguments(stage(), 0, tmp_path)
+    assert not (plain.activation_checkpointing or plain.fsdp or plain.debug)
+
+
+@pytest.mark.parametrize(("optim", "options"), [("adagrad", "eps=0.5"), ("rmsprop", "momentum=0.5"), ("rmsprop", "alpha=0.5")])
+def test_an_optimiser_and_its_options_change_what_is_learned(optim: str, options: str, tmp_path: Path) -> None:
+    usual, plain, given = (weights(tmp_path, **more) for more in ({}, {"optim": optim}, {"optim": optim, "optim_args": options}))
+    assert not torch.equal(usual, plain) and not torch.equal(plain, given)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -104,6 +104,7 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
         (("save_steps",), saved == "steps", f"training.save_strategy is {saved}, which counts no steps"),
         (("logging_steps",), logged == "steps", f"training.logging_strategy is {logged}, which counts no steps"),
         (tuple(f"hub_{name}" for name in hub), bool(given.get("push_to_hub")), "nothing is pushed without training.push_to_hub"),
+        (("fsdp_config",), bool(given.get("fsdp")), "nothing is sharded without training.fsdp"),
         (("warmup_steps",), schedule != "constant", "lr_scheduler_type constant has no warm-up; constant_with_warmup has one"),
         (("lr_scheduler_kwargs",), not schedule.startswith("constant"), f"training.lr_scheduler_type {schedule} reads none"),
         (
