@@ -300,8 +300,10 @@ def test_a_test_set_of_what_is_not_judged_is_told() -> None:
         f"independent: evaluation changes nothing: {none}",
     ]
     assert not unread_sections([alone, StageRecipe(method="bct", old="some/model", data=JUDGED, evaluation={"ks": [1]})])
-    unjudged = StageRecipe(method="bct", data=JUDGED, evaluation=None)
-    assert unread_sections([unjudged]) == ["bct: data.queries changes nothing: evaluation is null"]
+    unjudged = parse_recipe({"method": "bct", "independent": "a", "data": JUDGED, "evaluation": None}, "demo", "demo.yaml")
+    assert unread_sections(unjudged.stages) == [
+        f"bct: {name} changes nothing: evaluation is null" for name in ("independent", "data.queries")
+    ]
     learning = StageRecipe(method="ridge", data={"texts": [{"path": "a"}], "test": {"path": "b"}}, evaluation=None)
     assert not unread_sections([learning]), "captions of the test set are left out of the texts"
 

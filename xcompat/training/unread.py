@@ -98,7 +98,11 @@ def _sections(stage: StageRecipe) -> Iterator[Setting]:
     yield "data.texts", stage.learns_from_texts, f"{what} does not learn from texts"
     yield "data.pairs", _reads_pairs(stage), f"{what} does not learn from images with captions"
     yield "data.text_pairs", stage.trains_on_captions, f"{what} does not learn from texts that search texts"
-    unjudged = "evaluation is null" if stage.evaluation is None else f"{what} has no old model to be compared with, and no report"
+    unjudged = "data names no test set" if stage.evaluation is not None else "evaluation is null"
+    if data.tests() and stage.evaluation is not None:
+        unjudged = f"{what} has no old model to be compared with, and no report"
+    learned = stage.trains_on_labelled and NEW_EMBEDS in method.columns
+    yield "independent", stage.is_judged or learned, unjudged
     for name in ("test", "judged_texts"):
         yield f"data.{name}", stage.is_judged or stage.learns_from_texts, unjudged
     for name in ("queries", "templates"):
@@ -130,7 +134,7 @@ def _of_stage(stage: StageRecipe) -> Iterator[Setting]:
     yield "searched_classes", stage.memory is not None or chosen, "nothing is remembered"
     yield "projection", method.starts_from_projection, f"{what} does not start from one"
     learned = stage.trains_on_labelled and NEW_EMBEDS in method.columns
-    yield "independent", stage.is_judged or learned, f"{what} does not learn from it, and no report compares with it"
+    yield "independent", method.compares_with_old or learned, f"{what} does not learn from it, and no report compares with it"
     for role in ("side_info", "new_side_info"):
         yield role, role in {*method.columns, *method.columns_if_known}, f"{what} does not read it"
 
