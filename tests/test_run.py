@@ -268,6 +268,8 @@ def test_every_path_is_looked_for_before_the_first_stage_is_trained(
     if key.startswith("data."):
         beside = {"queries": {"path": "photos/train"}} if key in ("data.gallery", "data.test_subset") else {}
         last["data"] = {**beside, key.removeprefix("data."): value}
+        if key == "data.images":
+            last |= {"method": "bct", "projection": None, "options": {}, "data": last["data"] | {"pairs": None}}
     elif key in ("side_info", "new_side_info"):
         last |= {"method": "fct", "projection": None, "options": {}, "data": {}, key: value}
     else:
@@ -625,7 +627,7 @@ def test_from_scratch_writes_a_plain_model(raw: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"texts": [{"path": "nowhere.txt"}]}}, "nowhere.txt"),
+        ({"data": {"texts": [{"path": "nowhere.txt"}]}, "evaluation": None}, "nowhere.txt"),
         ({"training": {"per_device_train_batch_size": 8192}}, "do not fill one batch of 8192"),
         ({"training": {"learning_rate": "high"}}, "training.learning_rate: .*valid number"),
         ({"new": "./nowhere/at/all"}, "does not exist"),
