@@ -58,14 +58,18 @@ def test_a_class_file_is_written_and_never_overwritten(tmp_path: Path) -> None:
 
 def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
     classes = ["tench", "goldfish", "shark"]
-    assert class_indices(["shark", "tench"], classes).tolist() == [2, 0]
+    assert class_indices(["shark", "tench", "goldfish"], classes).tolist() == [2, 0, 1]
     assert class_indices([2, 0, 1], classes).tolist() == class_indices(["2", "0", "1"], classes).tolist() == [2, 0, 1]
     folders = ["n01484850", "n01440764", "n01443537", "n01440764"]
     assert class_indices(folders, classes).tolist() == [2, 0, 1, 0]
     assert class_indices([0, 1], classes, is_limited=True).tolist() == [0, 1]
+    assert class_indices(["shark", "tench"], classes, is_limited=True).tolist() == [2, 0]
+    assert class_indices(["crane", "tench"], ["crane", "tench", "crane"]).tolist() == [0, 1], "two classes of one name"
     for labels, message in (
         (folders[:2], "3 classes, and the images are in 2 folders"),
-        ([0, 1], "3 classes, and the labels of the images are 0 to 1"),
+        ([0, 1], "'shark' of 3 classes has no image; name a file with a line for each label"),
+        ([0, 2], "'goldfish' of 3 classes has no image"),
+        (["goldfish"], "'tench' and 1 more of 3 classes have no image"),
         ([0, 5], "the label 5 is none of the 3 classes"),
         (["shark", "gold fish"], "the label 'gold fish' is none of the 3 classes; did you mean 'goldfish'"),
     ):

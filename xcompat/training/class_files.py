@@ -50,7 +50,8 @@ def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limite
     """Return which class of a file each image is of.
 
     Labels are names of classes, indices (as texts too), or numbers of WordNet, as ImageNet's folders are called: these stand in
-    sorted order for the lines.
+    sorted order for the lines. Every class needs an image: each name more than there are classes makes the task harder, and the
+    numbers would be compared with those of another task.
 
     Args:
         labels: of the images.
@@ -61,7 +62,7 @@ def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limite
         (N,) int64.
 
     Raises:
-        XcompatError: the labels are of another number of classes, or one is of none.
+        XcompatError: a class has no image, or an image has no class.
 
     Example:
         >>> class_indices(["n01443537", "n01440764"], ["tench", "goldfish"]).tolist()
@@ -80,6 +81,9 @@ def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limite
         if index >= count:
             raise XcompatError(f"the label {label!r} is none of the {count} classes; {nearest(str(label), classes)}")
         order[label] = index
-    if not is_limited and not any(label in names for label in distinct) and (highest := max(order.values())) < count - 1:
-        raise XcompatError(f"{count} classes, and the labels of the images are 0 to {highest}; {MEND}")
+    present = {classes[index] for index in order.values()}  # a name that stands twice is asked for by either of its lines
+    missing = [name for name in classes if name not in present]
+    if missing and not is_limited:
+        also, have = (f" and {len(missing) - 1:,} more", "have") if len(missing) > 1 else ("", "has")
+        raise XcompatError(f"{missing[0]!r}{also} of {count:,} classes {have} no image; {MEND}")
     return np.array([order[label] for label in labels], dtype=np.int64)
