@@ -197,7 +197,7 @@ def test_identification_without_impostor_is_refused_before_training(market: Path
     }
     with pytest.raises(XcompatError, match="l2: evaluation.fpirs: every query's class is in the gallery"):
         run_recipe(parse_recipe(raw, "people", "people.yaml"))
-    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run").exists(), "no stage began"
 
 
 def test_a_study_of_people_compares_rates(market: Path, tmp_path: Path, undrawn: None) -> None:

@@ -18,6 +18,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from data_layouts import make_all
 from data_layouts.bench import make_bench
+from data_layouts.labelled import make_imagenet
 
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
@@ -284,6 +285,30 @@ def test_data_that_are_not_there_are_said_with_their_layout(tmp_path: Path, monk
     (tmp_path / "data" / "imagenet" / "train" / "n01440764").mkdir(parents=True)
     with pytest.raises(XcompatError, match=rf"data/imagenet/train: no shards .*, images, .*{expected}"):
         load_checked(recipe, [], every_stage=True)
+
+
+def test_a_test_folder_that_is_flat_is_said_with_the_layout_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ImageNet's validation part is distributed: the stages before the one that is judged would train for days."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("xcompat.training.run.train_stage", lambda *_: pytest.fail("trained"))
+    recipe = ROOT / "recipes" / "oca" / "table_2_imagenet.yaml"
+    make_imagenet(tmp_path / "data" / "imagenet")
+    val = tmp_path / "data" / "imagenet" / "val"
+    first, *others = sorted(val.rglob("*.JPEG"))
+    stray = first.rename(val / "stray.JPEG")  # after the folders: the first image alone does not tell
+    expected = r"\.JPEG has no label; move it into a folder .*\. table_2_imagenet\.yaml expects data/imagenet/train/n0144"
+    with pytest.raises(XcompatError, match=rf"bct: data\.queries: .*{expected}"):
+        run_recipe(load_checked(recipe, []))
+    assert not (tmp_path / "runs").exists()
+    stray.unlink()
+    for file in others:
+        file.rename(val / file.name)
+    for folder in filter(Path.is_dir, list(val.iterdir())):
+        folder.rmdir()
+    with pytest.raises(XcompatError, match=rf"old: data\.queries\.path: .*{expected}"):
+        load_checked(recipe, [])
 
 
 def test_a_class_file_of_another_length_than_the_labels_is_refused_before_training(

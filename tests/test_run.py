@@ -7,6 +7,7 @@ import json
 import mmap
 import shutil
 import sys
+import tarfile
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from xcompat.report.comparison import Contender, compare
 from xcompat.report.comparison.tables import tables
 from xcompat.report.content import Cost
 from xcompat.training import run as run_module
+from xcompat.training import test_data as test_data_module
 from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
@@ -38,6 +40,7 @@ from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
 from xcompat.training.run import StageRun, run_recipe
+from xcompat.training.test_data import check_test_sets
 from xcompat.training.trainer import training_arguments
 
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
@@ -287,6 +290,76 @@ MISTYPED = {
     "photos/train": "photos/train holds no model: there is no config.json in it",
     "photos/rows_alone": "image_embeds.npy has no image_ids.txt beside it",
 }
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"queries": "cats", "gallery": "dogs"}, "data.queries: no query has another image of its class in the gallery"),
+        ({"queries": "cats", "gallery": "stray"}, r"data.gallery: .*z.png has no label; move it into a folder called after"),
+        ({"queries": "cats", "test_subset": {"classes": ["dog"]}}, "data.queries: class 'dog' is none of the 1 classes"),
+        (
+            {"judged_texts": {"queries": "asked.csv", "passages": "answers.csv", "qrels": "qrels.txt"}},
+            "data.judged_texts: no query has a judgement: the judgements are of queries such as 'q7'",
+        ),
+        (
+            {"templates": {"images": "shard.tar", "members": "members.txt", "pairs": "pairs.txt"}},
+            "data.templates: members.txt names image 'two', which shard.tar lacks",
+        ),
+        ({"test": "asked.csv"}, "data.test: .*image_column"),
+        (
+            {"test": "captions.csv", "zero_shot": {"images": {"path": "cats", "captions": False, "labels": True}}},
+            "data.zero_shot: cats and classes.txt do not fit: 'dog' of 2 classes has no image",
+        ),
+    ],
+    ids=["no match", "a stray image", "no such class", "other judgements", "images in shards", "no images", "more classes"],
+)
+def test_every_test_set_is_read_before_the_first_stage_is_trained(
+    data: dict[str, Any], message: str, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("cats/cat/0.png", "cats/cat/1.png", "dogs/dog/2.png", "stray/cat/3.png", "stray/z.png"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / file)
+    with tarfile.open(tmp_path / "shard.tar", "w") as shard:
+        shard.add(tmp_path / "cats" / "cat" / "0.png", "one.png")
+    written = {
+        "classes.txt": "cat\ndog\n",
+        "captions.csv": "image,caption\ncats/cat/0.png,a cat\n",
+        "asked.csv": "id,text\nq0,who sleeps\n",
+        "answers.csv": "id,text\np0,the cat\n",
+        "qrels.txt": "q7 0 p0 1\n",
+        "members.txt": "one 0 0\ntwo 1 1\n",
+        "pairs.txt": "0 1 1\n0 1 0\n",
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
+
+    def sourced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: each if key in ("members", "pairs", "qrels") else sourced(each) for key, each in value.items()}
+        return {"path": value} if isinstance(value, str) else value
+
+    if "zero_shot" in data:
+        given = {"test": {"path": data["test"]}, "zero_shot": data["zero_shot"] | {"classes": "classes.txt"}}
+    else:
+        given = sourced(data)
+    raw["data"].pop("test")
+    raw["stages"][1]["data"] = given
+    for check in (run_recipe, run_module.embed_recipe):
+        with pytest.raises(XcompatError, match=f"pair: {message}") as refusal:
+            check(recipe_of(raw))
+        assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
+def test_a_test_set_is_read_once_for_all_stages(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    read, load = [], test_data_module.load_pair_test_set
+    monkeypatch.setattr(test_data_module, "load_pair_test_set", lambda *given: read.append(given) or load(*given))
+    stages = recipe_of(raw).stages
+    check_test_sets([*stages, stages[1].model_copy(update={"evaluation": None, "name": "unjudged"})])
+    assert len(read) == 1
 
 
 def test_what_a_folder_remembers_edited_by_hand(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -126,10 +126,24 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
             "format: market1501 if their names say it"
         )
     for file, name in listed:
-        if source.with_labels and folders == [file.parent]:
-            raise XcompatError(f"{file} has no label; move it into a folder called after its class")
+        if source.with_labels:
+            require_class_folder(file, folders)
         label = {LABEL: file.parent.name} if source.with_labels else {}
         yield {IMAGE: {"bytes": None, "path": str(file.resolve())}, ID: name, **label}
+
+
+def require_class_folder(file: Path, folders: list[Path]) -> None:
+    """Refuse an image that lies in no class's folder, as the folder's name is its label.
+
+    Args:
+        file: the image.
+        folders: the folders that the user named.
+
+    Raises:
+        XcompatError: naming it.
+    """
+    if folders == [file.parent]:
+        raise XcompatError(f"{file} has no label; move it into a folder called after its class")
 
 
 def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:

@@ -271,7 +271,7 @@ def _detect_format(paths: list[Path]) -> PairFormat:
         "captions": lambda: bool(captions_files(paths)),
         "parquet": lambda: any(has_suffix(file, (".parquet",)) for file in files),
         "list": lambda: any(map(is_image_list, lists)),
-        "images": lambda: any(next(_images(path), None) for path in paths),
+        "images": lambda: any(next(images_below(path), None) for path in paths),
         "cifar": lambda: any(has_suffix(file, (cifar.SUFFIX,)) for file in files),
     }
     found = next((form for form, holds in tests.items() if holds()), None)
@@ -362,14 +362,14 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
     found = [
         (file, file.relative_to(path if path.is_dir() else path.parent).as_posix())
         for path in paths
-        for file in sorted(_images(path))
+        for file in sorted(images_below(path))
     ]
     if not found:
         raise XcompatError(f"{paths[0]}: no images there; check the path")
     return found
 
 
-def _images(path: Path) -> Iterator[Path]:
+def images_below(path: Path) -> Iterator[Path]:
     """Yield a picture, or those below a folder without what file managers hide there, such as the ``._x.jpg`` of macOS."""
     if not path.is_dir():
         return iter([path] if has_suffix(path, IMAGE_SUFFIXES) else [])

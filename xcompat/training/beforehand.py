@@ -10,7 +10,7 @@ from pathlib import Path
 from xcompat.encoders import require_model
 from xcompat.errors import XcompatError, nearest
 from xcompat.training.declared import is_solved, trackers
-from xcompat.training.headers import read_header
+from xcompat.training.headers import said_with_layout
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.record import DONE, require_ended
@@ -71,18 +71,10 @@ def load_checked(
     runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
     for settings in recipe.stages:
         if every_stage or not all(_is_trained(run, settings) for run in runs):
-            _check_data(settings, Path(path))
+            with said_with_layout(recipe.layout):
+                check_paths(settings)
             check_trackers(settings)
     return load_recipe(path, overrides, more=more)
-
-
-def _check_data(settings: StageRecipe, recipe: Path) -> None:
-    """Refuse missing paths, with the layout that the recipe's header says."""
-    try:
-        check_paths(settings)
-    except XcompatError as error:
-        layout = read_header(recipe).first("data")
-        raise XcompatError(f"{error}. {recipe.name} expects {layout}" if layout else str(error)) from None
 
 
 def _is_trained(run: Recipe, settings: StageRecipe) -> bool:

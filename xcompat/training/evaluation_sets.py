@@ -63,10 +63,11 @@ def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
     if data.queries is None:
         return {}
     named = {"queries": data.queries, "gallery": data.gallery}
-    return {key: _judged_on(source, data) for key, source in named.items() if source is not None}
+    return {key: judged_on(source, data) for key, source in named.items() if source is not None}
 
 
-def _judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
+def judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
+    """Load labelled test images, of which ``test_subset`` is kept."""
     labelled = load_labelled(source, captions=data.old_reads == "captions")
     return select(labelled, data.test_subset) if data.test_subset is not None else labelled
 

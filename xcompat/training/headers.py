@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+
+from xcompat.errors import XcompatError
 
 _KEY = re.compile(r"# (paper|table|row|published|data|needs|differs|ours): (.*)")
 _CONTINUED = "#   "
@@ -55,3 +58,22 @@ def read_header(file: Path) -> Header:
         else:
             last = None
     return Header(said)
+
+
+def expected_layout(file: Path) -> str:
+    """Return what the header of a recipe says must lie where, with the name of its file; empty if it says nothing."""
+    layout = read_header(file).first("data")
+    return f"{file.name} expects {layout}" if layout else ""
+
+
+@contextmanager
+def said_with_layout(expected: str) -> Iterator[None]:
+    """Add the layout that a recipe expects to an error of its data.
+
+    Args:
+        expected: as :func:`expected_layout` returns it.
+    """
+    try:
+        yield
+    except XcompatError as error:
+        raise XcompatError(f"{error}. {expected}" if expected else str(error)) from None

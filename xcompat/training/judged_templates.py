@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.schema import ID
-from xcompat.data.templates import TemplateLists, read_template_lists, require_images
+from xcompat.data.templates import Members, TemplateLists, read_members, read_template_lists, require_images
 from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedTemplates, TemplateProtocol
 from xcompat.models.frozen import FrozenModel
@@ -75,13 +75,30 @@ def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
     Raises:
         XcompatError: a file is missing or no such list, or it names a template or an image that is not there.
     """
+    lists = read_template_lists(settings.members, settings.pairs, settings.gallery, settings.probes)
+    images = _images(settings, lists.members)
+    return TemplateTestSet(images, lists.members.names, _numbered(lists), settings.images.max_bad_share)
+
+
+def require_images_of_templates(settings: JudgedTemplates) -> None:
+    """Refuse images of which some are missing, also in shards; the other lists are looked at with the paths.
+
+    Args:
+        settings: where they are.
+
+    Raises:
+        XcompatError: naming the first image that is not there.
+    """
+    _images(settings, read_members(settings.members))
+
+
+def _images(settings: JudgedTemplates, members: Members) -> datasets.Dataset:
     import datasets
 
-    lists = read_template_lists(settings.members, settings.pairs, settings.gallery, settings.probes)
     images = load_pairs(PairSource(**settings.images.model_dump(), captions=False))
     assert isinstance(images, datasets.Dataset)
-    require_images(images[ID][:], lists.members, str(settings.images.path), settings.members)
-    return TemplateTestSet(images, lists.members.names, _numbered(lists), settings.images.max_bad_share)
+    require_images(images[ID][:], members, str(settings.images.path), settings.members)
+    return images
 
 
 def _numbered(lists: TemplateLists) -> TemplateProtocol:

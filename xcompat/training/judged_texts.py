@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from xcompat.data import load_items_of_text, read_qrels
 from xcompat.data.schema import ID, TEXT
+from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedTexts
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.graded import Qrels
@@ -46,6 +47,15 @@ class JudgedTestSet(EvaluationSet):
     def texts(self) -> list[str]:
         """Return the texts from which nothing may be learned: the queries; passages lie in the old gallery and are known."""
         return list(self.queries[TEXT])
+
+    def require_judgements(self) -> None:
+        """Refuse judgements of other queries."""
+        if self.qrels.keys().isdisjoint(self.queries[ID]):
+            judged, asked = next(iter(self.qrels)), self.queries[0][ID]
+            raise XcompatError(
+                f"no query has a judgement: the judgements are of queries such as {judged!r}, and the queries are called such as "
+                f"{asked!r}; take both from one data set, or set id_column"
+            )
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTexts:

@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xcompat.checksums import file_record
-from xcompat.data import CorpusSource, TextSource
+from xcompat.data import CorpusSource, LabelledSource, TextSource
 from xcompat.data.addresses import addresses, shown
-from xcompat.data.captions import require_market1501_names
+from xcompat.data.captions import require_class_folder, require_market1501_names
 from xcompat.data.corpora import require_readable
 from xcompat.data.judgements import require_qrels
-from xcompat.data.sources import ImageSource, PairSource, files_digest, image_files, local_files, locate
+from xcompat.data.sources import ImageSource, PairSource, files_digest, image_files, images_below, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
@@ -44,13 +44,13 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
             named = getattr(settings, role)
             model = EncoderSource(name=named) if isinstance(named, str) else named
             if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
-                with _said_of(f"{settings.name}: {role}"):
+                with said_of(f"{settings.name}: {role}"):
                     if not check_stored(Path(model.name)):
                         model.check_folder()
     data = _judged(settings.data) if is_trained else settings.data
     described = []
     for key, source in _sources(data):
-        with _said_of(f"{settings.name}: data.{key}.path"):
+        with said_of(f"{settings.name}: data.{key}.path"):
             streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
             elsewhere = addresses(source.path) if streamed else None
             if elsewhere is not None:
@@ -59,22 +59,31 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
                 described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
                 continue
             files = local_files(source.path)
-            if isinstance(source, ImageSource) and source.format == "market1501":
-                require_market1501_names(files or [])
-            if files is not None and isinstance(source, ImageSource):
-                locate(source)
+            if isinstance(source, ImageSource):
+                _check_images(source, files)
         described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
     _check_lists(settings.name, data)
     return list(dict.fromkeys(described))
 
 
+def _check_images(source: ImageSource, files: list[Path] | None) -> None:
+    """Refuse files of no known format, names without a person, and pictures of which the first lies in no class's folder."""
+    if source.format == "market1501":
+        require_market1501_names(files or [])
+    if files is None:
+        return
+    form, paths = locate(source)
+    if form == "images" and (isinstance(source, LabelledSource) or (isinstance(source, PairSource) and source.with_labels)):
+        require_class_folder(next(picture for path in paths for picture in images_below(path)), paths)
+
+
 def _check_lists(stage: str, data: DataSettings) -> None:
     """Refuse files beside the data that are not there, or name what is not there."""
     if data.judged_texts is not None:
-        with _said_of(f"{stage}: data.judged_texts.qrels"):
+        with said_of(f"{stage}: data.judged_texts.qrels"):
             require_qrels(data.judged_texts.qrels)
     if data.templates is not None:
-        with _said_of(f"{stage}: data.templates"):
+        with said_of(f"{stage}: data.templates"):
             _check_templates(data.templates)
     for key, file in _other_files(data):
         if not Path(file).is_file():
@@ -121,7 +130,8 @@ def _judged(data: DataSettings) -> DataSettings:
 
 
 @contextmanager
-def _said_of(key: str) -> Iterator[None]:
+def said_of(key: str) -> Iterator[None]:
+    """Say in an error of which key of a recipe it is."""
     try:
         yield
     except XcompatError as error:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from xcompat.encoders.scratch import QUICK
 from xcompat.errors import XcompatError, nearest
 from xcompat.report.storage import FOLDER_NAME as REPORT
+from xcompat.training.headers import expected_layout
 from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
@@ -31,6 +32,7 @@ class Recipe(Section):
         seed: of weights, data order, augmentation, noise and bootstrap.
         seeds: the seeds of ``compare``, one run each; ``train`` takes ``seed``.
         stages: the stages, in order.
+        layout: what its file says must lie where, for errors of its data; no key of a recipe.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Recipe(Section):
     seed: int = 0
     seeds: list[int] = Field(default_factory=list)
     stages: list[StageRecipe]
+    layout: str = ""
 
     @model_validator(mode="after")
     def _stages_exist(self) -> Recipe:
@@ -101,7 +104,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool 
     for override in overrides:
         apply_override(raw, override)
         refuse_shadowed(raw, override.partition("=")[0])
-    return parse_recipe(raw, path.stem, str(path), is_quick)
+    return parse_recipe(raw, path.stem, str(path), is_quick).model_copy(update={"layout": expected_layout(path)})
 
 
 def _read(path: Path) -> dict[str, Any]:

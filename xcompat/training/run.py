@@ -29,6 +29,7 @@ from xcompat.training.chosen import choose_map
 from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.cost import cost_of
 from xcompat.training.evaluation_sets import load_test_set
+from xcompat.training.headers import said_with_layout
 from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import require_places
@@ -54,6 +55,7 @@ from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import AGAINST, write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
 from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
+from xcompat.training.test_data import check_test_sets
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
 from xcompat.training.unread import unread_sections
 
@@ -75,12 +77,16 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     reports = {}
     runs = [StageRun(recipe, settings) for settings in recipe.stages]
     require_places(recipe)
-    for run in runs:
-        if not run.is_finished:
+    unfinished = [run for run in runs if not run.is_finished]
+    with said_with_layout(recipe.layout):
+        for run in unfinished:
             check_paths(run.settings, run.is_done)
     for run in runs:
         run.require_own_folder()
         run.settings.require_old_queries()
+    with said_with_layout(recipe.layout):
+        check_test_sets([run.settings for run in unfinished])
+    for run in runs:
         if not run.is_done:
             check_inputs(run.settings, run.models, run.data, recipe.seed_of(run.settings), run.paths.checkpoints)
     if is_main_process():
@@ -101,8 +107,10 @@ def embed_recipe(recipe: Recipe) -> None:
     """Fill the embedding caches that the stages will read, as far as their models exist already."""
     process_state()
     silence_libraries()
-    for settings in recipe.stages:
-        check_paths(settings)
+    with said_with_layout(recipe.layout):
+        for settings in recipe.stages:
+            check_paths(settings)
+        check_test_sets(recipe.stages)
     for settings in recipe.stages:
         with stage_line(f"{recipe.name}: embeddings for {settings.name}"):
             StageRun(recipe, settings).fill_caches()

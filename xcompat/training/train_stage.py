@@ -9,7 +9,6 @@ from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
 from xcompat.training.cost import FILE as COST
-from xcompat.training.evaluation_sets import check_zero_shot
 from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solved_map
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
@@ -40,15 +39,12 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
 
     Raises:
         XcompatError: the training section does not fit, a tracker is not installed, dimensions do not fit, a class is unknown or
-            without images, a label of ``zero_shot`` is without a class, triplets cannot be made, or a stored old embedding is
-            missing.
+            without images, triplets cannot be made, or a stored old embedding is missing.
     """
     if not models.method.is_solved:
         check_services(settings, training_arguments(settings, seed, checkpoints))
     if (dim := models.old_dim()) is not None:
         models.method.check_plan(dim, settings.options)
-    for name, shot in settings.data.zero_shot_sets().items():
-        check_zero_shot(shot, name)
     if settings.data.images is None:
         return
     triplet_sampler(settings, data.images, seed)

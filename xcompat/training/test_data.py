@@ -1,0 +1,80 @@
+"""Test data that cannot be read or judged on, refused before any stage trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from xcompat.data import LabelledImages
+from xcompat.data.ids import ids_beside
+from xcompat.data.schema import ID
+from xcompat.errors import XcompatError
+from xcompat.training.evaluation_sets import check_zero_shot, judged_on, load_pair_test_set
+from xcompat.training.judged_templates import require_images_of_templates
+from xcompat.training.judged_texts import load_judged_texts
+from xcompat.training.paths import said_of
+from xcompat.training.stage_recipe import StageRecipe
+
+TEST_SETS = ("test", "zero_shot", "queries", "gallery", "test_subset", "judged_texts", "templates", "old_reads")
+"""Keys of the data section that say what a stage is judged on."""
+
+
+def check_test_sets(stages: Sequence[StageRecipe]) -> None:
+    """Refuse test data that cannot be read or judged on, so that no stage is trained for nothing.
+
+    Each test set is listed once, whatever the number of stages that are judged on it. No picture is decoded, and what is read of
+    shards and tables stays in the cache from which they are judged.
+
+    Args:
+        stages: of one recipe; those that are not judged are passed over.
+
+    Raises:
+        XcompatError: naming the stage, the key of its data section, and what is wrong.
+    """
+    known: set[str] = set()
+    for settings in filter(lambda stage: stage.is_judged, stages):
+        fpirs = settings.evaluation is not None and bool(settings.evaluation.fpirs)
+        key = f"{settings.data.model_dump_json(include=set(TEST_SETS))} {fpirs}"
+        if key not in known:
+            _check_test_set(settings, fpirs)
+        known.add(key)
+
+
+def _check_test_set(settings: StageRecipe, fpirs: bool) -> None:
+    data, name = settings.data, settings.name
+    for shot, images in data.zero_shot_sets().items():
+        with said_of(name):
+            check_zero_shot(images, shot)
+    if data.queries is not None:
+        with said_of(f"{name}: data.queries"):
+            queries = judged_on(data.queries, data)
+        with said_of(f"{name}: data.gallery"):
+            gallery = judged_on(data.gallery, data) if data.gallery is not None else queries
+        _require_matches(queries, gallery, name, fpirs)
+    elif data.judged_texts is not None:
+        with said_of(f"{name}: data.judged_texts"):
+            load_judged_texts(data.judged_texts).require_judgements()
+    elif data.templates is not None:
+        with said_of(f"{name}: data.templates"):
+            require_images_of_templates(data.templates)
+    elif data.test is not None:
+        with said_of(f"{name}: data.test"):
+            load_pair_test_set(data.test)
+
+
+def _require_matches(queries: LabelledImages, gallery: LabelledImages, stage: str, fpirs: bool) -> None:
+    """Refuse queries of which none can be found; for ``fpirs`` also those of which all can, so that none is an impostor."""
+    found = gallery.class_names()
+    others, itself = Counter(found), dict(zip(ids_beside(gallery.dataset, queries.dataset), found, strict=True))
+    asked = zip(queries.dataset[ID], queries.class_names(), strict=True)
+    matched = [others[name] > (itself.get(item) == name) for item, name in asked]
+    if not any(matched):
+        raise XcompatError(
+            f"{stage}: data.queries: no query has another image of its class in the gallery, so nothing can be found; "
+            "name queries and a gallery of the same classes"
+        )
+    if fpirs and all(matched):
+        raise XcompatError(
+            f"{stage}: evaluation.fpirs: every query's class is in the gallery, so there is no impostor to refuse; "
+            "add queries of other classes, or leave fpirs out"
+        )
