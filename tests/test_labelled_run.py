@@ -374,14 +374,21 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "query_map", "data": {"test": {"path": "pairs"}}}, "data.test has captions.*set options.input to embedding"),
+        ({"method": "query_map", "data": "pairs"}, "data.test has captions.*set options.input to embedding"),
         ({"method": "query_map", "new": "plain"}, "has no penultimate features.*set options.input to embedding"),
     ],
 )
 def test_penultimate_features_that_are_not_there_are_refused_before_training(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
+    changes: dict[str, Any],
+    message: str,
+    trained: dict[str, Any],
+    image_folder_of: dict[str, str],
+    pairs_folder: str,
+    tmp_path: Path,
 ) -> None:
     new = image_folder_of["resnet"] if changes.get("new") == "plain" else trained["independent"]
+    if "data" in changes:
+        changes = changes | {"data": {"test": {"path": pairs_folder}}}
     options = {"input": "penultimate"}
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(trained, **{**changes, "new": new}, options=options, output_dir=str(tmp_path / "run")))

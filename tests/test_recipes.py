@@ -22,16 +22,22 @@ from data_layouts.labelled import make_imagenet
 
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
-from xcompat.encoders.scratch import ScratchSource
+from xcompat.encoders.scratch import ScratchSource, check_architecture, encoder_from_scratch
+from xcompat.encoders.standins import small_scratch, stand_in
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models import describe_old
+from xcompat.report import load_report
+from xcompat.training import test_data
 from xcompat.training.beforehand import load_checked
-from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.evaluation_sets import check_zero_shot
+from xcompat.training.dry_run import BATCH, PAIRS, dry_run_recipe
+from xcompat.training.evaluation_sets import check_zero_shot, load_pair_test_set
 from xcompat.training.headers import read_header
 from xcompat.training.paths import check_paths
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
-from xcompat.training.run import run_recipe
-from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
+from xcompat.training.run import StageRun, run_recipe
+from xcompat.training.stage import SIDES
+from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -70,6 +76,11 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def home(file: Path, layouts: Path) -> Path:
+    """Return the folder from which a recipe finds its data."""
+    return layouts if file in PAPERS or BENCH in file.read_text(encoding="utf-8") else ROOT
+
+
 def readable(file: Path) -> bool:
     return "../shared" not in file.read_text(encoding="utf-8") or (SHARED / "data").exists()
 
@@ -90,23 +101,31 @@ def planned() -> dict[Path, set[str]]:
     """Return the stages of each recipe that no recipe before it has alike, and those that these are made from.
 
     Two stages are alike if they have the same method, models of the same kinds in the same roles, and options that differ in
-    numbers other than 0 alone: a dry run puts the same stand-ins in their place.
+    numbers other than 0 alone: a dry run puts the same stand-ins in their place. Where no judged stage of a recipe is left,
+    that which is made from the fewest others comes with them.
     """
     seen: set[str] = set()
     plan = {}
     for file in filter(readable, RECIPES):
         kinds = kinds_of(loaded(file))
-        stages = {stage.name: stage for stage in loaded(file).stages}
-        wanted: set[str] = set()
-        for name, kind in kinds.items():
-            waiting = [] if kind in seen else [name]
-            seen.add(kind)
-            while waiting:
-                wanted.add(one := waiting.pop())
-                evaluation = stages[one].evaluation
-                waiting += [*stages[one].made_from(), *(evaluation.compare_with if evaluation else [])]
-        plan[file] = wanted
+        wanted = {each for name, kind in kinds.items() if kind not in seen for each in with_ancestors(loaded(file), name)}
+        seen |= set(kinds.values())
+        judged = [with_ancestors(loaded(file), stage.name) for stage in loaded(file).stages if stage.is_judged]
+        names = {stage.name for stage in loaded(file).stages if stage.is_judged}
+        plan[file] = wanted if wanted & names else wanted | min(judged, key=len)
     return plan
+
+
+def with_ancestors(recipe: Recipe, name: str) -> set[str]:
+    """Return a stage with those that it is made from or compared with, and what these are made from."""
+    stages = {stage.name: stage for stage in recipe.stages}
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        found.add(one := waiting.pop())
+        evaluation = stages[one].evaluation
+        waiting += [*stages[one].made_from(), *(evaluation.compare_with if evaluation else [])]
+    return found
 
 
 def kinds_of(recipe: Recipe) -> dict[str, str]:
@@ -194,15 +213,93 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 
 @pytest.mark.parametrize("file", RECIPES, ids=named)
 def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
-    # drawing is more than half of a dry run and the same for all of them; the subprocess below draws
-    monkeypatch.chdir(layouts if file in PAPERS or BENCH in file.read_text(encoding="utf-8") else ROOT)
+    """Of each recipe at least one judged stage trains two steps, and of all recipes every kind of stage (:func:`planned`).
+
+    What is not covered here: a stage that is alike but for numbers, which the test below plans and builds; pictures in a report,
+    which are drawn by the subprocess further down, as drawing is more than half of a dry run and the same for all; the user's own
+    pictures and texts, of which stand-ins are trained on; what real weights make of real data.
+    """
+    monkeypatch.chdir(home(file, layouts))
     before = set(Path.cwd().iterdir())
     recipe = load_or_skip(file)
     for stage in recipe.stages:
         check_paths(stage)
-    if wanted := planned()[file]:
-        dry_run_recipe(recipe.model_copy(update={"stages": [stage for stage in recipe.stages if stage.name in wanted]}))
+    wanted = planned()[file]
+    assert any(stage.is_judged for stage in recipe.stages if stage.name in wanted)
+    dry_run_recipe(recipe.model_copy(update={"stages": [stage for stage in recipe.stages if stage.name in wanted]}))
     assert set(Path.cwd().iterdir()) == before, "a dry run leaves nothing behind"
+
+
+WIDE = 512
+"""Dimensions of an old model that no stage trains."""
+
+
+class TrainingReachedError(Exception):
+    """A run that is about to train its first stage."""
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=named)
+def test_every_stage_is_checked_on_its_own_data_and_built_with_its_own_options(
+    file: Path, layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a run does before its first stage trains, with the recipe's own sources, subsets, classes, limits and dimensions.
+
+    Data are those of ``tests/data_layouts``, or what the benchmark's script makes. Then each stage's model is built with its own
+    options: around a tiny encoder of the kind that it names, for the classes that were read, and beside an old model of the
+    dimension that the recipe plans. Architectures from scratch are built at full size, without memory for their weights.
+
+    What is not covered: data and models on the Hub; data in ``../shared`` and the embedded glyphs, which are large, and whose
+    recipes were run (stages are built, for made-up classes); batches of more classes than are made; weights of any size.
+    """
+    monkeypatch.chdir(home(file, layouts))
+    stages = [small_batches(stage) for stage in load_or_skip(file).stages]
+    changes = {"stages": stages, "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    recipe = load_or_skip(file).model_copy(update=changes)
+
+    def stop(_: StageRun) -> None:
+        raise TrainingReachedError
+
+    def here(source: PairSource) -> Any:
+        return load_pair_test_set(source) if local_files(source.path) is not None else None
+
+    monkeypatch.setattr(test_data, "load_pair_test_set", here)
+    monkeypatch.setattr(StageRun, "train_unless_done", stop)
+    is_made = not any(large in file.read_text(encoding="utf-8") for large in ("../shared", "glyphs:"))
+    if is_made:
+        with pytest.raises(TrainingReachedError):
+            run_recipe(recipe)
+    for stage in recipe.stages:
+        run = StageRun(recipe, stage)
+        build(run, run.data.images.classes if is_made and stage.data.images is not None else ["a", "b", "c"])
+
+
+def small_batches(stage: StageRecipe) -> StageRecipe:
+    """Return a stage whose batches of classes are of two classes, as few are made."""
+    size = {"per_device_train_batch_size": 2 * stage.data.samples_per_class}
+    return stage.model_copy(update={"training": stage.training | size}) if stage.is_balanced else stage
+
+
+def build(run: StageRun, classes: list[str]) -> None:
+    """Build the model of a stage around a tiny encoder."""
+    settings, method = run.settings, run.models.method
+    if settings.method == CHOSEN:
+        return
+    if isinstance(settings.new, ScratchSource):
+        check_architecture(settings.new)
+        encoder = encoder_from_scratch(small_scratch(settings.new, 16), ("a dog", "a cat"), 0)
+    else:
+        labelled = settings.data.images is not None
+        encoder = stand_in(settings.new.model_type or ("resnet" if labelled else "clip"), 16)
+    old = describe_old(Fingerprint.from_string("old"), run.models.old_dim() or WIDE)
+    if (metric := settings.options.get("metric")) is not None:
+        old["metric"] = metric  # that of its own stage, which is trained with the same or refused
+    if method.embeds_in_memory:
+        sides = {role: old for role in SIDES if role in method.columns_if_known and getattr(settings, role) is not None}
+        described = encoder[0].description | {"fingerprint": old["fingerprint"], "dim": 16}
+        method(method.config_class(encoder=described, old=old, embedding_dim=16, **sides, **settings.options))
+    else:
+        known = {"classes": classes} if method.learns_classes else {}
+        method.from_encoder(encoder, old=old if method.compares_with_old else None, **known, **settings.options)
 
 
 def test_every_kind_of_stage_runs_in_some_recipe() -> None:
@@ -335,6 +432,26 @@ def test_an_architecture_that_cannot_be_built_is_found(undrawn: None) -> None:
     }
     with pytest.raises(XcompatError, match="cannot build timm_wrapper from scratch"):
         dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+
+
+def test_a_dry_run_keeps_zero_shot_and_the_limit_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    (tmp_path / "classes.txt").write_text("tench\n")
+    shot = {"images": {"path": "some/images"}, "classes": str(tmp_path / "classes.txt"), "templates": ["a {}", "one {}"]}
+    data = {"texts": [{"path": "some/texts"}], "texts_limit": 1000, "test": {"path": "some/pairs"}, "zero_shot": shot}
+    raw = {"method": "ridge", "old": "some/old", "new": "some/new", "data": data}
+    judged: list[set[str]] = []
+
+    def run(recipe: Recipe) -> dict[str, Path]:
+        (stage,) = recipe.stages
+        assert stage.data.texts_limit == PAIRS - BATCH
+        assert stage.data.zero_shot is not None and stage.data.zero_shot.templates == shot["templates"]
+        reports = run_recipe(recipe)
+        judged.extend(set(case.metrics) for case in load_report(recipe.output_dir).cases)
+        return reports
+
+    monkeypatch.setattr("xcompat.training.dry_run.run_recipe", run)
+    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    assert any("zero_shot@1" in metrics for metrics in judged)
 
 
 def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:

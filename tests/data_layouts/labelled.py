@@ -21,11 +21,11 @@ def records(labels_NL: np.ndarray) -> bytes:
 
 
 def make_cifar100(folder: Path) -> None:
-    """Make ``cifar-100-binary``: an image of each fine class in either part, the train part in reverse."""
+    """Make ``cifar-100-binary``: an image of each fine class to train on, in reverse, and two to test on."""
     fine_N = np.arange(100)
     write(folder / "fine_label_names.txt", [f"fine {number}" for number in fine_N])
     write(folder / "coarse_label_names.txt", [f"coarse {number}" for number in range(20)])
-    for part, labels_N in (("train", fine_N[::-1]), ("test", fine_N)):
+    for part, labels_N in (("train", fine_N[::-1]), ("test", np.tile(fine_N, 2))):
         (folder / f"{part}.bin").write_bytes(records(np.stack([labels_N // 5, labels_N], axis=1)))
 
 

@@ -26,6 +26,7 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, meth
 
 BATCH = 4
 PAIRS = 16
+CLASSES = 4
 _PREFIXES = {"hf-hub:": "open_clip", "sentence-transformers:": "sentence-transformers"}
 DIMS = {"old": 8, "new": 16, "independent": 16, "side_info": 8, "new_side_info": 8}
 
@@ -113,6 +114,9 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
     if settings.method == "mini_vec2vec":  # which refuses random spaces
         replaced["options"] = {**settings.options, "least_agreement": -1.0}
     replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)
+    if sets := settings.data.zero_shot_sets():
+        tiny = {name: shot.model_dump(exclude_unset=True) | _tiny_classes(folder) for name, shot in sets.items()}
+        replaced["data"]["zero_shot"] = tiny.get("", tiny)
     steps = {"max_steps": 2, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "bf16": False, "fp16": False}
     training = {k: v for k, v in settings.training.items() if not k.startswith("dataloader_") and k != "torch_compile"}
     replaced["training"] = training | steps | {"warmup_steps": 0}
@@ -138,8 +142,8 @@ def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         data["text_pairs"] = _tiny_text_pairs(folder, data["text_pairs"])
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
-    data.pop("zero_shot", None)
-    data.pop("texts_limit", None)
+    if data.get("texts_limit"):
+        data["texts_limit"] = min(data["texts_limit"], PAIRS - BATCH)  # so that it leaves some out
     return data | {"samples_per_class": BATCH // 2}  # of two classes
 
 
@@ -160,11 +164,18 @@ def _tiny_images(folder: Path, name: str) -> str:
         pixels = np.random.default_rng(len(name)).integers(0, 255, (PAIRS, 40, 40, 3), dtype=np.uint8)
         for row, image in enumerate(pixels):
             Image.fromarray(image).save(where / f"{name}-{row}.png")
-        lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % 4}" for row in range(PAIRS))]
+        lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % CLASSES}" for row in range(PAIRS))]
         if name in ("queries", "gallery"):  # the last image is of a class that the other side lacks, for identification
             lines[-1] = f"{name}-{PAIRS - 1}.png,{name} {PAIRS - 1},class of {name}"
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
+
+
+def _tiny_classes(folder: Path) -> dict[str, Any]:
+    """Write the names of the four classes beside their images."""
+    file = folder / "classes.txt"
+    file.write_text("".join(f"class {row}\n" for row in range(CLASSES)), encoding="utf-8")
+    return {"images": {"path": _tiny_images(folder, "zero_shot"), "captions": False, "labels": True}, "classes": str(file)}
 
 
 def _tiny_judgements(folder: Path) -> dict[str, Any]:
