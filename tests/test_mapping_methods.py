@@ -238,7 +238,6 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
     [
         ({"strength": -1}, "options.strength is -1; give 0"),
         ({"threshold": -1}, "options.threshold is -1; give 0 or more"),
-        ({"steepness": 5}, "options.steepness is of a threshold, and there is none"),
         ({"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
     ],
 )

@@ -155,6 +155,7 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], me
 CHECKED_BY_THE_MODEL = {
     *("dim", "extra_dim", "triplet_weight", "propagation", "strength", "rank", "hidden", "neighbours", "mixer_width"),
     *("clusters", "runs", "rounds", "sample", "crops", "crop_size", "crop_scale"),
+    *("threshold", "steepness"),
 }
 """Numbers that a method refuses itself, for whoever makes it without a recipe too."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,11 +59,16 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
             raise XcompatError(f"options.strength is {config.strength}; give 0 (least squares) or more, or leave it out")
         if config.threshold is not None and not 0 <= config.threshold < float("inf"):
             raise XcompatError(f"options.threshold is {config.threshold}; give 0 or more, or leave it out")
-        if config.steepness is not None and config.threshold is None:
-            raise XcompatError("options.steepness is of a threshold, and there is none; set options.threshold too")
         if config.steepness is not None and not 0 < config.steepness < float("inf"):
             raise XcompatError(f"options.steepness is {config.steepness}; give more than 0, or leave it out")
         super().__init__(config, encoder)
+
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if options["threshold"] is None:
+            yield "steepness", "it is of a threshold, and there is none"
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
