@@ -36,7 +36,7 @@ docs: $(STAMP) ## Build the site from docs/ into site/: no broken link, no publi
 bench: $(STAMP) ## Measure speed and memory beside other software, and write it into docs/results/speed.md.
 	$(VENV)/bin/python benchmarks/speed/run.py
 
-gpu: $(STAMP) ## Measure what one GPU reaches, in nine minutes, and write it into docs/results/gpu.md.
+gpu: $(STAMP) ## Measure what one GPU reaches, and write it into docs/results/gpu.md.
 	$(VENV)/bin/python benchmarks/gpu/throughput.py
 
 faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.

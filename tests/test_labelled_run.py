@@ -399,7 +399,7 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
     ("changes", "message"),
     [
         ({"method": "bct", "old": None}, "method bct needs an old model; name it under old"),
-        ({"method": "bct", "data": {}}, "learns from labelled images; name them under data.images"),
+        ({"method": "bct", "data": {}, "evaluation": None}, "learns from labelled images; name them under data.images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
         ({"method": "bt2", "options": {"extra_dim": 4, "dim": 6}}, "new part of 6 dimensions .* which have 8: set dim to 8"),
