@@ -14,6 +14,8 @@ import pytest
 import warm
 from PIL import Image
 
+from xcompat import progress
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
 TOYS = {
@@ -236,6 +238,7 @@ GPU_LINES = (
 @pytest.fixture
 def throughput(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(GPU_SCRIPT.parent))
+    monkeypatch.setattr(progress.console, "quiet", progress.console.quiet)  # the script silences it for good
     return benchmark("throughput")
 
 
