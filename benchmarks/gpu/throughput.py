@@ -8,9 +8,9 @@ embedding (from tokens on the card, and from strings into a cache), image embedd
 JPEG files into a cache), and the pair stage with 1,024 pairs by the Trainer, alone and under FSDP2 in one process of `accelerate
 launch`. All models are of CLIP L/14's size with random weights, on which speed does not depend.
 
-Each line goes into the page as soon as it is measured, so a run that is stopped keeps what it had; a part that fails is a line
-too. It is built to end within nine minutes on an H100. With --tiny every part runs at toy size, on a CPU too, and is written only where
---page says; that it runs is all that this shows. Not run on a GPU yet: none was at hand.
+Each line goes into the page as soon as it is measured, so a run that is stopped keeps what it had; a part that fails is a
+line too. It is built to end within nine minutes on an H100. With --tiny every part runs at toy size, on a CPU too, and is
+written only where --page says; that it runs is all that this shows. Not run on a GPU yet: none was at hand.
 """
 
 from __future__ import annotations
