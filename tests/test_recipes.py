@@ -45,6 +45,8 @@ PAPERS = {file: header for file in RECIPES if (header := read_header(file)).firs
 """Recipes of the papers' tables, with their headers."""
 SCHEDULE = ROOT / "recipes" / "vision" / "oca_tiny_imagenet.yaml"
 """The papers' schedule on other data."""
+SCRATCH = ROOT / "recipes" / "vision" / "scratch_tiny_imagenet.yaml"
+BENCHMARK = [file for file in RECIPES if file.parent.name == "bench"]
 BENCH = "runs/bench_data"
 """What benchmarks/studies/bench_data.py makes."""
 SHARED = ROOT.parent / "shared"
@@ -156,8 +158,8 @@ def without_numbers(value: Any) -> Any:
     return NUMBER if is_number and value else value
 
 
-@pytest.mark.parametrize("file", [*PAPERS, SCHEDULE], ids=named)
-def test_old_and_new_models_of_the_papers_begin_with_other_weights(file: Path) -> None:
+@pytest.mark.parametrize("file", [*PAPERS, SCHEDULE, *BENCHMARK, SCRATCH], ids=named)
+def test_old_and_new_models_begin_with_other_weights(file: Path) -> None:
     """From one seed the same architecture begins alike, and what is independent of an old model would be half compatible."""
     stages = {stage.name: stage for stage in loaded(file).stages}
 
