@@ -105,13 +105,20 @@ class EmbeddingCache:
         """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read."""
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(self.info.rows))
-        rows = np.asarray(rows)
         fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
-        shard_of_row = rows // self.info.shard_rows
-        for shard in np.unique(shard_of_row).tolist():
-            here = shard_of_row == shard
-            fetched[here] = self._shard(shard)[rows[here] - shard * self.info.shard_rows]
+        part_of_row, row_of_part = np.divmod(np.asarray(rows), self._part_rows)
+        for part in np.unique(part_of_row).tolist():
+            here = part_of_row == part
+            fetched[here] = self._part(part)[row_of_part[here]]
         return fetched
+
+    @property
+    def _part_rows(self) -> int:
+        """Rows of each part that is read by itself; the last may have fewer."""
+        return self.info.shard_rows
+
+    def _part(self, number: int) -> EmbeddingCache | NDArray[Any]:
+        return self._shard(number)
 
     def readable(self) -> NDArray[np.bool_]:
         """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
@@ -129,16 +136,14 @@ class StackedCaches(EmbeddingCache):
         self.parts = list(parts)
         self.info = replace(parts[0].info, rows=sum(map(len, parts)))
 
+    @property
     @override
-    def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read."""
-        rows = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else np.asarray(rows)
-        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
-        part_of_row, row_of_part = np.divmod(rows, len(self.parts[0]))
-        for part in np.unique(part_of_row).tolist():
-            here = part_of_row == part
-            fetched[here] = self.parts[part][row_of_part[here]]
-        return fetched
+    def _part_rows(self) -> int:
+        return len(self.parts[0])
+
+    @override
+    def _part(self, number: int) -> EmbeddingCache:
+        return self.parts[number]
 
     @override
     def readable(self) -> NDArray[np.bool_]:

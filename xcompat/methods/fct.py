@@ -57,7 +57,7 @@ class FctModel(ForwardMapModel):
     @classmethod
     @override
     def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
-        return options.get("loss", "mse") != "mse"
+        return options["loss"] != "mse"
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
