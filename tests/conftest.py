@@ -83,11 +83,11 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _leave_libraries_out_of_collections() -> Iterator[None]:
-    gc.freeze()  # accelerate collects garbage after every training, and would look at each of the libraries' objects anew
-    yield
-    gc.unfreeze()
+@pytest.fixture(autouse=True)
+def _collect_garbage_of_one_test_alone() -> None:
+    """Leave what was there before a test out of its collections: each training asks for one, and libraries hold many objects."""
+    gc.collect()  # what the last test left
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

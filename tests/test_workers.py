@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ from typer.testing import CliRunner
 
 from xcompat import XcompatError
 from xcompat.cli import app
-from xcompat.embedding import embed_contents
+from xcompat.engines import models
+from xcompat.engines.models import NamedModel
+from xcompat.engines.ray import _Worker
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, ingestion, upgrading
 from xcompat.retrieval.upgrading import map_block
-from xcompat.spreading import here
+from xcompat.spreading import Spread, here, taken
 from xcompat.stores import migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
@@ -110,38 +111,41 @@ def pool(name: str, model: Any) -> Any:
     return Workers("ray", 2).pool(name, model)
 
 
-def pickled(function: Callable[..., Any], model: object, blocks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Put blocks through a model here, sent and received as to and from a worker, which takes seconds to start."""
-    for kept, block in blocks:
-        sent, given = pickle.loads(pickle.dumps((function, block)))  # noqa: S301
-        yield kept, pickle.loads(pickle.dumps(sent(model, given)))  # noqa: S301
+@pytest.fixture(scope="module")
+def two_workers(model: str, cluster: Any) -> Iterator[Any]:
+    """Two workers that load the map: each takes seconds to start, so tests share them."""
+    with pool(model, load_checkpoint(model)) as spread:
+        yield spread
+
+
+def worker_here(name: str, model: Any) -> Spread:
+    """Return what puts blocks through a worker in this process, sent and received as to and from one of Ray's."""
+    worker = pickle.loads(pickle.dumps(_Worker(NamedModel.of(name, model))))  # noqa: S301
+
+    def spread(function: Callable[..., Any], model: object, blocks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        for kept, block in blocks:
+            sent, given = pickle.loads(pickle.dumps((function, block)))  # noqa: S301
+            yield kept, taken(pickle.loads(pickle.dumps(worker.make(sent, given))))  # noqa: S301
+
+    return spread
 
 
 # ------------------------------------------------------------------------------------------------------------- Ray
 
 
 def test_a_gallery_is_mapped_by_two_nodes_one_of_which_loses_its_worker(
-    gallery: Path, model: str, cluster: Any, killing: Any, monkeypatch: pytest.MonkeyPatch
+    gallery: Path, model: str, two_workers: Any, killing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer, one, many = load_checkpoint(model), copied(gallery, "alone"), copied(gallery, "many")
     monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 70 * NEW_DIM * 4)  # the journal is written in the middle
     assert one.upgrade(newer, BLOCK) == N - 20
     monkeypatch.setattr(upgrading, "map_block", killing(map_block))
-    with pool(model, newer) as spread:
-        assert many.upgrade(newer, BLOCK, spread) == N - 20
+    assert many.upgrade(newer, BLOCK, two_workers) == N - 20
     assert contents(many) == contents(one) and many.damage() == [] and len(contents(one)) > 3
 
 
 @pytest.mark.parametrize("kind", ["texts", "pictures"])
-def test_originals_are_embedded_anew_by_workers(
-    kind: str,
-    tmp_path: Path,
-    old_folder: str,
-    folder_of: dict[str, str],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Texts on two nodes of Ray, one of which loses its worker."""
+def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_folder: str, folder_of: dict[str, str]) -> None:
     from xcompat.retrieval.backfilling import Backfill
     from xcompat.retrieval.originals import load_originals
 
@@ -160,11 +164,7 @@ def test_originals_are_embedded_anew_by_workers(
         (source / "070.png").write_bytes(b"no picture")  # the first is found by whoever reads it
     many = copied(made.path, "many")
     alone = Backfill(made, originals, new).run()
-    if kind == "texts":
-        request.getfixturevalue("cluster")
-        monkeypatch.setattr(ingestion, "embed_contents", request.getfixturevalue("killing")(embed_contents))
-    with pool(folder_of["clip"], new) if kind == "texts" else nullcontext(pickled) as spread:
-        assert Backfill(many, originals, new).run(spread) == alone
+    assert Backfill(many, originals, new).run(worker_here(folder_of["clip"], new)) == alone
     assert alone.unreadable == (kind == "pictures") and bool(alone.truncated) == (kind == "texts")
     assert contents(many) == contents(made)
 
@@ -180,8 +180,7 @@ def test_a_store_is_migrated_by_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A map on two nodes of Ray, one of which loses its worker."""
-    name = model if kind == "map" else folder_of["clip"]
-    filling = Mapping(load_checkpoint(model)) if kind == "map" else Embedding(load_embedder(name), "about")
+    filling = Mapping(load_checkpoint(model)) if kind == "map" else Embedding(load_embedder(folder_of["clip"]), "about")
     found = []
     for spread in (None, "workers"):
         folder = tmp_path / str(spread)
@@ -196,19 +195,20 @@ def test_a_store_is_migrated_by_workers(
             if spread is None:
                 done = migration.start(store, filling, place.into, batch=BLOCK)
             else:
-                if kind == "map":
-                    request.getfixturevalue("cluster")
+                if kind == "embed":
+                    workers = worker_here(folder_of["clip"], filling.model)
+                else:
+                    workers = request.getfixturevalue("two_workers")
                     killing = request.getfixturevalue("killing")
                     monkeypatch.setattr(type(filling), "function", staticmethod(killing(type(filling).function)))
-                with pool(name, filling.model) if kind == "map" else nullcontext(pickled) as workers:
-                    done = migration.start(store, filling, place.into, batch=BLOCK, spread=workers)
+                done = migration.start(store, filling, place.into, batch=BLOCK, spread=workers)
             assert done.written == (200 if kind == "map" else 199)
             found.append({item: vector.tobytes() for item, vector in place.vectors(place.into).items()})
             place.close()
     assert found[0] == found[1]
 
 
-def test_few_blocks_are_under_way_and_they_come_in_order(model: str, cluster: Any) -> None:
+def test_few_blocks_are_under_way_and_they_come_in_order(model: str, two_workers: Any) -> None:
     taken, given = 0, 0
 
     def blocks() -> Iterator[tuple[int, upgrading.Block]]:
@@ -219,14 +219,13 @@ def test_few_blocks_are_under_way_and_they_come_in_order(model: str, cluster: An
             yield number, upgrading.Block(unit_vectors(5, OLD_DIM) * (number + 1), unit=False)
 
     newer, unit = load_checkpoint(model), upgrading.Block(unit_vectors(5, OLD_DIM))
-    with pool(model, newer) as spread:
-        for _ in range(2):  # its workers stay for another round
-            taken, given = 0, 0
-            for kept, made in spread(map_block, newer, blocks()):
-                assert kept == given
-                np.testing.assert_allclose(made.embeds_nd, map_block(newer, unit).embeds_nd, atol=1e-6)
-                given += 1
-            assert given == 30
+    for _ in range(2):  # its workers stay for another round
+        taken, given = 0, 0
+        for kept, made in two_workers(map_block, newer, blocks()):
+            assert kept == given
+            np.testing.assert_allclose(made.embeds_nd, map_block(newer, unit).embeds_nd, atol=1e-6)
+            given += 1
+        assert given == 30
 
 
 def refusing(model: object, block: int) -> int:
@@ -235,23 +234,25 @@ def refusing(model: object, block: int) -> int:
     return block
 
 
-def test_what_workers_refuse_is_one_line(tmp_path: Path, vectors: np.ndarray, cluster: Any) -> None:
+def test_what_workers_refuse_is_one_line(two_workers: Any) -> None:
     cloudpickle = pytest.importorskip("ray").cloudpickle
     cloudpickle.register_pickle_by_value(sys.modules[refusing.__module__])
-    map_of_galleries(vectors, NEW_DIM).save_pretrained(tmp_path / "map")
-    newer, seen = load_checkpoint(str(tmp_path / "map")), []
-    with pool(str(tmp_path / "map"), newer) as spread:
-        with pytest.raises(XcompatError, match="^three is not mapped$"):
-            seen += [kept for kept, _ in spread(refusing, newer, ((number, number) for number in range(9)))]
-        map_of_galleries(vectors[:100], NEW_DIM).save_pretrained(tmp_path / "map")
-    with (
-        pool(str(tmp_path / "map"), newer) as spread,
-        pytest.raises(XcompatError, match="makes .* here, and .* where this began"),
-    ):
-        list(spread(refusing, newer, [(0, 0)]))
-    shutil.rmtree(tmp_path / "map")
-    with pool(str(tmp_path / "map"), newer) as spread, pytest.raises(XcompatError, match=re.escape(str(tmp_path / "map"))):
-        list(spread(refusing, newer, [(0, 0)]))
+    with pytest.raises(XcompatError, match="^three is not mapped$"):
+        list(two_workers(refusing, None, ((number, number) for number in range(9))))
+
+
+def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, vectors: np.ndarray) -> None:
+    """In this process: what a worker answers is sent as it is above."""
+    name = tmp_path / "map"
+    map_of_galleries(vectors, NEW_DIM).save_pretrained(name)
+    began = NamedModel.of(str(name), load_checkpoint(str(name)))
+    map_of_galleries(vectors[:100], NEW_DIM).save_pretrained(name)
+    with pytest.raises(XcompatError, match="makes .* here, and .* where this began"):
+        taken(_Worker(began).make(refusing, 0))
+    shutil.rmtree(name)
+    models._loaded.cache_clear()
+    with pytest.raises(XcompatError, match=re.escape(str(name))):
+        taken(_Worker(began).make(refusing, 0))
 
 
 @pytest.mark.parametrize("verb", [("gallery", "upgrade"), ("migrate", "start")])

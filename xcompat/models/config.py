@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -22,6 +23,13 @@ Compares = Literal["cosine", "l2"]
 QUERIES = "queries"
 """The role, in the description of an encoder, of a model that put before texts what it puts before queries."""
 _OF_A_VERSION = {"name", "fingerprint", "dim"}
+
+
+@cache
+def _choices(config: type) -> dict[str, tuple[Any, ...]]:
+    """Return the values that each option with a fixed set of them may have."""
+    hints = get_type_hints(config, localns={"torch": torch})  # torch: in transformers' own hints
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 class CompatConfig(PreTrainedConfig):
@@ -63,9 +71,9 @@ class CompatConfig(PreTrainedConfig):
             if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
                 own = known - _TRANSFORMERS_KEYS
                 raise XcompatError(f"{type(self).__name__} has no option {key!r}; {nearest(key, own)}")
-        for name, hint in get_type_hints(type(self), localns={"torch": torch}).items():  # torch: in transformers' own hints
-            if get_origin(hint) is Literal and (given := getattr(self, name)) not in get_args(hint):
-                raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), get_args(hint))}")
+        for name, choices in _choices(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
+            if (given := getattr(self, name)) not in choices:
+                raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), choices)}")
         for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
             if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
                 raise XcompatError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -126,6 +127,7 @@ def _named(value: Any) -> str:  # noqa: ANN401 - a text, or one of transformers'
     return str(getattr(value, "value", value))
 
 
+@cache
 def _imported_hints() -> dict[str, Any]:
     from transformers import TrainingArguments
 
@@ -161,11 +163,16 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
 
 
 def _option_hints(method: str) -> dict[str, Any]:
-    import torch
-
     from xcompat.methods import METHODS
 
-    return get_type_hints(METHODS[method].config_class, localns={"torch": torch}, include_extras=True)
+    return _hints_of(METHODS[method].config_class)
+
+
+@cache
+def _hints_of(config: type) -> dict[str, Any]:
+    import torch
+
+    return get_type_hints(config, localns={"torch": torch}, include_extras=True)
 
 
 def _check(key: str, hint: Any, value: Any, bound: Any = None) -> None:  # noqa: ANN401 - a type annotation, a Field
