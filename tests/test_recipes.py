@@ -100,7 +100,7 @@ def loaded(file: Path) -> Recipe:
 
 @cache
 def planned() -> dict[Path, set[str]]:
-    """Return the stages of each recipe that no recipe before it has alike, and those that these are made from.
+    """Return the stages of each recipe that are like none before them, there or in other recipes, and what they are made from.
 
     Two stages are alike if they have the same method, models of the same kinds in the same roles, and options that differ in
     numbers other than 0 alone: a dry run puts the same stand-ins in their place. Where no judged stage of a recipe is left,
@@ -109,9 +109,11 @@ def planned() -> dict[Path, set[str]]:
     seen: set[str] = set()
     plan = {}
     for file in filter(readable, RECIPES):
-        kinds = kinds_of(loaded(file))
-        wanted = {each for name, kind in kinds.items() if kind not in seen for each in with_ancestors(loaded(file), name)}
-        seen |= set(kinds.values())
+        wanted = set()
+        for name, kind in kinds_of(loaded(file)).items():
+            if kind not in seen:
+                seen.add(kind)
+                wanted |= with_ancestors(loaded(file), name)
         judged = [with_ancestors(loaded(file), stage.name) for stage in loaded(file).stages if stage.is_judged]
         names = {stage.name for stage in loaded(file).stages if stage.is_judged}
         plan[file] = wanted if wanted & names else wanted | min(judged, key=len)
