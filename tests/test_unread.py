@@ -113,6 +113,9 @@ for name in ("label_column", "camera_column", "labels"):
     for source in ("pairs", "test"):
         ignoring: dict[str, Any] = {"method": "xbt", "data": {source: {"path": "photos"}}}
         CASES[f"data.{source}.{name}"] = (True if name == "labels" else "column", ignoring, "neither classes nor cameras", {})
+for name, unread_of_texts in {"labels": True, "label_column": "x", "camera_column": "x", "captions": False}.items():
+    ignoring = MAP | {"data": {"texts": [{"path": "photos", "caption_column": "said"}]}}
+    CASES[f"data.texts.0.{name}"] = (unread_of_texts, ignoring, "captions are read, and nothing else", {})
 for source in ("images", "queries", "gallery"):
     for name in ("caption_column", "caption_file"):
         ignoring = {"method": "bct", "data": JUDGED | {source: {"path": "photos"}}}
@@ -144,6 +147,8 @@ SOURCES = {"texts", "images", "judged_texts", "templates", "queries"}
 
 def with_setting(stage: dict[str, Any], setting: str, value: object) -> dict[str, Any]:
     section, _, rest = setting.partition(".")
+    if isinstance(listed := stage.get(section), list):
+        return stage | {section: [with_setting(listed[0], rest.removeprefix("0."), value)]}
     return stage | {section: with_setting(stage.get(section, {}), rest, value) if rest else value}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from xcompat.data import PairSource
 from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.errors import XcompatError
@@ -68,7 +69,10 @@ def _is_given(stage: StageRecipe, setting: str) -> bool:
     section: Any = stage
     *outer, name = setting.split(".")
     for part in outer:
-        section = section.get(part) if isinstance(section, dict) else getattr(section, part)
+        if isinstance(section, list):
+            section = section[int(part)]
+        else:
+            section = section.get(part) if isinstance(section, dict) else getattr(section, part)
         if section is None:
             return False
     if isinstance(section, dict):
@@ -181,6 +185,9 @@ def _of_sources(stage: StageRecipe) -> Iterator[Setting]:
     for source in ("pairs", "remembered", "test"):
         for name in ("labels", "label_column", "camera_column"):
             yield f"data.{source}.{name}", False, "of images with captions neither classes nor cameras are read"
+    for number, texts in enumerate(stage.data.texts):
+        for name in ("labels", "label_column", "camera_column", "captions") if isinstance(texts, PairSource) else ():
+            yield f"data.texts.{number}.{name}", False, "captions are read, and nothing else of their images"
     for name in stage.data.zero_shot_sets():
         place = ".".join(filter(None, ("data.zero_shot", name, "images.camera_column")))
         yield place, False, "no image is searched with another"
