@@ -15,6 +15,7 @@ import yaml
 
 from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
+from xcompat.retrieval.manifest import CURRENT
 from xcompat.training.beforehand import check_trackers
 from xcompat.training.declared import is_solved, method_names, trackers, trainer_fields
 from xcompat.training.stage_recipe import StageRecipe, declared_options, usual_options
@@ -99,6 +100,7 @@ MISTAKES = {
     "find --old images": "images holds stored embeddings, which do not say what made them",
     "lineage ./nowhere": "'./nowhere' is no name on the Hub; write it as user/name",
     "serve nowhere": "nowhere is neither a gallery nor a run that ended with a report",
+    "serve served --model me/new --images empty/x": "empty/x does not exist",
     "serve nowhere --images empty": "--images and --texts are of a gallery; a run knows its test set: leave them out",
     "export faiss x.faiss --model ./nowhere --out o": NO_MODEL,
     "export onnx enc --out o": NOT_OURS,
@@ -189,6 +191,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "images" / "image_embeds.npy", np.eye(2, dtype=np.float32))
     (folder / "images" / "image_ids.txt").write_text("a\nb\n")
     (folder / "texts.txt").write_text("a\nb\n")
+    (folder / "served").mkdir()
+    (folder / "served" / CURRENT).touch()
     (folder / "vectors.parquet").touch()
     (folder / "damaged.yaml").write_text("a: [")
     for name, old in (("good", "me/old"), ("lost", "./nowhere")):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
 from xcompat.errors import XcompatError, nearest
 from xcompat.training.declared import is_solved, trackers
@@ -128,6 +129,8 @@ def require_served(target: str, model: str | None, images: Sequence[Path]) -> No
     if (folder / CURRENT).is_file():
         if not model:
             raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
+        for place in images:
+            local_files(str(place))
     elif images:
         raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
     else:
