@@ -181,6 +181,14 @@ def test_half_precision_is_computed_in_float32() -> None:
     torch.testing.assert_close(inside, softmax_loss(features, weight, labels, 64.0, angular_margin=0.5), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("given", [torch.float16, torch.float32, torch.float64])
+def test_rows_of_any_precision_are_classified_by(weights: torch.dtype, given: torch.dtype) -> None:
+    rows = torch.tensor([[1.0, 0.0], [torch.nan, torch.nan], [0.0, 2.0]], dtype=weights)
+    loss = cross_entropy_to(rows, torch.tensor([[1.0, 1.0], [3.0, 0.5]], dtype=given), torch.tensor([0, 1]))
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(2 - 1)), rel=1e-6), "the first sample's, as no row is the second's"
+
+
 # ------------------------------------------------------------------------------------------------------ old weights
 
 

@@ -49,6 +49,20 @@ def build(method: str, folder_of: dict[str, str], **options: Any) -> Any:
     return model
 
 
+def test_bct_of_l2_distances_sees_lengths(image_folder_of: dict[str, str]) -> None:
+    """Cosines would not: queries of any length would have one loss, and only those of the right length find anything."""
+    old = describe_old(OLD, dim=OLD_DIM) | {"metric": "l2"}
+    model = METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, metric="l2", dim=OLD_DIM)
+    model.prepare(OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()))
+    labels = torch.tensor(LABELS_N)
+    losses = [float(model.old_classification_loss(factor * OLD_Nd.float(), labels)) for factor in (0.1, 1.0)]
+    assert losses[0] > losses[1] + 0.01
+    with pytest.raises(XcompatError, match="options.old_scale: cosines, whose factor it is, do not see the lengths"):
+        METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, metric="l2", old_scale=4.0)
+    with pytest.raises(XcompatError, match="no head 'arcfase'; did you mean 'arcface'"):
+        METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, head="arcfase")
+
+
 def features(dim: int) -> torch.Tensor:
     return 3 * torch.randn(len(LABELS_N), dim, generator=torch.Generator().manual_seed(3))
 

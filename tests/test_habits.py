@@ -202,6 +202,9 @@ def test_what_is_no_embedding_is_refused_in_one_line(embeds: Any, message: str, 
     with pytest.raises(XcompatError, match=message.format(dim=model.config.embedding_dim)) as refusal:
         model.view(embeds)
     assert "\n" not in str(refusal.value)
+    if model.compatible_with and model.maps_galleries:
+        with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):
+            model.upgrade(embeds if not isinstance(embeds, torch.Tensor) or embeds.ndim == 1 else embeds[:, :3])
 
 
 def test_loading_is_silent(run: Run, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

@@ -805,8 +805,10 @@ def test_simclr_trains_the_bits_that_it_stores(
     first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
     features = [model.features(views) for views in (first, second)]
     signs = [F.normalize(torch.where(each > 0, 1.0, -1.0), dim=-1) for each in features]
-    loss = model(pixel_values=first, second_pixel_values=second).loss
+    output = model(pixel_values=first, second_pixel_values=second, return_loss=True)
+    loss = output.loss
     torch.testing.assert_close(loss, nt_xent_loss(*signs, model.config.temperature))
+    assert torch.equal(output.image_embeds, (features[0] > 0).float())
     loss.backward()
     gradient = model.neck.weight.grad
     assert gradient is not None and gradient.abs().sum() > 0, "signs alone have none"

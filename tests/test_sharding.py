@@ -148,17 +148,26 @@ def _train_as_accelerate_shards(rank: int, encoder: str, store: str, out: str) -
     def built(self: Any, *arguments: Any, fsdp_plugin: Any = None, **named: Any) -> None:
         build(self, *arguments, fsdp_plugin=fsdp_plugin, **named)
         if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            self.distributed_type, self.fsdp_plugin, self._mixed_precision = DistributedType.FSDP, fsdp_plugin, "bf16"
+            fsdp_plugin.set_mixed_precision("bf16")
 
     AcceleratorState.__init__ = built
-    model = IndependentModel.from_encoder(encoder)
+    model = DirectModel.from_encoder(encoder, old=describe_old(Fingerprint.from_string("old"), 16))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batch = _batch(model)
+    batch = _batch(model) | dict.fromkeys(("old_embeds", "old_text_embeds"), torch.eye(4, 16))
     rows = [{name: column[row] for name, column in batch.items()} for row in range(4)]
     training = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 0.1, "save_strategy": "no"}
-    part = StageRecipe(method="independent", training=training)
+    part = StageRecipe(method="direct", training=training)
     trainer = StageTrainer(model, training_arguments(part, 0, Path(out) / "checkpoints"), Data(rows, default_collate), part)
+    computed, embed = [], model.embed_batch
+
+    def embedded(batch: Any) -> Any:
+        computed.append(torch.is_autocast_enabled("cpu"))
+        return embed(batch)
+
+    model.embed_batch = embedded  # type: ignore[method-assign]
     trainer.train()
+    assert computed and all(computed), "in half precision, as without shards"
     sharded = trainer.accelerator.unwrap_model(trainer.model)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     whole = unsharded(sharded)

@@ -247,5 +247,6 @@ def zero_shot_ranks(
     ranks_N = first_hit_ranks(image_embeds_ND, class_embeds_CD, labels_N, range(len(class_embeds_CD)), chunk_size)
     if (ranks_N < 0).any():
         bad = int(np.flatnonzero(ranks_N < 0)[0])
-        raise XcompatError(f"label {bad} is not one of the {len(class_embeds_CD)} classes; labels are integers from 0")
+        given = f"label {labels_N[bad]} of image {bad}"
+        raise XcompatError(f"{given} is not one of the {len(class_embeds_CD)} classes; labels are integers from 0")
     return ranks_N

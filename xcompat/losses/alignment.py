@@ -54,8 +54,10 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = N
         5.0
     """
     _require_one_shape(new_BD, old_BD)
-    distances_B = torch.linalg.vector_norm((new_BD - old_BD).to(loss_dtype(new_BD, old_BD)), dim=-1)
-    return distances_B.mean() if known_B is None else mean_of_known(distances_B, known_B)
+    apart_BD = (new_BD - old_BD).to(loss_dtype(new_BD, old_BD))
+    if known_B is None:
+        return torch.linalg.vector_norm(apart_BD, dim=-1).mean()
+    return mean_of_known(torch.linalg.vector_norm(apart_BD.masked_fill(~known_B[:, None], 0.0), dim=-1), known_B)
 
 
 def ace_loss(

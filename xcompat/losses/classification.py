@@ -107,7 +107,7 @@ def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, sc
     """
     row_B, known_B = rows_of_labels(weights_Cd, labels_B)
     absent_C = weights_Cd[:, 0].isnan()
-    bias_C = torch.zeros_like(weights_Cd[:, 0]).masked_fill(absent_C, _ABSENT)
+    bias_C = torch.zeros_like(absent_C, dtype=loss_dtype(embeds_Bd, weights_Cd)).masked_fill(absent_C, _ABSENT)
     targets_B = row_B.masked_fill(~known_B, _LEFT_OUT)
     return mean_of_known(_losses(embeds_Bd, weights_Cd.nan_to_num(nan=0.0), targets_B, scale, bias_C=bias_C), known_B)
 

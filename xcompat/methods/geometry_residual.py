@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.errors import XcompatError
+from xcompat.losses.classification import mean_of_known
 from xcompat.models.closed_form import Moments, solve_procrustes, solve_ridge
 from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel
 from xcompat.outputs import Batch, CompatOutput
@@ -73,4 +74,4 @@ class GeometryResidualModel(ResidualMapModel):
         cosines_BB = mapped_BT @ target_BT.T
         missed_BK = F.relu(self.config.margin + cosines_BB.gather(1, near_BK) - cosines_BB.diagonal()[:, None])
         counted_BK = others_BB.gather(1, near_BK)
-        return (missed_BK * counted_BK).sum() / counted_BK.sum().clamp(min=1)
+        return mean_of_known(missed_BK, counted_BK)

@@ -112,10 +112,18 @@ class SimClrModel(UnlabelledModel):
         return super().columns_of(batch) + ["crop_pixel_values"] * bool(self.config.crops)
 
     @override
+    def embed_batch(self, batch: Batch) -> CompatOutput:
+        """Embed images as :meth:`embed_images` does, and keep their features."""
+        output = super().embed_batch(batch)
+        if self.config.binarise:
+            output["image_embeds"] = _bits(output["features"])
+        return output
+
+    @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Embed images; ``binarise`` gives bits, whose length is not 1."""
         if self.config.binarise:
-            return (self.features(pixel_values) > 0).float()
+            return _bits(self.features(pixel_values))
         return super().embed_images(pixel_values)
 
     @override
@@ -137,3 +145,7 @@ class SimClrModel(UnlabelledModel):
             signs = torch.where(features > 0, 1.0, -1.0)
             features = signs + soft - soft.detach()
         return F.normalize(features, dim=-1)
+
+
+def _bits(features: Tensor) -> Tensor:
+    return (features > 0).float()

@@ -163,7 +163,7 @@ class Embedder:
             nearest = model.config.old
             described["compatible_with"] = [
                 {key: nearest[key] for key in ("name", "fingerprint", "dim", "revision") if key in nearest},
-                *nearest["compatible_with"],
+                *(nearest.get("compatible_with") or []),
             ]
         return described
 

@@ -92,6 +92,8 @@ class ForwardMapModel(CompatModel):
             raise XcompatError(f"{name} was trained with side-information: give side_info, what {which} makes of the same items")
         if side is None and side_info is not None:
             raise XcompatError(f"{name} was trained without side-information: leave side_info out")
+        if side is not None and side_info is not None and side_info.shape[1:] != (side["dim"],):
+            raise XcompatError(f"{name} takes side-information (B, {side['dim']}), not {tuple(side_info.shape)}")
 
     @property
     def reads_side_info(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 from torch import Tensor
@@ -23,7 +24,7 @@ class PrototypedConfig(ClassifiedConfig):
             ``classifier``, its row in the old model's classifier; or ``both``, that row, and for classes that the old model never
             learned their prototype, brought to the rows' mean length. Samples of classes without a row do not enter that loss.
         old_scale: factor on cosines between features and old weights; None for plain dot products, which also depend on both
-            lengths: prototypes of unit embeddings are shorter than 1.
+            lengths: prototypes of unit embeddings are shorter than 1. With ``metric: l2`` they are always dot products.
     """
 
     compat_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -38,6 +39,18 @@ class PrototypedModel(ClassifiedModel):
     made_by_prepare = ("old_weights_Cd",)
     old_weights_Cd: Tensor | None
 
+    @classmethod
+    @override
+    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+        yield from super().unread_options(options, on_captions)
+        if options["metric"] == "l2":
+            yield "old_scale", "cosines, whose factor it is, do not see the lengths that metric: l2 compares"
+
+    @property
+    def old_scale(self) -> float | None:
+        """Return the factor on cosines with old weights; None for dot products, which see lengths as L2 distances do."""
+        return None if self.metric == "l2" else self.config.old_scale
+
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Keep the frozen rows."""
@@ -48,7 +61,7 @@ class PrototypedModel(ClassifiedModel):
 
     def old_classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
         """Return CE(W_old, f[:d])."""
-        return cross_entropy_to(self._old_weights(), self.old_features(features_BD), labels_B, self.config.old_scale)
+        return cross_entropy_to(self._old_weights(), self.old_features(features_BD), labels_B, self.old_scale)
 
     def _old_weights(self) -> Tensor:
         if self.old_weights_Cd is None:

@@ -45,7 +45,7 @@ class PushableModel(LearningModel):
         """Return the facts for this model's card."""
         config = self.config
         described, old = config.encoder, config.old
-        versions = [] if old is None else [old, *old.get("compatible_with", [])]
+        versions = [] if old is None else [old, *(old.get("compatible_with") or [])]
         return ModelFacts(
             method=config.model_type.removeprefix("xcompat-"),
             citation=self.citation,

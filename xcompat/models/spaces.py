@@ -115,7 +115,8 @@ class SpacesModel(CheckpointModel):
 
     def version_dims(self) -> list[tuple[Fingerprint, int]]:
         """Return the compatible versions and the dimension of each, the nearest first."""
-        versions = [self.config.old, *self.config.old.get("compatible_with", [])] if self.config.old is not None else []
+        old = self.config.old
+        versions = [old, *(old.get("compatible_with") or [])] if old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
     def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
@@ -135,18 +136,18 @@ class SpacesModel(CheckpointModel):
         self.require_version(version)
         if self.maps_galleries:
             raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
-        self._require_embeddings(embeds)
+        self._require_embeddings(embeds, "its own embeddings", self.config.embedding_dim)
         own = self.own_view(embeds, version)
         return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
 
-    def _require_embeddings(self, embeds: Tensor) -> None:
-        """Refuse an input that cannot be own embeddings."""
-        name, dim = type(self).__name__, self.config.embedding_dim
+    def _require_embeddings(self, embeds: Tensor, what: str, dim: int) -> None:
+        """Refuse an input that cannot be those embeddings."""
+        name = type(self).__name__
         if not isinstance(embeds, Tensor):
             mend = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
             raise XcompatError(f"{name} takes embeddings as a torch tensor (B, {dim}), not {type(embeds).__name__}; use {mend}")
         if embeds.ndim != 2 or embeds.shape[1] != dim:
-            raise XcompatError(f"{name} takes its own embeddings (B, {dim}), not {tuple(embeds.shape)}")
+            raise XcompatError(f"{name} takes {what} (B, {dim}), not {tuple(embeds.shape)}")
 
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Bring own embeddings into an older space, without the memory: :meth:`nearest_view`, or its first dimensions.
@@ -253,7 +254,12 @@ class SpacesModel(CheckpointModel):
 
         Returns:
             The embeddings to store instead.
+
+        Raises:
+            XcompatError: the embeddings are of another form than the old model's, or the model maps no galleries.
         """
+        if self.maps_galleries:
+            self._require_embeddings(old_embeds, "embeddings of the old model", self.config.old["dim"])
         own = self.own_upgrade(old_embeds, side_info)
         return own if self.memory is None or not self.maps_galleries else self.memory(old_embeds, own)
 

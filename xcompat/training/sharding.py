@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import MethodType
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +24,26 @@ def shardable(model: CompatModel) -> CompatModel:
             if parameter.ndim == 0:
                 setattr(module, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
     return model
+
+
+def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
+    """Let a model that FSDP will shard compute in half precision as one that it does not: by autocast; in place.
+
+    FSDP's own policy, which accelerate sets instead, casts weights, inputs and outputs; losses compute in float32 and would meet
+    halves of them.
+
+    Args:
+        model: not sharded yet.
+        accelerator: the Trainer's, whose ``unwrap_model`` takes the wrapper off; nothing is done where it shards nothing.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    accelerator.state.fsdp_plugin.mixed_precision_policy = None
+    if accelerator.native_amp:
+        dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16
+        plain: Any = model.forward
+        model._original_forward = plain
+        model.forward = MethodType(torch.autocast(accelerator.device.type, dtype)(plain.__func__), model)  # type: ignore[method-assign]
 
 
 def unsharded(model: CompatModel) -> CompatModel:

@@ -48,7 +48,7 @@ from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_opti
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sections import DataSettings
-from xcompat.training.sharding import send_constants_once, shardable, unsharded
+from xcompat.training.sharding import autocast_inside, send_constants_once, shardable, unsharded
 from xcompat.training.stage_recipe import StageRecipe
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class StageTrainer(Trainer):
             callbacks=[*([cost] if cost is not None else []), *callbacks, *looked_after],
             optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # is called alike
         )
+        autocast_inside(model, self.accelerator)
         send_constants_once(model, self.accelerator)
         if self.mini_batch_size is not None:
             refuse_what_parts_change(model, self.accelerator)
