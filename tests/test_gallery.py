@@ -569,6 +569,20 @@ def test_few_rows_of_an_approximate_index_are_searched_exactly(
     assert found(gallery, queries, 10) == naive(few, queries, 10, metric)
 
 
+@pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat"])
+def test_an_approximate_index_finds_as_many_as_are_asked_for(index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faiss_building, "PER_CENTROID", 1)
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    embeds = np.repeat(vectors(40), 50, 0)  # equal ones: a graph of them falls apart
+    embeds[1:] += 1e-4 * vectors(1999, 1) if index != "HNSW16" else 0
+    gallery.add(embeds, names(2000), [{"document": n // 50} for n in range(2000)])
+    gallery.commit()
+    assert gallery.segments[0].record.index == index
+    for k in (60, 500, 2000, 3000):
+        assert [len(hits) for hits in found(gallery, vectors(3), k)] == [min(k, 2000)] * 3
+    assert [len(hits) for hits in found(gallery, vectors(3), 40, group_by="document")] == [40] * 3
+
+
 def test_a_filter_whose_rows_lie_far_from_the_query_finds_them(tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, metric="l2", index="IVF64,Flat")
     embeds = vectors(12_000)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
-from xcompat.retrieval.filtered_search import Found, ReadRows, search_kept
+from xcompat.retrieval.filtered_search import Found, ReadRows, completed, lacking, search_kept
 from xcompat.retrieval.manifest import Metric
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
@@ -112,6 +112,13 @@ class FaissIndex:
         """Return faiss's distances and rows."""
         if kept_N is not None:  # on the CPU: faiss-gpu would leave the filter out of account
             return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors)
+        found = self._find_of_all(queries_Qd, k)
+        if not lacking(found[1], self.rows).any():
+            return found
+        # the lists that were visited hold fewer than k, or a graph of many equal vectors leads nowhere else
+        return completed(self.index, queries_Qd, found, np.arange(self.rows), self._as_added or self._own_vectors)
+
+    def _find_of_all(self, queries_Qd: NDArray[np.float32], k: int) -> Found:
         if self._on_gpus is not self.index:
             with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
                 return self._on_gpus.search(queries_Qd, k)

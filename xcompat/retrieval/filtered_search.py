@@ -1,4 +1,7 @@
-"""Search some rows of a faiss index: few of them one by one, more of them with as much more effort as there are more rows."""
+"""Search some rows of a faiss index: few of them one by one, more of them with as much more effort as there are more rows.
+
+What an approximate index leaves out of its answer is compared one by one, whether some rows are asked for or all.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,26 @@ def search_kept(
         if vectors is not None and 2 * len(rows_n) < len(kept_N):
             return _compared(index, queries_Qd, k, rows_n, vectors)
         distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N)
-    lacking_Q = (rows_Qk >= 0).sum(axis=1) < min(k, len(rows_n))
+    return completed(index, queries_Qd, (distances_Qk, rows_Qk), rows_n, vectors)
+
+
+def lacking(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
+    """Return which queries were given fewer rows than there are."""
+    return (rows_Qk >= 0).sum(axis=1) < min(rows_Qk.shape[1], kept)
+
+
+def completed(
+    index: Any,  # noqa: ANN401 - faiss has no types
+    queries_Qd: NDArray[np.float32],
+    found: Found,
+    rows_n: NDArray[np.int64],
+    vectors: ReadRows | None,
+) -> Found:
+    """Compare queries that were given fewer rows than there are with all of these; without ``vectors`` they stay as they are."""
+    distances_Qk, rows_Qk = found
+    lacking_Q = lacking(rows_Qk, len(rows_n))
     if vectors is not None and lacking_Q.any():
+        k = rows_Qk.shape[1]
         distances_Qk[lacking_Q], rows_Qk[lacking_Q] = _compared(index, queries_Qd[lacking_Q], k, rows_n, vectors)
     return distances_Qk, rows_Qk
 
