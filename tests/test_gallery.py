@@ -131,17 +131,23 @@ def test_filters_are_exact(make: Make) -> None:
 
 def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    abouts = [{"c": "red", "y": 2020, "t": [1, 2]}, {"c": "blue", "y": "2020"}, {"c": "green", "y": 2021, "t": [[1]]}]
-    gallery.add(vectors(3), names(3), abouts)
+    abouts = [
+        {"c": "red", "y": 2020, "t": [1, 2]},
+        {"c": "blue", "y": "2020", "t": None},
+        {"c": "green", "y": 2021, "t": [[1]]},
+        None,
+    ]
+    gallery.add(vectors(4), names(4), abouts)
     gallery.commit()
 
     def left(where: dict[str, Any]) -> set[int]:
-        return {int(name.split()[1]) for name in found(gallery, vectors(1, 1), 3, where=where)[0]}
+        return {int(name.split()[1]) for name in found(gallery, vectors(1, 1), 4, where=where)[0]}
 
     for kind in (tuple, set, frozenset, np.array, list):
         assert left({"c": kind(["red", "blue"])}) == {0, 1}, kind
     assert left({"y": np.int64(2020)}) == {0} and left({"y": "2020"}) == {1} and left({"y": np.array(2020)}) == {0}
     assert left({"y": range(2019, 2022)}) == {0, 2} and left({"t": [(1, 2)]}) == {0} and left({"t": None}) == {1}
+    assert left({"t": [None, [1, 2]]}) == {0, 1} and left({"nobody has it": None}) == set()
     assert left({"c": np.str_("red")}) == {0} and left({"c": ()}) == set()
     for where, said in (
         ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date, which no metadata are; give texts, numbers"),

@@ -383,12 +383,13 @@ def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder
         made.commit()
     Gallery.create(tmp_path / "empty", embedder)
     asked = ("a dog", "--model", old_folder, "--json", "--where")
-    for gallery, key, message in (
-        ("with", "labl", "has the key 'labl'; did you mean 'label'?"),
-        ("with", "colour", "has the key 'colour'; known: label, year"),
-        ("without", "label", "has the key 'label'; they have no metadata"),
+    for gallery, where, message in (
+        ("with", "labl=dog", "has the key 'labl'; did you mean 'label'?"),
+        ("with", "labl=null", "has the key 'labl'; did you mean 'label'?"),
+        ("with", "colour=dog", "has the key 'colour'; known: label, year"),
+        ("without", "label=dog", "has the key 'label'; they have no metadata"),
     ):
-        code, out, err = run("search", tmp_path / gallery, *asked, f"{key}=dog")
+        code, out, err = run("search", tmp_path / gallery, *asked, where)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
     for gallery in ("with", "empty"):
         code, out, _ = run("search", tmp_path / gallery, *asked, "label=cat")

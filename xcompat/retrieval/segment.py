@@ -347,4 +347,5 @@ def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
 
 def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:
     found = metadata or {}
-    return all(found.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
+    # a key that is not there is no null: a misspelt key would else match everything
+    return all(key in found and found[key] in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
