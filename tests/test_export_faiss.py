@@ -137,6 +137,18 @@ def test_queries_are_brought_to_the_length_of_vectors_that_were_never_normalised
     assert kept[rows].tolist() == [[int(hit.id) for hit in hits] for hits in gallery.search(queries, model, 10)]
 
 
+def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    names = [str(row) for row in range(ROWS)]
+    Gallery.from_faiss(tmp_path / "gallery", tmp_path / "old.faiss", names, Fingerprint.from_string("old"))
+    other = faiss.IndexFlatIP(OLD_DIM)
+    other.add(unit(ROWS, OLD_DIM, seed=5).numpy())
+    faiss.write_index(other, str(tmp_path / "old.faiss"))
+    with pytest.raises(XcompatError, match="its bytes have changed since the gallery adopted it"):
+        to_faiss(build("ridge"), tmp_path / "gallery", tmp_path / "new.faiss")
+    assert not (tmp_path / "new.faiss").exists()
+
+
 def test_what_is_added_later_is_mapped_too(tmp_path: Path) -> None:
     model = build("ridge")
     write_old_index(tmp_path / "old.faiss", "Flat")

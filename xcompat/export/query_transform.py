@@ -12,6 +12,7 @@ from xcompat.errors import XcompatError
 from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
 from xcompat.ownership import owned_path, require_replaceable
+from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
 from xcompat.retrieval.integrity import require_whole
@@ -87,7 +88,7 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float]:
         The file, and the length to which the gallery brings queries; 1 where nothing says of another.
 
     Raises:
-        XcompatError: the gallery holds another model's embeddings, or is not one index.
+        XcompatError: the gallery holds another model's embeddings, is not one index, or the index that it adopted has changed.
     """
     if not source.is_dir():
         if source.is_file():  # opening a missing file raises later
@@ -101,6 +102,7 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float]:
     record = manifest.segments[0]
     length = manifest.version(record.version).length
     if record.adopted is not None:
+        open_adopted(record, manifest.metric, source)  # it may have changed since, and its rows be of another model
         return index_of(Path(record.adopted), model)[0], length
     return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE]), length
 
