@@ -15,7 +15,7 @@ from PIL import Image
 from xcompat import Fingerprint, XbtModel
 from xcompat.models.embedder import load_embedder
 from xcompat.progress import console
-from xcompat.retrieval import Gallery, queries, showing
+from xcompat.retrieval import Gallery, queries, searching, showing
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
 
@@ -136,8 +136,11 @@ def test_ids_are_whole_and_columns_without_content_are_left_out(
     assert "".join(cell for (cell,) in cells).count(LONG) == 10
 
 
-def test_what_ranks_hits_of_several_models_is_shown_and_said(run: Run, mixed: tuple[Path, str]) -> None:
+def test_what_ranks_hits_of_several_models_is_shown_and_said(
+    run: Run, mixed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, model = mixed
+    monkeypatch.setattr(searching, "FEWEST_SAMPLED", 6)  # each model's six items speak for themselves, as 64 do
     code, out, _ = run("search", folder, "a dog", "--model", model, "--top-k", 12, "--json")
     hits = json.loads(out)["hits"]
     assert code == 0 and len({hit["version"] for hit in hits}) == 2 and len(hits) == 12

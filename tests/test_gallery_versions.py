@@ -354,11 +354,11 @@ def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
 
 def two_versions(offset: float) -> tuple[list[Candidates], np.ndarray]:
     """Return what 20 queries find in two halves of the same scores, the second of which is shifted and stretched."""
-    scores = np.sort(np.random.default_rng(0).normal(size=(20, 40)).astype(np.float32), axis=1)[:, ::-1]
+    scores = np.sort(np.random.default_rng(0).normal(size=(20, 160)).astype(np.float32), axis=1)[:, ::-1]
     halves = []
     for number, stretch in ((0, 1.0), (1, 0.2)):
         mine = scores[:, number::2] * stretch + offset * number
-        rows = np.tile(np.arange(20), (20, 1))
+        rows = np.tile(np.arange(80), (20, 1))
         halves.append(Candidates(mine, np.full_like(rows, number), rows, mine))
     return halves, scores
 
@@ -371,6 +371,44 @@ def test_standardised_scores_undo_a_shift_and_a_stretch() -> None:
     assert 0.3 < standardised.mean() < 0.7
     _, ranks, rows, _ = merge_candidates(halves, 10, "rank")
     assert ranks[0].tolist() == [0, 1] * 5 and rows[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 20, 63, 64])
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_the_first_items_of_a_new_model_are_found(count: int, metric: str, tmp_path: Path) -> None:
+    gallery, dim = Gallery.create(tmp_path / "g", OLD, dim=32, metric=metric), 64
+    gallery.add(unit(2000, 32, 0), [str(number) for number in range(2000)])
+    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, 32), embedding_dim=dim))
+    model.fit([(torch.from_numpy(unit(300, dim, 1)), torch.from_numpy(unit(300, 32, 2)))]).eval()
+    gallery.add(unit(count, dim, 4), [f"new {number}" for number in range(count)], version=model)
+    gallery.commit()
+    found = gallery.search(unit(count, dim, 4), model, top_k=1)
+    assert ids(found) == [[f"new {number}"] for number in range(count)]
+
+
+def test_few_scores_lean_towards_those_of_all_versions_and_64_towards_none() -> None:
+    generator = np.random.default_rng(0)
+    many, rows = generator.normal(0.3, 0.1, (3, 500)).astype(np.float32), np.tile(np.arange(5), (3, 1))
+    for count in (1, 16, 63, 64, 100):
+        few = generator.normal(0.0, 0.5, (3, count)).astype(np.float32)
+        found = [Candidates(few[:, :1], rows[:, :1], rows[:, :1], few), Candidates(many[:, :5], rows + 1, rows, many)]
+        ranked, both, own = merge_candidates(found, 6, "standardised"), np.concatenate([few, many], 1), min(count / 64, 1)
+        mean, deviation = own * few.mean(1) + (1 - own) * both.mean(1), own * few.std(1) + (1 - own) * both.std(1)
+        np.testing.assert_allclose(ranked.keys_Qk[ranked.segments_Qk == 0], (few[:, 0] - mean) / deviation, rtol=1e-5)
+        z = (many[:, :5] - many.mean(1, keepdims=True)) / many.std(1, keepdims=True)
+        np.testing.assert_allclose(ranked.keys_Qk[ranked.segments_Qk > 0].reshape(3, 5), np.sort(z, axis=1)[:, ::-1], rtol=1e-5)
+
+
+def test_removed_items_have_no_part_in_the_standing(tmp_path: Path) -> None:
+    gallery, model, query = old_gallery(tmp_path / "g"), query_map(), unit(1, D, 3)
+    gallery.add(unit(70, D, 4), [f"new {number}" for number in range(70)], version=model)
+    gallery.commit()
+    gallery.remove([hit.id for hit in gallery.search(query, model, top_k=100, merge="raw")[0] if hit.version == OLD])
+    gallery.commit()
+    hits = [hit for hit in gallery.search(query, model, top_k=300)[0] if hit.version == OLD]
+    scores = np.array([hit.score for hit in hits])
+    assert len(hits) > 64
+    np.testing.assert_allclose([hit.standing for hit in hits], (scores - scores.mean()) / scores.std(), atol=1e-4)
 
 
 @pytest.mark.parametrize("merge", ["raw", "standardised", "rank"])

@@ -27,6 +27,8 @@ Merge = Literal["raw", "standardised", "rank"]
 
 SAMPLE = 2048
 """Stored embeddings of each version from which mean and deviation of a query's scores are estimated."""
+FEWEST_SAMPLED = 64
+"""Embeddings from which a version's own mean and deviation are taken as they are; of fewer they lean towards those of all."""
 GROUPED_HITS, GROUPED_AT_MOST = 4, 16384
 """Hits that are looked through for each group that is asked for, and the most if they are of too few groups (Milvus's limit)."""
 HITS_AT_ONCE = 2**20
@@ -212,15 +214,15 @@ class Search:
         return 2 * products_QS - (queries_Qd**2).sum(axis=1, keepdims=True) - (stored_Sd**2).sum(axis=1)
 
     def _sample(self, version: str) -> NDArray[np.float32]:
-        """Return about ``SAMPLE`` evenly spaced embeddings of a version."""
+        """Return about ``SAMPLE`` evenly spaced embeddings of a version, without removed ones."""
         if version not in self._samples:
             mine = [segment for segment in self.segments if segment.record.version == version]
-            total = sum(segment.record.rows for segment in mine)
+            total = sum(map(len, mine))
             parts = []
             for segment in mine:
-                count = max(1, round(min(SAMPLE, total) * segment.record.rows / total))
-                rows = np.unique(np.linspace(0, segment.record.rows - 1, count).astype(np.int64))
-                parts.append(segment.vectors(rows))
+                count = max(1, round(min(SAMPLE, total) * len(segment) / total))
+                places = np.unique(np.linspace(0, len(segment) - 1, count).astype(np.int64))
+                parts.append(segment.vectors(segment.present()[places]))
             self._samples[version] = np.concatenate(parts)
         return self._samples[version]
 
@@ -273,8 +275,9 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
 
     ``raw`` compares scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version
     and divides by their deviation, because cosines between unrelated items differ from view to view. It assumes that the items of
-    all versions are alike, as they are if a random sample is re-embedded first. ``rank`` compares ranks (reciprocal rank fusion),
-    and so takes hits from all versions in turn.
+    all versions are alike, as they are if a random sample is re-embedded first. A sample of n < 64 scores tells little:
+    its own mean and deviation weigh n / 64, and those of all versions' samples together the rest. ``rank`` compares ranks
+    (reciprocal rank fusion), and so takes hits from all versions in turn.
 
     Args:
         found: candidates, one per version.
@@ -295,7 +298,7 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
     """
     if merge not in get_args(Merge):
         raise XcompatError(f"there is no way {merge!r} to merge scores of several versions; {nearest(merge, get_args(Merge))}")
-    keys = [_keys(each, merge) for each in found] if len(found) > 1 else [found[0].scores_Qk]
+    keys = _keys(found, merge) if len(found) > 1 else [found[0].scores_Qk]
     key_QK = np.concatenate(keys, axis=1)
     scores_QK, segments_QK, rows_QK = (np.concatenate([each[part] for each in found], axis=1) for part in range(3))
     key_QK = np.where(rows_QK < 0, -np.inf, key_QK)
@@ -304,13 +307,35 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
     return Ranked(scores_Qk, segments_Qk, rows_Qk, np.take_along_axis(key_QK, order_Qk, 1))
 
 
-def _keys(found: Candidates, merge: Merge) -> NDArray[np.float32]:
+def _keys(found: Sequence[Candidates], merge: Merge) -> list[NDArray[np.float32]]:
+    """Return what ranks the candidates of each version (Q, k)."""
     if merge == "raw":
-        return found.scores_Qk
+        return [each.scores_Qk for each in found]
     if merge == "rank":
-        places_k = 1.0 / (_RANK_OFFSET + 1 + np.arange(found.scores_Qk.shape[1]))
-        return np.broadcast_to(places_k.astype(np.float32), found.scores_Qk.shape)
-    assert found.sample_QS is not None
-    mean_Q1, std_Q1 = found.sample_QS.mean(1, keepdims=True), found.sample_QS.std(1, keepdims=True)
-    scores_Qk = np.where(found.rows_Qk < 0, -np.inf, found.scores_Qk)  # faiss fills with the lowest float: dividing it overflows
-    return (scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)
+        shapes = [each.scores_Qk.shape for each in found]
+        places = [(1.0 / (_RANK_OFFSET + 1 + np.arange(shape[1]))).astype(np.float32) for shape in shapes]
+        return [np.broadcast_to(places_k, shape) for places_k, shape in zip(places, shapes, strict=True)]
+    samples = [each.sample_QS for each in found if each.sample_QS is not None]
+    keys = []
+    for each, (mean_Q1, std_Q1) in zip(found, _means_and_deviations(samples), strict=True):
+        scores_Qk = np.where(each.rows_Qk < 0, -np.inf, each.scores_Qk)  # faiss's lowest float: dividing it overflows
+        keys.append((scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6))
+    return keys
+
+
+def _means_and_deviations(samples: Sequence[NDArray[np.float32]]) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Return mean and deviation (Q, 1) of each version's sample (Q, S); those of few embeddings lean towards those of all.
+
+    Of n scores none exceeds their mean by more than sqrt(n - 1) deviations, so that by itself the only item of a version, though
+    it be the very one that is asked for, would stand at 0.
+    """
+    own = [(sample_QS.mean(1, keepdims=True), sample_QS.std(1, keepdims=True)) for sample_QS in samples]
+    weights = [min(sample_QS.shape[1] / FEWEST_SAMPLED, 1.0) for sample_QS in samples]
+    if min(weights) == 1:
+        return own
+    all_QS = np.concatenate(samples, axis=1)
+    mean_Q1, std_Q1 = all_QS.mean(1, keepdims=True), all_QS.std(1, keepdims=True)
+    return [
+        each if weight == 1 else (weight * each[0] + (1 - weight) * mean_Q1, weight * each[1] + (1 - weight) * std_Q1)
+        for weight, each in zip(weights, own, strict=True)
+    ]
