@@ -94,6 +94,19 @@ def test_an_array_may_be_used_again_before_the_commit(version: Fingerprint | Non
     assert found(gallery, embeds, 1) == [[name] for name in names(3)]
 
 
+def test_long_texts_do_not_wait_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    for name in ("staging", "compaction"):
+        monkeypatch.setattr(f"xcompat.retrieval.{name}.FLUSH_BYTES", 100_000)
+    for part in range(4):
+        gallery.add(vectors(30, part), names(30, f"part {part}"), [{"text": "word " * 500}] * 30)
+    gallery.commit()
+    written = [segment.record.name for segment in gallery.segments]
+    assert [len(segment) for segment in gallery.segments] == [60, 60] and gallery.damage() == []
+    gallery.compact()
+    assert [segment.record.name for segment in gallery.segments] == written, "they are not small, so nothing is to be joined"
+
+
 def test_what_was_not_committed_is_forgotten(make: Make) -> None:
     with make() as gallery:
         gallery.add(vectors(5), names(5))

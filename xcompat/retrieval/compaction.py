@@ -8,7 +8,7 @@ from xcompat.files import files_below
 from xcompat.progress import notice, progress_bar, rate_of
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import VersionRecord, forget_earlier
-from xcompat.retrieval.segment import BLOCK, Segment
+from xcompat.retrieval.segment import BLOCK, ROWS_FILE, SIDE_FILE, Segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import FLUSH_BYTES, Staging
 
@@ -51,7 +51,8 @@ def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
     found = []
     for segment in same:
         record = segment.record
-        small = record.rows * version.dim * 4 < FLUSH_BYTES or record.rows < fewest <= rows
+        beside = sum(record.files[name].size for name in (ROWS_FILE, SIDE_FILE) if name in record.files)
+        small = record.rows * version.dim * 4 + beside < FLUSH_BYTES or record.rows < fewest <= rows
         makeshift = record.adopted is None and record.index != gallery.manifest.index and gallery.manifest.milvus is None
         if record.n_removed or (small and len(same) > 1) or (makeshift and fewest <= rows and len(same) > 1):
             found.append(segment)

@@ -41,8 +41,9 @@ class Items:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that embeddings and side-information take."""
-        return sum(block.nbytes for block in (*self.embeds, *self.side_info))
+        """About how many bytes of memory the items take: embeddings, side-information, ids and metadata."""
+        texts = sum(map(len, self.ids)) + sum(len(text) for text in self.metadata if text is not None)
+        return texts + sum(block.nbytes for block in (*self.embeds, *self.side_info))
 
     @property
     def side_dim(self) -> int:

@@ -21,7 +21,7 @@ from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.versions import require_like_sides
 
 FLUSH_BYTES = 2**27
-"""Bytes of embeddings that wait in memory before they are written to a segment."""
+"""Bytes of embeddings and metadata that wait in memory before they are written to a segment."""
 
 
 class Staging:
@@ -46,6 +46,7 @@ class Staging:
         self.manifest, self.backend = self.base.manifest, self.base.backend
         self._pending: dict[str, Items] = {}
         self._pending_ids: set[str] = set()
+        self._pending_bytes = 0
         self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
         self._written: list[SegmentRecord] = []
         self._removed: dict[str, NDArray[np.int64]] = {}
@@ -105,11 +106,11 @@ class Staging:
         waiting.metadata += items.metadata
         waiting.side_info += items.side_info
         self._pending_ids.update(items.ids)
+        self._pending_bytes += items.nbytes
 
     def flush_if_large(self, fewest: int = 0) -> list[SegmentRecord]:
         """Write waiting items if they take much memory, and are as many as ``fewest``; return the new segments."""
-        waiting = self._pending.values()
-        is_large = sum(items.nbytes for items in waiting) >= FLUSH_BYTES and sum(map(len, waiting)) >= fewest
+        is_large = self._pending_bytes >= FLUSH_BYTES and sum(map(len, self._pending.values())) >= fewest
         return self.flush() if is_large else []
 
     def _find(self, ids: Sequence[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -147,7 +148,7 @@ class Staging:
         written = [
             write_segment(self.folder, items, digest, self.backend) for digest, items in self._pending.items() if len(items)
         ]
-        self._pending, self._pending_ids = {}, set()
+        self._pending, self._pending_ids, self._pending_bytes = {}, set(), 0
         self.take(written)
         return written
 
