@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_gallery_leftovers import a_gallery, contents, killed
 from xcompat import XcompatError
 from xcompat.errors import GenerationGoneError
 from xcompat.retrieval import Gallery, commands, manifest, snapshot
+from xcompat.retrieval.lock import lock_writer
 
 # ------------------------------------------------------------------------------------------------------------- readers
 
@@ -151,6 +153,26 @@ def test_a_writer_on_another_machine_is_named(tmp_path: Path) -> None:
     (gallery.path / ".lock.owner").unlink()
     gallery.add(vectors(1, 8), ["new"])
     assert gallery.commit() == 2
+
+
+def test_one_thread_may_add_and_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery = a_gallery(tmp_path / "gallery", 1)
+    with ThreadPoolExecutor(1) as pool:  # its thread lives on, as that of a service does
+        pool.submit(gallery.add, vectors(1, 8), ["new"]).result()
+        assert gallery.commit() == 2
+        other = Gallery.open(gallery.path)
+        other.remove(["new"])
+        assert other.commit() == 3
+    lock = lock_writer(tmp_path)
+    assert not lock.is_thread_local(), "older filelocks keep what they hold for each thread"
+    lock.release()
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_one_thread_may_add_and_another_commit_where_storage_has_no_locks(tmp_path: Path) -> None:
+    lock = lock_writer(tmp_path)
+    assert not lock.is_thread_local()
+    lock.release()
 
 
 def test_what_else_is_wrong_with_the_lock_is_said_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

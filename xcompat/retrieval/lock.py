@@ -26,7 +26,8 @@ def lock_writer(folder: Path) -> BaseFileLock:
     Raises:
         XcompatError: another process holds it.
     """
-    lock = FileLock(folder / LOCK, fallback_to_soft=False)  # filelock's fallback would take the existing file for an owner's
+    # of all threads, as one may add and another commit; and filelock's fallback would take the existing file for an owner's
+    lock = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -39,7 +40,7 @@ def lock_writer(folder: Path) -> BaseFileLock:
 
 
 def _owned(folder: Path) -> BaseFileLock:
-    lock = SoftFileLock(folder / OWNER)
+    lock = SoftFileLock(folder / OWNER, thread_local=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
