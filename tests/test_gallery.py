@@ -81,6 +81,10 @@ def test_nothing_is_there_before_the_commit_and_everything_after_reopening(make:
     again = Gallery.open(gallery.path)
     assert len(again) == 5 and [hit.metadata for hit in again.search(vectors(5)[[2]], CLIP, top_k=1)[0]] == [{"n": 2}]
     assert again.find(["item 1", "nobody"]) == [CLIP, None]
+    unknown = ["\ud800", "item 1", "é"]  # half a surrogate pair, as a name of a file may hold
+    assert again.find(unknown) == [None, CLIP, None] and again.metadata(unknown) == [None, {"n": 1}, None]
+    with pytest.raises(XcompatError, match=r"'\\ud800' is not in the gallery \(1 of 2 ids are not\)"):
+        again.remove(["\ud800", "item 1"])
 
 
 @pytest.mark.parametrize("version", [None, CLIP])

@@ -291,7 +291,11 @@ def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
     """Return a hash of each id that is the same in every process."""
     import pandas as pd
 
-    return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
+    try:
+        return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
+    except UnicodeEncodeError:  # halves of surrogate pairs, which no item's id has; bytes hash as their texts do
+        encoded = [name.encode("utf-8", "surrogatepass") for name in ids]
+        return pd.util.hash_array(np.array(encoded, dtype=object), categorize=False)
 
 
 def _read_rows(gallery: Path, path: Path, record: FileRecord, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
