@@ -312,14 +312,13 @@ def _keys(found: Sequence[Candidates], merge: Merge) -> list[NDArray[np.float32]
     if merge == "raw":
         return [each.scores_Qk for each in found]
     if merge == "rank":
-        shapes = [each.scores_Qk.shape for each in found]
-        places = [(1.0 / (_RANK_OFFSET + 1 + np.arange(shape[1]))).astype(np.float32) for shape in shapes]
-        return [np.broadcast_to(places_k, shape) for places_k, shape in zip(places, shapes, strict=True)]
+        places_K = (1.0 / (_RANK_OFFSET + 1 + np.arange(max(each.scores_Qk.shape[1] for each in found)))).astype(np.float32)
+        return [np.broadcast_to(places_K[: each.scores_Qk.shape[1]], each.scores_Qk.shape) for each in found]
     samples = [each.sample_QS for each in found if each.sample_QS is not None]
     keys = []
     for each, (mean_Q1, std_Q1) in zip(found, _means_and_deviations(samples), strict=True):
         scores_Qk = np.where(each.rows_Qk < 0, -np.inf, each.scores_Qk)  # faiss's lowest float: dividing it overflows
-        keys.append((scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6))
+        keys.append(((scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)).astype(np.float32, copy=False))
     return keys
 
 
