@@ -30,7 +30,7 @@ from xcompat.retrieval.upgrading import Block
 from xcompat.stores import Rows, Store, commands, lease, migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
-from xcompat.stores.uri import StoreUri, shown
+from xcompat.stores.uri import StoreUri, shown, split
 
 N, OLD_DIM, NEW_DIM = 300, 16, 24
 reading = pytest.mark.parametrize("place", READABLE, indirect=True)
@@ -540,6 +540,27 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
     assert shown("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
     with pytest.raises(XcompatError, match="mongodb is no kind of store"):
         xcompat.stores.open("mongodb://host/db")
+    servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")
+    for fine in (*servers, "file:///home/me@work:2/g", "chroma:///c#@"):
+        assert split(fine).scheme in fine
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se?a=cret", "se[cret", "se]cret", "se@cret", "1/cret"])
+@pytest.mark.parametrize("scheme", ["postgresql", "milvus", "qdrant", "chroma", "lancedb", "nothing"])
+def test_no_part_of_a_password_is_said_whatever_is_in_it(scheme: str, password: str) -> None:
+    for uri in (f"{scheme}://me:{password}@db/x?table=y", f"{scheme}://{password}:{password}@db/x", f"://me:{password}@db/x"):
+        for command in (["gallery", "search", uri, "a shoe", "--model", "m"], ["migrate", "status", uri]):
+            result = CliRunner().invoke(app, command)
+            assert isinstance(result.exception, XcompatError), (uri, command, result.exception)
+            lines = str(result.exception), result.output
+            assert "cret" not in "".join(lines) and "\n" not in lines[0], (uri, lines)
+
+
+@pytest.mark.parametrize("place", ["milvus://host:abc/db?collection=x", "chroma://host:99999/?collection=x", "qdrant://host:a/x"])
+def test_a_port_that_is_none_is_refused_in_one_line(place: str) -> None:
+    with pytest.raises(XcompatError, match="address has a port that is no number") as refusal:
+        xcompat.stores.open(place)
+    assert "\n" not in str(refusal.value)
 
 
 # ------------------------------------------------------------------------------------------- who made the vectors

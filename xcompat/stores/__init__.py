@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from urllib.parse import urlsplit
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.stores.base import Rows, Space, Store
+from xcompat.stores.uri import split
 
 KINDS = {
     "postgresql": "pgvector",
@@ -25,11 +25,12 @@ def require_kind(uri: str) -> str:
     """Return the scheme of an address, up to ``+``, before the client of its store is imported.
 
     Raises:
-        XcompatError: there is no such kind of store.
+        XcompatError: there is no such kind of store, or the address cannot be split.
     """
-    scheme = urlsplit(uri).scheme.partition("+")[0]
+    scheme = split(uri).scheme.partition("+")[0]
     if scheme not in KINDS:
-        raise XcompatError(f"{scheme or uri} is no kind of store; {nearest(scheme, KINDS)}")
+        what = scheme or uri.rpartition("@")[2].partition("?")[0]  # what is no address may hold a password nevertheless
+        raise XcompatError(f"{what} is no kind of store; {nearest(scheme, KINDS)}")
     return scheme
 
 

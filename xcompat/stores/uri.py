@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
@@ -35,9 +36,9 @@ class StoreUri:
             passes_on: whether other options go on to the client, instead of being refused.
 
         Raises:
-            XcompatError: an option is unknown or stands twice.
+            XcompatError: it cannot be split without doubt, or an option is unknown or stands twice.
         """
-        parts = urlsplit(uri)
+        parts = split(uri)
         given = parse_qsl(parts.query, keep_blank_values=True)
         for name, _ in given:
             if sum(name == other for other, _ in given) > 1:
@@ -97,6 +98,30 @@ class StoreUri:
         if given not in get_args(Metric):
             raise XcompatError(f"{self}: there is no metric {given!r}; {nearest(given, get_args(Metric))}")
         return cast("Metric", given)
+
+
+def split(uri: str) -> SplitResult:
+    """Return the parts of an address; one that may hold a part of a password elsewhere than before the host is refused.
+
+    Raises:
+        XcompatError: it cannot be split, an ``@`` shows that user or password hold what ends them, or a port is no number.
+    """
+    scheme, _, rest = uri.partition("://")
+    what = f"the {scheme}:// address" if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) else "the address"
+    spelled = "write / ? # [ ] @ : of a user, a password or an option as %2F %3F %23 %5B %5D %40 %3A"
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # it quotes the address
+        raise XcompatError(f"{what} cannot be read; {spelled}") from None
+    before_host = rest.rpartition("@")[0]
+    if parts.netloc and ":" in before_host and set("/?#@") & set(before_host):
+        raise XcompatError(f"{what} has an @ after one of / ? # @, so a password may end there; {spelled}")
+    try:
+        for host in parts.netloc.rpartition("@")[2].split(","):  # PostgreSQL takes several
+            _ = urlsplit(f"//{host}").port
+    except ValueError:
+        raise XcompatError(f"{what} has a port that is no number up to 65535; {spelled}") from None
+    return parts
 
 
 def shown(uri: str) -> str:
