@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -642,6 +643,38 @@ def test_the_server_takes_no_files_and_nothing_large(site: Site) -> None:
     assert client.post("/gradio_api/call/search", content=bytes(REQUEST_BYTES + 1)).status_code == 413
     assert client.post("/gradio_api/call/search", content=iter([b"{}"])).status_code == 413, "of unknown length"
     assert "default-src 'self'" in client.get("/").headers["content-security-policy"]
+
+
+WRITTEN: list[str] = []
+"""Files that were opened for writing since it was cleared."""
+
+
+@pytest.fixture(scope="module")
+def watched() -> None:
+    def watch(event: str, given: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(given[0], str) and (given[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            WRITTEN.append(given[0])
+        elif event in ("tempfile.mkstemp", "tempfile.mkdtemp", "os.mkdir"):
+            WRITTEN.append(str(given[0]))
+
+    sys.addaudithook(watch)  # for good: it cannot be taken away
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize("name", ["upload", "process_recording", "component_server", "deep_link"])
+def test_nothing_that_is_sent_is_written_to_the_disk(site: Site, watched: None, name: str, slash: str) -> None:
+    client = TestClient(make_app(site), base_url="http://127.0.0.1:7860", raise_server_exceptions=False)
+    joined = client.post("/gradio_api/call/search", json={**ASKED, "session_hash": "s"})
+    assert joined.status_code == 200
+    private = b"a private picture" * 100_000
+    about = {"session_hash": "s", "component_id": "1", "fn_name": "x"}
+    address = f"/gradio_api/{name}{slash}"
+    WRITTEN.clear()
+    answers = [
+        client.post(address, files=dict.fromkeys(("files", "video", "data"), ("a.mp4", private)), data=about),
+        client.get(address, params=about),
+    ]
+    assert not WRITTEN and [answer.status_code for answer in answers] == [404, 404], (WRITTEN, answers)
 
 
 def test_other_sites_cannot_ask(site: Site) -> None:

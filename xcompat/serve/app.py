@@ -29,6 +29,8 @@ HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
+KEEPING_FILES = ("upload", "process_recording", "component_server", "component_server/", "deep_link")
+"""What of Gradio writes to the disk what a visitor sends; no part of the page asks for it."""
 
 
 def serve(site: Site, options: Options) -> None:
@@ -91,10 +93,11 @@ def make_app(site: Site, credentials: tuple[str, str] | None = None) -> FastAPI:
     def healthy() -> str:
         return "ok"
 
-    @app.post("/gradio_api/upload", response_class=PlainTextResponse, status_code=404)
-    def refuse_files() -> str:
-        return "this page reads pictures in memory, and keeps no files"
+    def refuse_files() -> PlainTextResponse:
+        return PlainTextResponse("this page reads pictures in memory, and keeps no files", status_code=404)
 
+    for name in KEEPING_FILES:
+        app.add_api_route(f"/gradio_api/{name}", refuse_files, methods=["GET", "POST"])
     app.add_middleware(_Guarded)
     if credentials is None:  # a name that a stranger lets point at this machine is no name of it
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"], www_redirect=False)
