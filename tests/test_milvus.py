@@ -15,7 +15,9 @@ import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import RidgeModel
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.manifest import Manifest, write_manifest
 from xcompat.retrieval.milvus_index import connect
+from xcompat.retrieval.versions import stored_version
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
@@ -154,6 +156,30 @@ def test_a_gallery_too_survives_half_an_index(tmp_path: Path, vectors: np.ndarra
     gallery = Gallery.open(gallery.path)
     gallery.verify()
     assert [hits[0].id for hits in gallery.search(vectors, gallery.versions[0], top_k=1)] == [str(row) for row in range(N)]
+
+
+def test_who_asks_a_server_is_kept_in_no_gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(pymilvus, "MilvusClient", lambda uri, token="": asked.append((uri, token)))
+    monkeypatch.setenv("MILVUS_TOKEN", "root:s3cret")
+    connect.cache_clear()
+    with pytest.raises(XcompatError, match="environment variable MILVUS_TOKEN") as refusal:
+        Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus="http://root:s3/cret@milvus:19530")
+    assert "cret" not in str(refusal.value) and not (tmp_path / "gallery").exists() and not asked
+    Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus="http://milvus:19530")
+    assert asked == [("http://milvus:19530", "root:s3cret")]
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
+    connect("http://me:other@milvus:19530")  # as galleries of earlier versions hold it
+    connect(str(tmp_path / "milvus.db"))
+    assert asked[1:] == [("http://me:other@milvus:19530", ""), (str(tmp_path / "milvus.db"), "")]
+    connect.cache_clear()
+
+
+def test_a_gallery_of_an_earlier_version_with_a_password_still_opens(tmp_path: Path) -> None:
+    manifest = Manifest(metric="cosine", milvus="http://me:other@milvus:19530", versions=(stored_version(OLD, OLD_DIM),))
+    (tmp_path / "gallery").mkdir()
+    write_manifest(tmp_path / "gallery", manifest)
+    assert Gallery.open(tmp_path / "gallery").manifest.milvus == manifest.milvus
 
 
 def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel) -> None:

@@ -118,7 +118,7 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         The URI as :func:`milvus_uri` returns it; None for faiss.
 
     Raises:
-        XcompatError: there is no such metric, faiss knows no such index, or no Milvus answers.
+        XcompatError: there is no such metric, faiss knows no such index, the URI holds a password, or no Milvus answers.
     """
     if metric not in get_args(Metric):
         raise XcompatError(f"there is no metric {metric!r}; {nearest(metric, get_args(Metric))}")
@@ -135,8 +135,19 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
 
 
 def milvus_uri(place: str) -> str:
-    """Return the URI of a Milvus; a file's path becomes absolute, so that the gallery opens from any working folder."""
-    return place if "://" in place else str(Path(place).resolve())
+    """Return the URI of a Milvus as a gallery keeps it; a file's path becomes absolute: it opens from any working folder.
+
+    Raises:
+        XcompatError: it holds a user or a password, which everybody could read who reads the gallery.
+    """
+    if "://" not in place:
+        return str(Path(place).resolve())
+    if "@" in place:
+        raise XcompatError(
+            "a gallery keeps the URI of its Milvus, so no user or password may be in it; write http://host:19530, and put "
+            "USER:PASSWORD or a token into the environment variable MILVUS_TOKEN"
+        )
+    return place
 
 
 def open_backend(manifest: Manifest) -> Backend:

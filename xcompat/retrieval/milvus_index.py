@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -18,6 +19,8 @@ from xcompat.retrieval.milvus_lite import load_collection
 INDEX = "AUTOINDEX"
 ROWS_PER_CALL = 4096  # keeps messages well below Milvus's limit of 64 MB
 FOUND_AT_MOST = 16384  # Milvus's limit of hits per query
+TOKEN = "MILVUS_TOKEN"
+"""The environment variable with a token, or with user and password as ``USER:PASSWORD``."""
 _METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # for cosines, stored vectors have length 1
 
 
@@ -173,6 +176,8 @@ class MilvusIndex:
 def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
     """Return a client; there is one per process and URI, as milvus-lite cannot open a file twice.
 
+    Who asks a server stands in ``MILVUS_TOKEN``; galleries of earlier versions may hold user and password in their URI.
+
     Raises:
         XcompatError: pymilvus is not installed, or no Milvus answers.
     """
@@ -181,8 +186,9 @@ def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
         from pymilvus.exceptions import MilvusException
     except ImportError:
         raise XcompatError("a gallery in Milvus needs pymilvus; install it with `pip install xcompat[milvus]`") from None
+    token = os.environ.get(TOKEN, "") if "://" in uri and "@" not in uri else ""
     try:
-        return MilvusClient(uri)
+        return MilvusClient(uri, token=token)
     except (MilvusException, OSError) as error:
         said = " ".join(str(error).split())[:200]
         raise XcompatError(f"no Milvus answers at {uri} ({said}); name a .db file, or a URI such as http://host:19530") from None
