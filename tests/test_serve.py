@@ -24,13 +24,14 @@ import torch
 from PIL import Image
 from test_labelled_run import write_classes
 
-from xcompat import XbtModel, XcompatError, cli
+from xcompat import Fingerprint, XbtModel, XcompatError, cli
 from xcompat.embedding_provider import asking
 from xcompat.evaluation.differing import Order, differing
 from xcompat.methods import FctModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.showing import wanted_metadata
 from xcompat.retrieval.side_by_side import embed_query
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -658,6 +659,19 @@ def watched() -> None:
             WRITTEN.append(str(given[0]))
 
     sys.addaudithook(watch)  # for good: it cannot be taken away
+
+
+def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:
+    values = [True, False, None, 5, 1.5, "red", "true", "5", "null", "None", '"quoted"']
+    made = Gallery.create(tmp_path / "kinds", Fingerprint.from_string("m"), dim=2)
+    made.add(np.ones((2 * len(values), 2)), [f"{row}" for row in range(2 * len(values))], [{"x": each} for each in values] * 2)
+    made.commit()
+    offered = search_tab.facets_of(Shelf("kinds", tmp_path / "kinds"))
+    assert len(offered) == len(set(offered)) == len(values) - 3, "true, 5 and null may be texts too"
+    for value in values:
+        spelled = value if isinstance(value, str) else json.dumps(value)
+        hits = made.search(np.ones((1, 2)), made.versions[0], 50, where=wanted_metadata([f"x={spelled}"]))[0]
+        assert f"x={spelled}" in offered and any(type(hit.metadata["x"]) is type(value) for hit in hits if hit.metadata), value
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

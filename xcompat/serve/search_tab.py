@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,10 +140,11 @@ def restored(site: Site, given: Sequence[tuple[str, str]]) -> Asked:
 
 
 def facets_of(shelf: Shelf) -> list[str]:
-    """Return the filters that a gallery offers, as ``KEY=VALUE``."""
+    """Return the filters that a gallery offers, as ``KEY=VALUE``; values that are no texts as JSON, as filters read them."""
     found = shelf.gallery().facets().items()
-    plain = [f"{key}={value}" for key, values in found for value in values if not isinstance(value, dict | list)]
-    return plain[:FACETS_SHOWN]
+    plain = [(key, value) for key, values in found for value in values if not isinstance(value, dict | list)]
+    spelled = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain]
+    return list(dict.fromkeys(spelled))[:FACETS_SHOWN]  # the text "true" and a true value are one filter
 
 
 def _filters(site: Site, title: str) -> Any:  # noqa: ANN401 - an update of gradio
