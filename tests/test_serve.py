@@ -674,6 +674,13 @@ def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:
         assert f"x={spelled}" in offered and any(type(hit.metadata["x"]) is type(value) for hit in hits if hit.metadata), value
 
 
+@pytest.mark.parametrize(
+    ("k", "hits"), [("7", 7), ("0", 1), ("999", 50), ("²", 10), ("9" * 5000, 10), ("-1", 10), ("", 10), ("x", 10)]
+)
+def test_a_link_with_any_number_of_hits_is_restored(site: Site, k: str, hits: int) -> None:
+    assert search_tab.restored(site, [("k", k)]).k == hits
+
+
 @pytest.mark.parametrize("slash", ["", "/"])
 @pytest.mark.parametrize("name", ["upload", "process_recording", "component_server", "deep_link"])
 def test_nothing_that_is_sent_is_written_to_the_disk(site: Site, watched: None, name: str, slash: str) -> None:

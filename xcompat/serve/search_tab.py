@@ -135,7 +135,7 @@ def restored(site: Site, given: Sequence[tuple[str, str]]) -> Asked:
         values.get("item", ""),
         values["gallery"] if values.get("gallery") in titles else titles[0],
         [value for key, value in given if key == "where"],
-        min(max(int(k), 1), MOST) if k.isdigit() else TOP_K,
+        min(max(int(k), 1), MOST) if k.isdecimal() and len(k) < 10 else TOP_K,
     )
 
 
