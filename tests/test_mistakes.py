@@ -77,6 +77,18 @@ MISTAKES = {
     "evaluate --old empty --new empty": "empty lacks image_embeds.npy; it must hold image_embeds.npy, image_ids.txt",
     "evaluate --old images --new images": "images holds images alone, and nothing says which of them belong together",
     "evaluate --old empty --new empty --qrels nowhere": "the judgements nowhere do not exist",
+    "evaluate good.yaml --data images": "--data is not read with a recipe, which says itself what is judged",
+    "evaluate good.yaml --old images": "--old is not read with a recipe",
+    "evaluate good.yaml --new-own images": "--new-own is not read with a recipe",
+    "evaluate good.yaml --independent images": "--independent is not read with a recipe",
+    "evaluate good.yaml --output x": "--output is not read with a recipe",
+    "evaluate ran evaluation.ks=[2]": "evaluation.ks=[2] is not read with a run's folder, whose report is only shown",
+    "evaluate ran --old images": "--old is not read with a run's folder",
+    "evaluate ran --output x": "--output is not read with a run's folder",
+    "evaluate own --data images --independent images": "--independent is of embeddings, and not read with a checkpoint",
+    "evaluate own --data images --new-own images": "--new-own is of embeddings, and not read with a checkpoint",
+    "evaluate good.yaml --old images --new images": "good.yaml is not read beside --old and --new, which name all embeddings",
+    "evaluate --old images --new images --data images": "--data is not read beside --old and --new",
     "evaluate --qrels texts.txt": "--qrels and --map are of embeddings: name their folders with --old and --new",
     "map --old nowhere.npy --new images": "nowhere.npy does not exist; name a folder with image_embeds.npy",
     "map --old images --new empty": "empty lacks image_embeds.npy; it should hold image_embeds.npy, image_ids.txt",
@@ -191,6 +203,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "images" / "image_embeds.npy", np.eye(2, dtype=np.float32))
     (folder / "images" / "image_ids.txt").write_text("a\nb\n")
     (folder / "texts.txt").write_text("a\nb\n")
+    (folder / "ran" / "report").mkdir(parents=True)
     (folder / "served").mkdir()
     (folder / "served" / CURRENT).touch()
     (folder / "vectors.parquet").touch()

@@ -20,7 +20,6 @@ from xcompat.gallery_cli import app as gallery_app
 from xcompat.migrate_cli import app as migrate_app
 from xcompat.options import Engine, GpusPerWorker, WorkerCount
 
-RUN_FILES = ("recipe.yaml", "report", "report.json")  # the last one is where an earlier version wrote the report
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -204,32 +203,31 @@ def evaluate(
     if the model embeds no texts, or if label_column=NAME, classes=FILE, class_column=NAME or gallery=PATH is given.
     gallery=PATH names the images that are searched, else the queries search each other.
     """
-    from xcompat.training.beforehand import load_checked
-    from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable
+    from xcompat.training.embedding_folders import judged_folders, judged_kind, require_folders, require_testable
 
-    if new is not None:
-        if old is None:
-            raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
+    typed = {"--data": data, "--old": old, "--new": new, "--new-own": new_own, "--independent": independent, "--qrels": qrels}
+    kind = judged_kind(target, overrides or [], typed | {"--map": by_map, "--output": output})
+    if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
         from xcompat.training.evaluate_command import evaluate_embeddings
 
         report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map)
-    elif qrels is not None or by_map is not None:
-        raise XcompatError("--qrels and --map are of embeddings: name their folders with --old and --new")
-    elif target is None:
-        raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
-    elif (is_recipe := target.suffix in {".yaml", ".yml"}) or any((target / name).exists() for name in RUN_FILES):
-        if is_recipe:
+    elif target is not None and kind == "checkpoint":
+        place = output or target / "evaluation"
+        require_testable(target, data, place)
+        from xcompat.training.evaluate_command import evaluate_checkpoint
+
+        report = evaluate_checkpoint(target, data, overrides or [], old, place)
+    else:
+        assert target is not None
+        if kind == "recipe":
+            from xcompat.training.beforehand import load_checked
+
             load_checked(target, overrides or [])
         from xcompat.training.evaluate_command import evaluate_recipe
 
         report = evaluate_recipe(target, overrides or [])
-    else:
-        require_testable(target, data, output or target / "evaluation")
-        from xcompat.training.evaluate_command import evaluate_checkpoint
-
-        report = evaluate_checkpoint(target, data, overrides or [], old, output or target / "evaluation")
     if require_compatible and not report.criterion.backward_compatible:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
@@ -16,6 +17,58 @@ from xcompat.training.record import find_model
 from xcompat.vectors import is_table, stored_at
 
 NO_CHECKPOINT = "holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model"
+
+RUN_FILES = ("recipe.yaml", "report", "report.json")
+"""What tells a run's folder; the last one is where an earlier version wrote the report."""
+
+Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
+READ: dict[Kind, tuple[str, ...]] = {
+    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output"),
+    "recipe": (),
+    "run": (),
+    "checkpoint": ("--data", "--old", "--output"),
+}
+"""What is judged -> the options that are read for it."""
+UNREAD: dict[Kind, str] = {
+    "embeddings": "is not read beside --old and --new, which name all embeddings; leave it out",
+    "recipe": "is not read with a recipe, which says itself what is judged and where its report goes; leave it out",
+    "run": "is not read with a run's folder, whose report is only shown; leave it out, or name the run's recipe or checkpoint",
+    "checkpoint": "is of embeddings, and not read with a checkpoint; leave it out, or name embeddings with --old and --new",
+}
+
+
+def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[str, object]) -> Kind:
+    """Return what is judged.
+
+    Args:
+        target: a recipe, a run's folder or a checkpoint's.
+        overrides: ``key=value`` each.
+        options: what each option was given, by its name; None for nothing.
+
+    Raises:
+        XcompatError: nothing is named, or what is given would not be read for it.
+    """
+    given = [option for option, value in options.items() if value is not None]
+    if "--new" in given:
+        if "--old" not in given:
+            raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
+        kind: Kind = "embeddings"
+    elif "--qrels" in given or "--map" in given:
+        raise XcompatError("--qrels and --map are of embeddings: name their folders with --old and --new")
+    elif target is None:
+        raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
+    elif target.suffix in {".yaml", ".yml"}:
+        kind = "recipe"
+    else:
+        kind = "run" if any((target / name).exists() for name in RUN_FILES) else "checkpoint"
+    unread = [option for option in given if option not in READ[kind]]
+    if kind == "embeddings" and target is not None:
+        unread.append(str(target))
+    if kind in ("embeddings", "run"):
+        unread.extend(overrides)
+    if unread:
+        raise XcompatError(f"{unread[0]} {UNREAD[kind]}")
+    return kind
 
 
 def judged_folders(
