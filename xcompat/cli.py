@@ -145,7 +145,9 @@ def embed(
     out: Annotated[str, typer.Option(help="Folder of the Parquet files that are made, or its URI.")] = "",
     column: Annotated[str | None, typer.Option(help="What is embedded or mapped; found by its name unless given.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id; `id` unless given.")] = None,
-    dtype: Annotated[Literal["float32", "float16"], typer.Option(help="How the vectors are written.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "float16"] | None, typer.Option(help="How the vectors are written; float32 unless given.")
+    ] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -156,8 +158,9 @@ def embed(
     """
     from xcompat.engines.workers import Workers
 
-    about_files = {"--model": model, "--out": out, "--column": column, "--id-column": id_column, "--engine": engine}
-    given = [name for name, value in about_files.items() if value]
+    about_files: dict[str, object] = {"--model": model, "--out": out, "--column": column, "--id-column": id_column}
+    about_files |= {"--dtype": dtype, "--engine": engine, "--workers": workers, "--gpus-per-worker": gpus_per_worker}
+    given = [name for name, value in about_files.items() if value not in (None, "")]
     if source.endswith((".yaml", ".yml")):
         if given:
             raise XcompatError(f"{given[0]} is of tables; a recipe says what it embeds: leave it out")
@@ -180,7 +183,7 @@ def embed(
     require_model(model)
     from xcompat.engines.commands import embed as embed_table
 
-    embed_table(source, model, out, where, column, id_column, dtype)
+    embed_table(source, model, out, where, column, id_column, dtype or "float32")
 
 
 @app.command()
