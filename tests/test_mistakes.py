@@ -55,6 +55,8 @@ MISTAKES = {
     "train good.yaml method=xbt training.report_to=[tensorbord]": "names 'tensorbord', which is no tracker; did you mean",
     "train good.yaml method=xbt training.report_to=absent": "names 'absent', which is no tracker; known:",
     "compare nowhere.yaml": "the recipe nowhere.yaml does not exist",
+    "compare good.yaml seeds=[0,1] seed=7": "seed=7 is not read where each of seeds runs, [0, 1]; write seeds=[7]",
+    "compare lost.yaml seed=7": f"procrustes: old: {NO_MODEL}",
     "compare lost.yaml": f"procrustes: old: {NO_MODEL}",
     "embed lost.yaml": f"procrustes: old: {NO_MODEL}",
     "embed good.yaml --model x": "--model is of tables; a recipe says what it embeds: leave it out",

@@ -66,9 +66,11 @@ def load_checked(
 
     Raises:
         XcompatError: as :func:`~xcompat.training.recipe.load_recipe` and :func:`~xcompat.training.paths.check_paths` raise it, or
-            a tracker is unknown or not installed.
+            a tracker is unknown or not installed, or ``seed`` is overridden where each of ``seeds`` runs.
     """
     recipe = load_recipe(path, overrides, is_quick=True, more=more)
+    if every_seed and recipe.seeds:
+        _refuse_seed(recipe, overrides)
     runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
     for settings in recipe.stages:
         if every_stage or not all(_is_trained(run, settings) for run in runs):
@@ -76,6 +78,14 @@ def load_checked(
                 check_paths(settings)
             check_trackers(settings)
     return load_recipe(path, overrides, more=more)
+
+
+def _refuse_seed(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """Refuse the override of a seed that no run has; one in a file is what ``train`` takes."""
+    typed = next((override for override in overrides if override.startswith("seed=")), None)
+    if typed is not None:
+        seed = typed.removeprefix("seed=")
+        raise XcompatError(f"{typed} is not read where each of seeds runs, {recipe.seeds}; write seeds=[{seed}], or leave it out")
 
 
 def _is_trained(run: Recipe, settings: StageRecipe) -> bool:
