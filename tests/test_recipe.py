@@ -76,6 +76,10 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+def test_the_largest_seed_is_one(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD, "seed=4294967294", "stages.1.seed_offset=1").stages[1].seed_offset == 1
+
+
 def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
     text = GOOD.replace("projection: stage:phi\n", "projection: stage:phi\n    options: {adapters: null}\n")
     recipe = load(tmp_path, text, "stages.pair.options.adapters.lora.rank=8")
@@ -141,6 +145,11 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         ),
         (["evaluation.ks=[0, -3]"], "evaluation.ks.0: Input should be greater than or equal to 1"),
         (["stages.0.name=report"], "a stage is called 'report', which is where the run's report goes"),
+        (["seed=-1"], "seed: Input should be greater than or equal to 0"),
+        (["seed=99999999999"], "seed: Input should be less than 4294967296"),
+        (["seeds=[0, 4294967296]"], "seeds.1: Input should be less than 4294967296"),
+        (["seed=4294967290", "stages.0.seed_offset=6"], "stage 'phi': seed 4294967290 and seed_offset 6 add up to 4294967296"),
+        (["seeds=[4294967295]", "stages.1.seed_offset=1"], "stage 'pair': seed 4294967295 and seed_offset 1 add up to"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),
         (["stages=7"], "stages must be a list"),

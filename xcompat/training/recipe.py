@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -20,6 +20,10 @@ from xcompat.training.shipped import suggestion
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.unread import refuse_unread
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
+
+SEED_LIMIT = 2**32
+"""NumPy takes no larger seeds."""
+Seed = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 
 
 class Recipe(Section):
@@ -38,8 +42,8 @@ class Recipe(Section):
     name: str
     output_dir: Path
     cache_dir: Path
-    seed: int = 0
-    seeds: list[int] = Field(default_factory=list)
+    seed: Seed = 0
+    seeds: list[Seed] = Field(default_factory=list)
     stages: list[StageRecipe]
     layout: str = ""
 
@@ -58,6 +62,17 @@ class Recipe(Section):
             if stage.name in seen:
                 raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
             seen.append(stage.name)
+        return self
+
+    @model_validator(mode="after")
+    def _seeds_with_offsets_fit(self) -> Recipe:
+        largest = max([self.seed, *self.seeds])
+        for stage in self.stages:
+            if largest + stage.seed_offset >= SEED_LIMIT:
+                raise ValueError(
+                    f"stage {stage.name!r}: seed {largest} and seed_offset {stage.seed_offset} add up to {SEED_LIMIT} or more; "
+                    "choose smaller ones"
+                )
         return self
 
     def of_seed(self, seed: int) -> Recipe:
