@@ -76,6 +76,12 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+@pytest.mark.parametrize("name", ["新しい 地図", "v1.5-große", "a" * 100, "..a"])
+def test_a_stage_may_be_called_in_any_language(tmp_path: Path, name: str) -> None:
+    recipe = load(tmp_path, GOOD, f"stages.1.name={name}")
+    assert recipe.stage_dir(recipe.stages[1].name) == Path("runs/demo") / name
+
+
 def test_the_largest_seed_is_one(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, "seed=4294967294", "stages.1.seed_offset=1").stages[1].seed_offset == 1
 
@@ -150,6 +156,14 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["seeds=[0, 4294967296]"], "seeds.1: Input should be less than 4294967296"),
         (["seed=4294967290", "stages.0.seed_offset=6"], "stage 'phi': seed 4294967290 and seed_offset 6 add up to 4294967296"),
         (["seeds=[4294967295]", "stages.1.seed_offset=1"], "stage 'pair': seed 4294967295 and seed_offset 1 add up to"),
+        (["stages.0.name=../evil/x"], "stages.0.name: '../evil/x' cannot be the name of a folder; leave slashes"),
+        (["stages.0.name=/tmp/x"], "stages.0.name: '/tmp/x' cannot be"),
+        (["stages.0.name=a\\b"], r"stages.0.name: 'a.*b' cannot be"),
+        (["stages.0.name=."], "stages.0.name: '.' cannot be"),
+        (["stages.0.name=.."], "stages.0.name: '..' cannot be"),
+        (['stages.0.name="a\\nb"'], "stages.0.name: 'a.*b' cannot be"),
+        ([f"stages.0.name={'a' * 101}"], "stages.0.name: 'aaaaaaaaaaaaaaaaaaaa'… is longer than 100 characters"),
+        ([f"stages.0.name={'地' * 80}"], "stages.0.name: .* is longer than 100 characters or 200 bytes"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),
         (["stages=7"], "stages must be a list"),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from xcompat.models import CompatModel
 
 STAGE_PREFIX = "stage:"
+LONGEST_NAME, LONGEST_NAME_BYTES = 100, 200
+"""Of a stage, whose name is that of its folder: file systems take up to 255 bytes."""
 CHOSEN = "map"
 """The method of a recipe that names none: the query map that finds most of a held-out part of the training set."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
@@ -34,7 +36,7 @@ class StageRecipe(Section):
     """The settings of one training stage.
 
     Args:
-        name: name of the stage; the method's name unless given.
+        name: name of the stage and of its folder; the method's name unless given.
         method: the method's name in ``xcompat.methods``. Unless given, ``map``: of all solved maps, with metrics and memories of
             queries, the one that finds most of a held-out part of the training set.
         old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
@@ -91,6 +93,17 @@ class StageRecipe(Section):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if value in (".", "..") or not value.isprintable() or set(value) & {"/", "\\"}:
+            raise ValueError(f"{value!r} cannot be the name of a folder; leave slashes and control characters out")
+        if len(value) > LONGEST_NAME or len(value.encode()) > LONGEST_NAME_BYTES:
+            raise ValueError(
+                f"{value[:20]!r}… is longer than {LONGEST_NAME} characters or {LONGEST_NAME_BYTES} bytes; choose a shorter name"
+            )
+        return value
 
     @field_validator("method")
     @classmethod
