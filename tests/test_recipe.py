@@ -76,6 +76,16 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+def shots(templates: str) -> str:
+    """Return an override that classifies without training examples, from these prompts."""
+    return f"data.zero_shot={{images: {{path: x, label_column: folder}}, classes: names.txt, templates: {templates}}}"
+
+
+def test_a_template_may_hold_braces_written_twice(tmp_path: Path) -> None:
+    (shot,) = load(tmp_path, GOOD, shots("['{{a}} {}']")).stages[0].data.zero_shot_sets().values()
+    assert [prompt.format("cat") for prompt in shot.prompts()] == ["{a} cat"]
+
+
 @pytest.mark.parametrize("name", ["新しい 地図", "v1.5-große", "a" * 100, "..a"])
 def test_a_stage_may_be_called_in_any_language(tmp_path: Path, name: str) -> None:
     recipe = load(tmp_path, GOOD, f"stages.1.name={name}")
@@ -164,6 +174,13 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (['stages.0.name="a\\nb"'], "stages.0.name: 'a.*b' cannot be"),
         ([f"stages.0.name={'a' * 101}"], "stages.0.name: 'aaaaaaaaaaaaaaaaaaaa'… is longer than 100 characters"),
         ([f"stages.0.name={'地' * 80}"], "stages.0.name: .* is longer than 100 characters or 200 bytes"),
+        ([shots("[]")], "data.zero_shot.templates: there is no prompt; give one or more"),
+        ([shots("['a {}', 'a {name}']")], "data.zero_shot.templates: 'a {name}' must hold {} once, where the class goes"),
+        ([shots("['100% {} {']")], "'100% {} {' must hold {} once, .*; write other braces twice: {{ and }}"),
+        ([shots("['a photo']")], "'a photo' must hold {} once"),
+        ([shots("['{} and {}']")], "'{} and {}' must hold {} once"),
+        ([shots("['{0}']")], "'{0}' must hold {} once"),
+        ([shots("['{:d}']")], "'{:d}' must hold {} once"),
         (["stages=null"], "stages must be a list"),
         (["stages=[xbt]"], "stages must be a list"),
         (["stages=7"], "stages must be a list"),

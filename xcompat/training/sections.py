@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource, Subset, TextPairSource, TextSource
 from xcompat.data.sources import ImageSource
@@ -34,11 +35,32 @@ class ZeroShotSettings(Section):
     classes: str
     templates: list[str] | Literal["openai", "simple"] = ["a photo of a {}"]
 
+    @field_validator("templates")
+    @classmethod
+    def _name_the_class(cls, value: list[str] | str) -> list[str] | str:
+        if not value:
+            raise ValueError("there is no prompt; give one or more, such as 'a photo of a {}', or leave templates out")
+        for template in [] if isinstance(value, str) else value:
+            if not _has_one_place(template):
+                raise ValueError(
+                    f"{template!r} must hold {{}} once, where the class goes; write other braces twice: {{{{ and }}}}"
+                )
+        return value
+
     def prompts(self) -> list[str]:
         """Return the prompts themselves."""
         from xcompat.encoders.class_names import prompt_templates
 
         return prompt_templates(self.templates) if isinstance(self.templates, str) else self.templates
+
+
+def _has_one_place(template: str) -> bool:
+    try:
+        places = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        template.format("class")
+    except (ValueError, LookupError, AttributeError):
+        return False
+    return places == [""]
 
 
 def _is_of_several(given: Any) -> Literal["One", "Several"]:  # noqa: ANN401 - what YAML holds
