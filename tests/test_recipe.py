@@ -76,6 +76,12 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+def test_an_override_of_a_model_leaves_stages_that_refer_to_others(tmp_path: Path) -> None:
+    text = GOOD.replace("old: old/model", "old: {name: old/model}").replace("stage:phi", "stage:phi\n    old: stage:phi")
+    phi, pair = load(tmp_path, text, "old.name=other/model").stages
+    assert (phi.old.name, pair.old.name) == ("other/model", "stage:phi")
+
+
 def shots(templates: str) -> str:
     """Return an override that classifies without training examples, from these prompts."""
     return f"data.zero_shot={{images: {{path: x, label_column: folder}}, classes: names.txt, templates: {templates}}}"
@@ -131,6 +137,14 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["nonsense"], "'nonsense' is no override; write key=value"),
         (["new.nme=x"], "unknown key .*nme'"),
         (["options.noise_std=1"], "options.noise_std is set by stage 0 .phi. itself: override stages.phi.options.noise_std"),
+        (
+            ["stages.0.data={texts: [{path: own.txt}]}", "data.texts.0.path=x"],
+            "data.texts is set by stage 0 .phi. itself: override stages.phi.data.texts.0.path",
+        ),
+        (
+            ["stages.1.old=own/model", "old={name: x}", "old.name=y"],
+            "old is set by stage 1 .pair. itself: override stages.pair.old",
+        ),
         (["data={"], "the value is not valid YAML"),
         (["training.max_steps=0"], "training.max_steps: 0 trains nothing; give 1 or more"),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from xcompat.errors import XcompatError
+from xcompat.training.stage_recipe import STAGE_PREFIX
 from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
@@ -18,16 +19,27 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
         key: the overridden key, dots for nesting.
 
     Raises:
-        XcompatError: a stage sets the key itself.
+        XcompatError: a stage sets the key itself, or a list or a name above it; a name of another stage is not meant.
     """
-    stages = raw.get("stages")
+    stages, parts = raw.get("stages"), key.split(".")
     for number, stage in enumerate(stages if isinstance(stages, list) else []):
-        place: Any = stage
-        for part in key.split("."):
-            place = place.get(part) if isinstance(place, dict) else None
-        if place is not None:
-            name = _name(stage) or number
-            raise XcompatError(f"{key} is set by stage {number} ({name}) itself: override stages.{name}.{key}")
+        met, place = _followed(stage, parts) if isinstance(stage, dict) else ([], None)
+        # the settings of the stage that a name refers to follow the override themselves
+        refers = isinstance(place, str) and place.startswith(STAGE_PREFIX) and met != parts
+        if place is not None and not refers:
+            name, whole = _name(stage) or number, ".".join(met)
+            inner = key if isinstance(place, list) else whole
+            raise XcompatError(f"{whole} is set by stage {number} ({name}) itself: override stages.{name}.{inner}")
+
+
+def _followed(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
+    """Follow a key into a stage: the parts that lead to what has no keys of its own, or to the end, and what is there."""
+    place: Any = stage
+    for depth, part in enumerate(parts):
+        if not isinstance(place, dict):
+            return parts[:depth], place
+        place = place.get(part)
+    return parts, place
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
