@@ -737,15 +737,6 @@ def test_a_name_stands_for_one_picture_in_queries_and_gallery(
         assert isinstance(same, LabelledTestSet) and same.gallery_ids == list(same.queries.dataset["id"])
 
 
-def test_a_stage_that_maps_galleries_is_not_compared_on_the_unmapped_one(trained: dict[str, Any], tmp_path: Path) -> None:
-    stages = [
-        {"name": "fct", "method": "fct", "new": trained["independent"]},
-        {"name": "map", "method": "procrustes", "new": trained["independent"], "evaluation": {"compare_with": ["fct"]}},
-    ]
-    with pytest.raises(XcompatError, match="compare_with names fct, which maps galleries"):
-        run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
-
-
 def test_queries_of_both_models_search_together(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folders["test"], broken)

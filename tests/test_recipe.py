@@ -76,6 +76,11 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.stages[0].options["noise_std"] == 0.5
 
 
+def called(name: str) -> list[str]:
+    """Return overrides that call the stage so that another one is made from and compared with."""
+    return [f"stages.0.name={name}", f"stages.1.projection=stage:{name}", f"stages.1.evaluation.compare_with=[{name}]"]
+
+
 def test_an_override_of_a_model_leaves_stages_that_refer_to_others(tmp_path: Path) -> None:
     text = GOOD.replace("old: old/model", "old: {name: old/model}").replace("stage:phi", "stage:phi\n    old: stage:phi")
     phi, pair = load(tmp_path, text, "old.name=other/model").stages
@@ -126,6 +131,14 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),
         (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
         (["stages.0.name=slerp", "stages.1.evaluation={slerp: 0.5, compare_with: [slerp]}"], "a stage slerp, .*rename the stage"),
+        (called("old"), "stage 'pair': evaluation.compare_with names old, which is what a case of every report is called"),
+        (called("new"), "evaluation.compare_with names new, which is what a case"),
+        (called("old+memory"), "evaluation.compare_with names old.memory, which is what a case"),
+        (
+            ["stages.0.method=fct", "stages.0.options={}"],
+            "compare_with names phi, which maps galleries: its queries do not search the old one; leave it out",
+        ),
+        (["stages.0.method=procrustes", "stages.0.options={direction: old_to_new}"], "names phi, which maps galleries"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
         (["stages.7.name=x"], "there is no stage 7; stages count from 0 to 1, and are called phi, pair"),
         (["stages.fi.name=x"], "there is no stage fi; stages count from 0 to 1, and are called phi, pair"),

@@ -26,6 +26,8 @@ NEW_WITH_MEMORY = "new+memory"
 """Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
 MAPPED = "mapped"
 """Both sides of a case: old queries and the old gallery, mapped towards the new model."""
+OF_MODELS = frozenset({"old", "new", "independent", "new_view"})
+"""Names that no extra model may have, as they name one of the five cases."""
 FLIP_METRIC = "negative_flip_rate@1"
 ZERO_SHOT = "zero_shot"
 RankKey = tuple[str, str, str]

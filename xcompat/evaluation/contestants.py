@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import MAPPED, NEW_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.cases import MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
@@ -216,7 +216,7 @@ class Contestants(Generic[C]):
 
     def _require_fitting(self) -> None:
         """Refuse names that are taken, and queries of another dimension than the gallery they search."""
-        taken = {"old", "new", "independent", "new_view"} & self.extra.keys()
+        taken = OF_MODELS & self.extra.keys()
         if taken:
             raise XcompatError(
                 f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name"

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
-from xcompat.encoders.scratch import QUICK
+from xcompat.encoders.scratch import QUICK, is_quick
 from xcompat.errors import XcompatError, nearest
+from xcompat.evaluation.cases import OF_MODELS, OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.headers import expected_layout
 from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
-from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
+from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
 from xcompat.training.unread import refuse_unread
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
@@ -48,10 +49,11 @@ class Recipe(Section):
     layout: str = ""
 
     @model_validator(mode="after")
-    def _stages_exist(self) -> Recipe:
-        seen: list[str] = []
+    def _stages_exist(self, info: ValidationInfo) -> Recipe:
+        seen: dict[str, StageRecipe] = {}
         for stage in self.stages:
-            for name in [*stage.made_from(), *(stage.evaluation.compare_with if stage.evaluation else [])]:
+            compared = stage.evaluation.compare_with if stage.evaluation else []
+            for name in [*stage.made_from(), *compared]:
                 if name not in seen:
                     raise ValueError(
                         f"stage {stage.name!r} refers to {name!r}, which is no earlier stage "
@@ -61,7 +63,8 @@ class Recipe(Section):
                 raise ValueError(f"a stage is called {REPORT!r}, which is where the run's report goes; give it another name")
             if stage.name in seen:
                 raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
-            seen.append(stage.name)
+            _require_comparable(stage, [seen[name] for name in compared], is_quick(info))
+            seen[stage.name] = stage
         return self
 
     @model_validator(mode="after")
@@ -90,6 +93,16 @@ class Recipe(Section):
     def resolve(self, name: str) -> str:
         """Return the model's folder for ``stage:NAME``, and any other name unchanged."""
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
+
+
+def _require_comparable(stage: StageRecipe, others: Sequence[StageRecipe], quick: bool) -> None:
+    """Refuse ``evaluation.compare_with`` that no report could show; quickly, by names alone."""
+    for other in others:
+        where = f"stage {stage.name!r}: evaluation.compare_with names {other.name}"
+        if other.name in OF_MODELS | {OLD_WITH_MEMORY, WITHOUT_MEMORY}:
+            raise ValueError(f"{where}, which is what a case of every report is called; rename the stage, or leave it out")
+        if not quick and method_class(other.method).maps_galleries_with(other.options):
+            raise ValueError(f"{where}, which maps galleries: its queries do not search the old one; leave it out")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None) -> Recipe:

@@ -313,11 +313,6 @@ class StageRun:
                 "set evaluation.fallback to null"
             )
         others = {name: self.models.trained(name) for name in evaluation.compare_with}
-        if mapping := [name for name, other in others.items() if other.maps_galleries]:
-            raise XcompatError(
-                f"evaluation.compare_with names {mapping[0]}, which maps galleries: "
-                "its queries do not search the old one; leave it out"
-            )
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
         memory, ceiling = memory_of_one(self.paths.folder), None
         if memory is not None and model.maps_galleries:
