@@ -12,7 +12,7 @@ import torch
 from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.training.recipe import Recipe, load_recipe
-from xcompat.training.stage_recipe import usual_options
+from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.values import check_options
 
 GOOD = """
@@ -217,6 +217,13 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], me
     with pytest.raises(XcompatError, match=message) as raised:
         load(tmp_path, GOOD, *overrides)
     assert "\n" not in str(raised.value)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    stage = StageRecipe(method="fct", training={"max_steps": 1e2, "learning_rate": 1.0}, options={"mixer_width": 64.0})
+    assert (stage.training["max_steps"], stage.options["mixer_width"]) == (100, 64)
+    assert {type(stage.training["max_steps"]), type(stage.options["mixer_width"])} == {int}
+    assert type(stage.training["learning_rate"]) is float
 
 
 CHECKED_BY_THE_MODEL = {

@@ -575,10 +575,14 @@ def test_a_long_curve_is_thinned_and_a_damaged_one_refused(tmp_path: Path) -> No
     assert logged_losses(tmp_path / "solved") == []
 
 
+@pytest.mark.parametrize("saved_by", ["steps", "epoch"])
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: str
 ) -> None:
     raw["stages"] = raw["stages"][:1]
+    if saved_by == "epoch":
+        by_epoch = {"save_strategy": "epoch", "logging_steps": 1000, "max_steps": -1, "num_train_epochs": 9}
+        raw["training"] = {name: value for name, value in raw["training"].items() if name != "save_steps"} | by_epoch
     forward = METHODS["projection"].forward
     steps = []
 
@@ -591,9 +595,12 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
         return output
 
     monkeypatch.setattr(METHODS["projection"], "forward", bad_at_the_fifth)
-    with pytest.raises(TrainingDivergedError, match="is nan at step 5; the last good checkpoint is kept"):
+    with pytest.raises(TrainingDivergedError, match=r"is nan at step \d+; the last good checkpoint is kept") as stopped:
         run_recipe(recipe_of(raw))
-    assert last_complete_checkpoint(tmp_path / "run" / "checkpoints").name == "checkpoint-4"
+    last = last_complete_checkpoint(tmp_path / "run" / "checkpoints")
+    if saved_by == "steps":
+        assert "at step 5;" in str(stopped.value) and last.name == "checkpoint-4"
+    assert last is None or int(last.name.removeprefix("checkpoint-")) < 5, "none of the steps after it was saved"
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "done.json").exists()
 
 

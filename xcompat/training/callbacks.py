@@ -104,6 +104,11 @@ class DivergenceCallback(TrainerCallback):
         if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
             control.should_log = True
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+        """Log the loss, and so check it, before a checkpoint that an epoch ends with."""
+        if args.save_strategy == "epoch":
+            control.should_log = True
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -117,8 +122,8 @@ class DivergenceCallback(TrainerCallback):
             if not math.isfinite(float((logs or {}).get(key, 0.0))):
                 raise TrainingDivergedError(
                     f"the {key.replace('_', ' ')} is {logs[key] if logs else ''} at step {state.global_step}; the last good "
-                    f"checkpoint is kept in {args.output_dir}: lower training.learning_rate or look at the data, then start "
-                    "again to continue from it"
+                    f"checkpoint is kept in {args.output_dir}: look at the data and start again to continue from it, or choose a "
+                    "lower training.learning_rate and another output_dir"
                 )
 
 

@@ -121,8 +121,7 @@ class StageRecipe(Section):
     @field_validator("training")
     @classmethod
     def _known_training(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        check_training(value, is_quick(info))
-        return value
+        return check_training(value, is_quick(info))
 
     @field_validator("options")
     @classmethod
@@ -132,7 +131,7 @@ class StageRecipe(Section):
             raise ValueError(f"options {', '.join(value)} are a method's, and none is named; set method: query_map, or another")
         if method is not None and method != CHOSEN:
             known = declared_options(method) if is_quick(info) else usual_options(method)
-            check_options(method, value, known, is_quick(info))
+            return check_options(method, value, known, is_quick(info))
         return value
 
     @property

@@ -60,22 +60,26 @@ REFUSED: dict[str, str] = {
 _NEED_A_TEST_SET = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
 
 
-def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
+def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str, Any]:
     """Refuse keys that ``TrainingArguments`` does not have, and values that cannot be trained with.
 
     Args:
         given: the training section of a stage.
         is_quick: whether to look at transformers' source alone, without importing it; some types then pass unchecked.
 
+    Returns:
+        The section, with integers for whole numbers such as ``1e3`` where integers are asked for.
+
     Raises:
         ValueError: naming the key and what is wrong, in one line.
     """
+    checked: dict[str, Any] = {}
     hints = trainer_fields() if is_quick else _imported_hints()
     known = hints.keys() - {"output_dir", "seed", "data_seed"}
     for key, value in given.items():
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
-        _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
+        checked[key] = _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
         if key in REFUSED and not is_quick and not is_usual(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
@@ -88,6 +92,7 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> None:
         raise ValueError(
             f"training.max_steps: {given['max_steps']} trains nothing; give 1 or more, or leave it out for num_train_epochs"
         )
+    return checked
 
 
 def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
@@ -142,7 +147,7 @@ def is_usual(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML 
     return bool(value == getattr(TrainingArguments, key, []))  # lists alone are no attributes of the class
 
 
-def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> None:
+def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> dict[str, Any]:
     """Refuse options that a method does not have, and values of the wrong type or out of the range that it declares.
 
     Args:
@@ -151,15 +156,20 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
         known: the method's options.
         is_quick: whether to look at the method's source alone, without importing it; some types then pass unchecked.
 
+    Returns:
+        The section, with integers for whole numbers such as ``1e3`` where integers are asked for.
+
     Raises:
         ValueError: naming the option and what is wrong, in one line.
     """
+    checked: dict[str, Any] = {}
     hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
         is_adapters = key == "adapters" and value is not None
-        _check(f"options.{key}", AdapterConfig if is_adapters else hints[key], value)
+        checked[key] = _check(f"options.{key}", AdapterConfig if is_adapters else hints[key], value)
+    return checked
 
 
 def _option_hints(method: str) -> dict[str, Any]:
@@ -175,7 +185,8 @@ def _hints_of(config: type) -> dict[str, Any]:
     return get_type_hints(config, localns={"torch": torch}, include_extras=True)
 
 
-def _check(key: str, hint: Any, value: Any, bound: Any = None) -> None:  # noqa: ANN401 - a type annotation, a Field
+def _check(key: str, hint: Any, value: Any, bound: Any = None) -> Any:  # noqa: ANN401 - a type annotation, a Field
+    """Return the value, as an integer if it is a whole number where an integer is asked for."""
     try:
         read = TypeAdapter(hint if bound is None else Annotated[hint, bound]).validate_python(value)
     except ValidationError as error:
@@ -184,3 +195,4 @@ def _check(key: str, hint: Any, value: Any, bound: Any = None) -> None:  # noqa:
         raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')} (found {first['input']!r})") from None
     if isinstance(read, int | float) and (isinstance(value, str) or not math.isfinite(read)):
         raise ValueError(f"{key}: Input should be a finite number, without quotes (found {value!r})")
+    return read if isinstance(value, float) and type(read) is int else value
