@@ -78,6 +78,8 @@ MISTAKES = {
     "evaluate enc": "enc holds no xcompat checkpoint",
     "evaluate own": "name the images, with captions or classes, that own is to be tested on with --data",
     "evaluate own --data nowhere/x.csv": "nowhere/x.csv does not exist",
+    "evaluate own --data images --output ended": "ended holds the report of its own recipe, which this one would replace",
+    "evaluate --old images --new images --output ended": "ended holds the report of its own recipe, which this one would replace",
     "evaluate --new empty": "--new names embeddings, so --old must name the folder with the old model's",
     "evaluate --old empty --new empty": "empty lacks image_embeds.npy; it must hold image_embeds.npy, image_ids.txt",
     "evaluate --old images --new images": "images holds images alone, and nothing says which of them belong together",
@@ -209,6 +211,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images" / "image_ids.txt").write_text("a\nb\n")
     (folder / "texts.txt").write_text("a\nb\n")
     (folder / "ran" / "report").mkdir(parents=True)
+    (folder / "ended").mkdir()
+    (folder / "ended" / "evaluated.json").touch()
     (folder / "served").mkdir()
     (folder / "served" / CURRENT).touch()
     (folder / "vectors.parquet").touch()

@@ -13,7 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.mapping.sides import LABELS
 from xcompat.paths import is_local
 from xcompat.report import require_report_place
-from xcompat.training.record import find_model
+from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors import is_table, stored_at
 
 NO_CHECKPOINT = "holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model"
@@ -98,7 +98,7 @@ def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, outp
     Raises:
         XcompatError: naming the file.
     """
-    require_report_place(output)
+    require_output(output)
     if qrels is not None:
         require_qrels(str(qrels))
     given = {role: folder for role, folder in folders.items() if folder is not None}
@@ -154,7 +154,18 @@ def require_testable(folder: Path, data: Path | None, output: Path) -> None:
     """
     if is_local(str(folder)) and not (folder.is_dir() and is_own(folder)):
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
-    require_report_place(output)
+    require_output(output)
     if data is None:
         raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
     local_files(str(data))
+
+
+def require_output(output: Path) -> None:
+    """Refuse to write a report where something else is, such as the report of a run.
+
+    Raises:
+        XcompatError: naming it.
+    """
+    require_report_place(output)
+    if (output / EVALUATED).is_file():
+        raise XcompatError(f"{output} holds the report of its own recipe, which this one would replace; choose another --output")

@@ -25,7 +25,7 @@ from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, lo
 from xcompat.models.frozen import load_frozen
 from xcompat.progress import console, literal, silence_libraries
 from xcompat.provenance import provenance
-from xcompat.report import Report, ReportContent, load_report, print_report, report_file, require_report_place, write_report
+from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
 from xcompat.training.contestants import EvaluationSet, map_contestant
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
@@ -34,6 +34,7 @@ from xcompat.training.embedding_folders import (
     kinds_judged,
     require_files,
     require_labels,
+    require_output,
     require_testable,
 )
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
@@ -190,7 +191,7 @@ def evaluate_embeddings(
     Raises:
         XcompatError: the embeddings do not fit together, or not the map.
     """
-    require_report_place(output)
+    require_output(output)
     folders = judged_folders(old, new, new_own, independent, by_map)
     if qrels is not None:
         loaded: dict[str, Any] = _judged_texts(folders, qrels)
