@@ -43,6 +43,8 @@ TRAINED: dict[str, tuple[Any, tuple[dict[str, Any], dict[str, Any]], str]] = {
     "logging_steps": (7, (OFF, {}), "training.logging_strategy is epoch, which counts no steps"),
     "hub_model_id": ("user/model", ({}, ON), "nothing is pushed"),
     "hub_private_repo": (True, ({}, ON), "nothing is pushed"),
+    "run_name": ("mine", ({}, {"report_to": ["tensorboard"]}), "training.report_to names no tracker"),
+    "trackio_space_id": ("me/space", ({"report_to": "none"}, {"report_to": "trackio"}), "names no tracker"),
     "warmup_steps": (7, ({"lr_scheduler_type": "constant"}, {}), "constant has no warm-up"),
     "lr_scheduler_kwargs": ({"a": 1}, ({"lr_scheduler_type": "constant"}, {"lr_scheduler_type": "cosine"}), "reads none"),
     "dataloader_persistent_workers": (True, ({}, ON), "there are no workers"),

@@ -105,11 +105,14 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
     saved, logged, schedule = (_named(given.get(name, value)) for name, value in usual.items())
     hub = ("model_id", "strategy", "token", "private_repo", "always_push", "revision")
     workers = ("persistent_workers", "multiprocessing_context", "in_order")
+    tracked = given.get("report_to") not in (None, "none", [], ["none"])
+    shown = ("run_name", "project", *(f"trackio_{name}_id" for name in ("space", "bucket", "static_space")))
     recomputed = bool(given.get("activation_checkpointing") or given.get("gradient_checkpointing"))
     decided: list[tuple[tuple[str, ...], bool, str]] = [
         (("save_steps",), saved == "steps", f"training.save_strategy is {saved}, which counts no steps"),
         (("logging_steps",), logged == "steps", f"training.logging_strategy is {logged}, which counts no steps"),
         (tuple(f"hub_{name}" for name in hub), bool(given.get("push_to_hub")), "nothing is pushed without training.push_to_hub"),
+        (shown, tracked, "training.report_to names no tracker"),
         (("fsdp_config",), bool(given.get("fsdp")), "nothing is sharded without training.fsdp"),
         (("warmup_steps",), schedule != "constant", "lr_scheduler_type constant has no warm-up; constant_with_warmup has one"),
         (("lr_scheduler_kwargs",), not schedule.startswith("constant"), f"training.lr_scheduler_type {schedule} reads none"),
