@@ -83,6 +83,6 @@ class OcaModel(PrototypedModel):
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         old_features_Bd = self.old_features(features_BD)
         compatible = ace_loss(
-            old_features_Bd, self._old_weights(), labels_B, config.compat_weight, config.angle_weight, config.old_scale
+            old_features_Bd, self._old_weights(), labels_B, config.compat_weight, config.angle_weight, self.old_scale
         )
         return self.classification_loss(self.transform(features_BD), labels_B) + compatible

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,9 +33,9 @@ def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
 
     Args:
         model: not sharded yet.
-        accelerator: the Trainer's, whose ``unwrap_model`` takes the wrapper off; nothing is done where it shards nothing.
+        accelerator: the Trainer's, whose ``unwrap_model`` takes the wrapper off; nothing is done without FSDP2.
     """
-    if accelerator.distributed_type != DistributedType.FSDP:
+    if not accelerator.is_fsdp2:
         return
     accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.native_amp:
