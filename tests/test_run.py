@@ -473,12 +473,14 @@ class _KillAt(TrainerCallback):
             raise RuntimeError("killed")
 
 
-@pytest.mark.parametrize("method", ["phi", "pair"])
+@pytest.mark.parametrize(("method", "streaming"), [("phi", False), ("pair", False), ("pair", True)])
 def test_a_killed_run_ends_as_one_that_was_not(
-    method: str, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, streaming: bool, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw["evaluation"] = None
     raw["stages"][1].pop("evaluation")
+    if streaming:
+        raw["stages"][1]["data"] |= {"pairs": {**raw["data"]["pairs"], "streaming": True}, "shuffle_buffer": 8}
     run_recipe(recipe_of(raw))
     whole = weights(tmp_path / "run" / method / "model")
     shutil.move(tmp_path / "run", tmp_path / "whole")

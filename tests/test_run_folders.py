@@ -60,6 +60,44 @@ TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second"
 # -------------------------------------------------------------------------------------------------------------- places
 
 
+OTHER_STAGES = {"stages": [{"name": "third", "method": "ridge"}, {"name": "fourth", "method": "procrustes"}]}
+
+
+@pytest.mark.parametrize("made_by", [{}, TWO_STAGES, "no recipe"])
+def test_the_report_of_another_recipe_is_not_replaced(
+    made_by: dict[str, Any] | str, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe(**OTHER_STAGES)
+    run_recipe(recipe(**(made_by if isinstance(made_by, dict) else {})))
+    if made_by == TWO_STAGES:
+        shutil.rmtree(asked.output_dir / "second")
+    if made_by == "no recipe":  # such as `xcompat evaluate --output`
+        for file in ("recipe.yaml", "evaluated.json"):
+            (asked.output_dir / file).unlink()
+        shutil.rmtree(asked.output_dir / "model")
+        report = asked.output_dir / "report" / "report.json"
+        report.write_text(json.dumps({**json.loads(report.read_text()), "seconds": {}}))
+    before = {path: path.read_bytes() for path in asked.output_dir.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
+        with pytest.raises(XcompatError, match="has a report that another recipe or command made, and would be replaced"):
+            run_recipe(asked)
+    assert before == {path: path.read_bytes() for path in asked.output_dir.rglob("*") if path.is_file()}
+
+
+def test_a_recipe_may_get_and_lose_stages(recipe: Callable[..., Recipe]) -> None:
+    run_recipe(recipe(**TWO_STAGES))
+    longer = recipe(stages=[*TWO_STAGES["stages"], {"name": "third", "method": "ridge"}])
+    for asked, last in ((longer, "third"), (recipe(**TWO_STAGES), "second"), (longer, "third")):
+        run_recipe(asked)
+        assert list(load_report(asked.output_dir).seconds)[-1] == last
+        assert asked is not longer or report_of(asked, "second").is_file()
+
+
+def report_of(run: Recipe, stage: str) -> Path:
+    return run.output_dir / stage / "report" / "report.json"
+
+
 @pytest.mark.parametrize("check", [run_recipe, dry_run_recipe, compare_recipe])
 @pytest.mark.parametrize(
     "name",

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from xcompat.arrays import numbered
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
+from xcompat.distributed import rank
 from xcompat.errors import XcompatError
 from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
@@ -262,14 +263,23 @@ def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:
 
 
 def stream_pairs(
-    dataset: datasets.IterableDataset, *, shuffle_buffer: int = 0, seed: int = 0, bad: BadSamples | None = None
+    dataset: datasets.IterableDataset,
+    *,
+    shuffle_buffer: int = 0,
+    passes: int | None = 1,
+    seed: int = 0,
+    bad: BadSamples | None = None,
 ) -> datasets.IterableDataset:
     """Turn a stream of undecoded pairs into one of training items, leaving out images that cannot be read.
+
+    What is drawn for an item (its caption, its augmentation) depends on seed, process, worker and its place in the stream, so a
+    resumed run, which goes through the stream up to where it was, draws the same.
 
     Args:
         dataset: as `xcompat.data.load_pairs` returns it when streaming.
         shuffle_buffer: samples to shuffle among; 0 keeps the order.
-        seed: of the shuffling, which also depends on the epoch (``set_epoch``).
+        passes: how often the stream is read, each time in the same order and with other draws; None for without end.
+        seed: of the draws, and of the shuffling, which also depends on the epoch (``set_epoch``).
         bad: counts the images that are left out.
 
     Returns:
@@ -277,18 +287,25 @@ def stream_pairs(
     """
     if shuffle_buffer:
         dataset = dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
-    return dataset.map(partial(_decode_batch, bad or BadSamples()), batched=True, batch_size=16)
+    # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative. Decoded after
+    # repeating: the places go on over the passes.
+    decode = partial(_decode_batch, bad or BadSamples(), (seed, rank()))
+    return dataset.repeat(passes).map(decode, with_indices=True, batched=True, batch_size=16)
 
 
-def _decode_batch(bad: BadSamples, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _decode_batch(
+    bad: BadSamples, seeds: tuple[int, int], columns: dict[str, list[Any]], places: Sequence[int]
+) -> dict[str, list[Any]]:
     """Decode a batch of a stream, leaving out images that cannot be read."""
     out: dict[str, list[Any]] = {name: [] for name in (*columns, SEED)}
-    draw = np.random.default_rng(int(torch.randint(2**62, ())))
-    for place in range(len(columns[IMAGE])):
-        record = {name: values[place] for name, values in columns.items()}
+    loader = get_worker_info()
+    worker = 0 if loader is None else loader.id
+    for row, place in enumerate(places):
+        record = {name: values[row] for name, values in columns.items()}
+        draw = np.random.default_rng((*seeds, worker, place))
         bad.seen += 1
         try:
-            item = _item(record, place, draw)
+            item = _item(record, row, draw)
         except UnusableSampleError as error:
             bad.add(record.get(ID, f"sample {bad.seen}"), str(error))
             continue

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.report import report_file, require_report_place
+from xcompat.report import load_report, report_file, require_report_place
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE, DONE, ENVIRONMENT, EVALUATED, OLD_MEMORY, RECIPE
 from xcompat.training.sequence import CSV_NAME
 from xcompat.training.stage import StagePaths
 
+_ELSEWHERE = "move it, or choose another output_dir"
+
 
 def require_places(recipe: Recipe) -> None:
-    """Refuse output folders with files that no stage wrote: a stage's own files have its ``recipe.yaml`` beside them.
+    """Refuse output folders with files that this recipe did not write.
+
+    A stage's own files have its ``recipe.yaml`` beside them. The run's report is that of its last stage, which may have been
+    another one when it was written: then that stage's folder is still there, or the recipe still has the stage.
 
     Args:
         recipe: validated.
@@ -31,18 +37,30 @@ def require_places(recipe: Recipe) -> None:
         if settings.is_judged:
             require_report_place(paths.report)
     begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
-    if not begun and not report_file(recipe.output_dir).is_file():  # the user may have deleted a run's stages to make them again
+    if report_file(recipe.output_dir).is_file():  # the user may have deleted a run's stages to make them again
+        _require_own_report(recipe)
+    elif not begun:
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
+
+
+def _require_own_report(recipe: Recipe) -> None:
+    """Refuse a run's folder whose report is that of another recipe, of a map or of an evaluation."""
+    folder, names = recipe.output_dir, {settings.name for settings in recipe.stages}
+    judged: str | None = None
+    with suppress(XcompatError):
+        judged = next(reversed(load_report(folder).seconds), None)
+    is_own = judged in names or (folder / (judged or "") / RECIPE).is_file()
+    is_damaged = judged is None and (folder / EVALUATED).is_file()  # a run's, and made again
+    is_of_one_stage = len(names) > 1 and (folder / RECIPE).is_file()
+    if is_of_one_stage or not (is_own or is_damaged):
+        raise XcompatError(f"{folder} has a report that another recipe or command made, and would be replaced; {_ELSEWHERE}")
 
 
 def _require_free(folder: Path, names: Iterable[str]) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise XcompatError(f"{there} is no folder, and {folder} is where a recipe writes; move it, or choose another output_dir")
+        raise XcompatError(f"{there} is no folder, and {folder} is where a recipe writes; {_ELSEWHERE}")
     for path in (folder / name for name in names):
         is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty:
-            raise XcompatError(
-                f"{path} was made by no recipe, as {folder} has no {RECIPE}, and would be replaced; "
-                "move it, or choose another output_dir"
-            )
+            raise XcompatError(f"{path} was made by no recipe, as {folder} has no {RECIPE}, and would be replaced; {_ELSEWHERE}")

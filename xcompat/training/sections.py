@@ -151,7 +151,7 @@ class DataSettings(Section):
         samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.
         one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
         embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
-        shuffle_buffer: for streaming pairs, the number of samples that are shuffled together.
+        shuffle_buffer: for streaming pairs, the number of samples that are shuffled together; every pass has the same order.
     """
 
     pairs: PairSource | None = None

@@ -116,9 +116,8 @@ def pair_data(
         assert old is None, "rows of a cache, which a stream does not have: the stage is refused"
         # Ranks read shards of different lengths. A stream that ended would leave them with batches of unequal size, which
         # cannot be gathered, and the Trainer does not drop a stream's last batch: so it starts again until max_steps.
-        # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative.
         unusable = BadSamples(data.pairs.max_bad_share)
-        return Data(stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, seed=seed, bad=unusable).repeat(None), collator)
+        return Data(stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, passes=None, seed=seed, bad=unusable), collator)
     extra: dict[str, Any] = (
         {} if old is None else {"image_extra": {OLD_EMBEDS: old[0]}, "caption_extra": {OLD_TEXT_EMBEDS: old[1]}}
     )
