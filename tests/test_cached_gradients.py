@@ -25,7 +25,8 @@ from xcompat.training.cached_gradients import backward_in_parts, refuse_what_par
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, train
+from xcompat.training.trainer import train
+from xcompat.training.training_sets import Data
 
 OLD = describe_old(Fingerprint.from_string("old"), dim=8)
 TEXTS = [f"{number} {thing}" for number in ("one", "two") for thing in ("red shoes", "dogs", "cats in the snow", "alpha")]

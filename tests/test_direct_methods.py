@@ -29,7 +29,8 @@ from xcompat.outputs import CompatOutput
 from xcompat.training import refreshing
 from xcompat.training.refreshing import RefreshCallback, embed_training_set
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, train
+from xcompat.training.trainer import train
+from xcompat.training.training_sets import Data
 
 NAMES = ["unibct", "nccl", "advbct"]
 CLASSES = ["cat", "dog", "shoe", "tree"]

@@ -33,7 +33,7 @@ from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.training import trainer
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import labelled_data
+from xcompat.training.training_sets import labelled_data
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"

@@ -18,6 +18,7 @@ from transformers import AutoModel
 
 import xcompat
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
+from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.evaluation import Contestants, cmc
@@ -690,6 +691,30 @@ def test_a_method_starts_from_what_is_left_of_the_old_model(image_folder_of: dic
         xcompat.IndependentModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
     with pytest.raises(XcompatError, match="FctModel takes the old model as it is described: load_embedder"):
         xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["l2", "contrast", "bt2", "mixbct"])
+def test_what_could_not_be_embedded_is_not_trained_on(
+    method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture whose storage failed while it was embedded, and was well again when it was trained on."""
+    data = {**trained["data"], "images": {"path": folders["train"], "max_bad_share": 0.5}}
+    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "data": data, "evaluation": None}
+    recipe = recipe_of(trained, **changes, output_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))
+
+    def failing(picture: Any) -> Image.Image:
+        image = open_image(picture)
+        if image.tobytes() == unlucky:
+            raise UnusableSampleError("the storage does not answer")
+        return image
+
+    unlucky = open_image(StageData(recipe, recipe.stages[0]).images.dataset[0]["image"]).tobytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("xcompat.data.pairs.open_image", failing)
+        embed_recipe(recipe)
+    run_recipe(recipe)
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(

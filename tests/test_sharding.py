@@ -24,7 +24,8 @@ from xcompat.models.embedder import load_checkpoint
 from xcompat.training.cached_gradients import backward_in_parts
 from xcompat.training.sharding import shardable, unsharded
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, StageTrainer, training_arguments
+from xcompat.training.trainer import StageTrainer, training_arguments
+from xcompat.training.training_sets import Data
 
 TEXTS = ["a cat", "two red shoes", "a dog in the snow", "greek small letter alpha"]
 

@@ -17,7 +17,8 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.methods.projection import ProjectionConfig, ProjectionModel
 from xcompat.models.config import describe_old
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, StageTrainer, training_arguments
+from xcompat.training.trainer import StageTrainer, training_arguments
+from xcompat.training.training_sets import Data
 from xcompat.training.values import REFUSED
 
 NAMED_BY_THE_RECIPE = {"output_dir", "seed", "data_seed"}

@@ -23,7 +23,8 @@ from xcompat.methods import METHODS
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import labelled_data, train
+from xcompat.training.trainer import train
+from xcompat.training.training_sets import labelled_data
 
 CLASSES, EACH, BATCH = 4, 6, 4  # in an epoch 6 batches of 2 classes with 2 images each, on one process or dealt to two
 

@@ -37,7 +37,8 @@ from xcompat.threads import usable_cores
 from xcompat.training.cost import CostCallback
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, StageTrainer, embedding_data, pair_data, training_arguments
+from xcompat.training.trainer import StageTrainer, training_arguments
+from xcompat.training.training_sets import Data, embedding_data, pair_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 TEXTS, PAIRS = (67e6, 1.55), (4e6, 2.84)

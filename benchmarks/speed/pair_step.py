@@ -29,7 +29,8 @@ from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, train
+from xcompat.training.trainer import train
+from xcompat.training.training_sets import Data
 
 BATCH, STEPS, WARM, PAIRS = 32, 15, 4, 512
 RATE = 1e-4

@@ -31,7 +31,8 @@ from xcompat.progress import console as progress
 from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import embedding_data, train
+from xcompat.training.trainer import train
+from xcompat.training.training_sets import embedding_data
 
 ROWS, SHARD_ROWS, NEW_DIM, OLD_DIM = 200_000, 100_000, 128, 64
 BATCH, STEPS, WARM = 1024, 120, 20

@@ -77,6 +77,7 @@ class PairDataset(DrawnDataset):
         dataset: as `xcompat.data.load_pairs` returns it.
         image_extra: more columns, one row for each row of ``dataset``, such as memory-mapped embeddings of the old model.
         caption_extra: more columns, one row for each caption in the order of `flatten_captions`; an item gets its own.
+        embedded: (N,) bool, the rows that have an embedding in ``image_extra``; all if None. Others count as unusable.
         one_per_id: whether an index stands for an id, of whose rows one is drawn. Rows of one id are positives of each other
             (faces of a character, captions of an image), and two of them in one contrastive batch would be false negatives. With
             this option a pass over the data has each id once, on any number of processes.
@@ -93,6 +94,7 @@ class PairDataset(DrawnDataset):
         *,
         image_extra: Mapping[str, RowArray] | None = None,
         caption_extra: Mapping[str, RowArray] | None = None,
+        embedded: NDArray[np.bool_] | None = None,
         one_per_id: bool = False,
         seed: int = 0,
         bad: BadSamples | None = None,
@@ -100,6 +102,7 @@ class PairDataset(DrawnDataset):
         super().__init__(_only_pairs(dataset), one_per_id, seed)
         self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
         self.bad = bad or BadSamples(total=len(dataset))
+        self.embedded_N = embedded
         self._first_caption = _caption_offsets(self.dataset) if self.caption_extra else None
         n_captions = int(self._first_caption[-1]) if self._first_caption is not None else 0
         for extra, rows in ((self.image_extra, len(dataset)), (self.caption_extra, n_captions)):
@@ -136,6 +139,8 @@ class PairDataset(DrawnDataset):
             other = (row + step) % len(self.dataset)
             record = record if step == 0 else self.dataset[other]
             try:
+                if self.embedded_N is not None and not self.embedded_N[other]:
+                    raise UnusableSampleError("it could not be read when it was embedded")
                 return _item(record, other, draw)
             except UnusableSampleError as error:
                 self.bad.add(record.get(ID, str(other)), str(error))

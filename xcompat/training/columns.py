@@ -16,7 +16,7 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, embedding_data
+from xcompat.training.training_sets import Data, embedding_data
 
 
 def map_data(

@@ -17,7 +17,7 @@ from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 
 if TYPE_CHECKING:
-    from xcompat.training.trainer import Data
+    from xcompat.training.training_sets import Data
 
 
 def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, cost: Path) -> CompatModel:

@@ -14,10 +14,10 @@ from xcompat.models.embedder import Embedder
 from xcompat.training.columns import labelled_columns, old_knowledge
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import labelled_data
+from xcompat.training.training_sets import labelled_data
 
 if TYPE_CHECKING:
-    from xcompat.training.trainer import Data
+    from xcompat.training.training_sets import Data
 
 
 def labelled_model_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:

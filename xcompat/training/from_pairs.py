@@ -15,7 +15,7 @@ from xcompat.models import CompatModel
 from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import Data, pair_data
+from xcompat.training.training_sets import Data, pair_data
 
 
 def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:

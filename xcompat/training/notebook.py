@@ -27,7 +27,8 @@ from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.columns import labelled_columns, map_data
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe, usual_options
-from xcompat.training.trainer import DEFAULTS, NEEDED, Data, StageTrainer, labelled_data, pair_data
+from xcompat.training.trainer import DEFAULTS, NEEDED, StageTrainer
+from xcompat.training.training_sets import Data, labelled_data, pair_data
 from xcompat.training.unread import refuse_unread
 
 AT_HAND = "train_dataset"

@@ -15,7 +15,8 @@ from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.stage import STORED_ROLES, StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import check_services, train, training_arguments, triplet_sampler
+from xcompat.training.trainer import check_services, train, training_arguments
+from xcompat.training.training_sets import triplet_sampler
 from xcompat.vectors import is_stored
 
 
