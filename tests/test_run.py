@@ -726,6 +726,49 @@ def test_mistakes_stop_before_anything_is_trained(
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "done.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"per_device_train_batch_size": 64}}, "24 training samples do not fill one batch of 64"),
+        ({"data": {"pairs": {"streaming": True}}, "training": {"max_steps": -1}}, "streaming pairs have no length"),
+        ({"data": {"one_per_id": True}, "training": {"per_device_train_batch_size": 64}}, "24 training samples do not fill"),
+        (
+            {"training": {"lr_scheduler_type": "cosine_with_min_lr"}},
+            r"pair: training \(lr_scheduler_type, .*: One of min_lr or min",
+        ),
+        ({"training": {"lr_scheduler_kwargs": {"num_cycles": 2}}}, r"\(lr_scheduler_type, lr_scheduler_kwargs\) .*'num_cycles'"),
+        (
+            {"training": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "x"}}},
+            r"\(lr_scheduler_type, lr_scheduler_kwargs\) cannot be used as it is given",
+        ),
+        ({"training": {"optim": "sgd", "optim_args": "momentum=0,nesterov=true"}}, r"\(optim, optim_args\) .*Nesterov momentum"),
+        ({"training": {"torch_compile_mode": "fastest"}}, r"torch_compile_mode\) cannot be used as it is given: .*fastest"),
+        ({"training": {"torch_compile_backend": "mine"}}, r"torch_compile_mode\) cannot be used as it is given: .*mine"),
+    ],
+)
+def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
+    changes: dict[str, Any], message: str, raw: dict[str, Any], pairs_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
+    stage = raw["stages"][1]
+    if "pairs" in changes.get("data", {}):
+        changes["data"]["pairs"]["path"] = pairs_folder
+    for name, more in changes.items():
+        stage[name] = {**stage.get(name, {}), **more}
+    with pytest.raises(XcompatError, match=message):
+        run_recipe(recipe_of(raw))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("log_level", "loud"), ("log_level_replica", "loud"), ("dataloader_multiprocessing_context", "thread")],
+)
+def test_words_that_the_trainer_does_not_know_are_refused(field: str, value: str, raw: dict[str, Any]) -> None:
+    raw["training"] |= {field: value, "dataloader_num_workers": 1}
+    with pytest.raises(XcompatError, match=f"training.{field}: Input should be '.*', .* or '.*found '{value}'"):
+        recipe_of(raw)
+
+
 def test_xbt_refuses_a_projection_for_another_encoder(raw: dict[str, Any], folder_of: dict[str, str]) -> None:
     raw["stages"][1]["new"] = folder_of["blip"]
     with pytest.raises(XcompatError, match="cannot be compared"):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import TrainingArguments
+
+from xcompat.data import load_pairs
+from xcompat.data.pairs import rows_of_ids
 from xcompat.data.schema import ID
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
@@ -15,7 +19,7 @@ from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.stage import STORED_ROLES, StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import check_services, train, training_arguments
+from xcompat.training.trainer import check_services, check_size, train, training_arguments
 from xcompat.training.training_sets import triplet_sampler
 from xcompat.vectors import is_stored
 
@@ -43,12 +47,14 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
             without images, triplets cannot be made, or a stored old embedding is missing.
     """
     if not models.method.is_solved:
-        check_services(settings, training_arguments(settings, seed, checkpoints))
+        arguments = training_arguments(settings, seed, checkpoints)
+        check_services(settings, arguments)
+        if settings.is_trained:
+            _check_size(settings, models, data, seed, arguments)
     if (dim := models.old_dim()) is not None:
         models.method.check_plan(dim, settings.options)
     if settings.data.images is None:
         return
-    triplet_sampler(settings, data.images, seed)
     for role in STORED_ROLES if settings.views(seed) else ():
         if (source := getattr(settings, role)) is not None and is_stored(source.name):
             raise XcompatError(
@@ -59,6 +65,22 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
         old = StoredModel(settings.old.name)
         if old.embeds_Nd is not None:
             old.lookup(data.images.dataset[ID])
+
+
+def _check_size(settings: StageRecipe, models: StageModels, data: StageData, seed: int, arguments: TrainingArguments) -> None:
+    """Refuse data that make no batch, as far as they can be counted before anything is embedded: not a corpus without copies."""
+    pairs = settings.data.pairs
+    drawn: object
+    if settings.data.images is not None:
+        sampler = triplet_sampler(settings, data.images, seed)
+        drawn = range(len(data.images) * max(1, settings.data.views)) if sampler is None else sampler
+    elif models.method.embeds_in_memory or (pairs is None and data.text_pairs is None):
+        return
+    else:
+        drawn = load_pairs(pairs) if data.text_pairs is None else data.text_pairs
+        if settings.data.one_per_id:
+            drawn = rows_of_ids(drawn)
+    check_size(drawn, arguments)
 
 
 def fill_caches(settings: StageRecipe, models: StageModels, data: StageData, role: str) -> None:

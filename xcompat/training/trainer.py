@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
+from transformers.optimization import get_scheduler
 from transformers.training_args import OptimizerNames
 
 from xcompat.distributed import process_state, rank
@@ -85,7 +87,7 @@ class StageTrainer(Trainer):
         self.mini_batch_size = settings.mini_batch_size
         if args.device.type == "cpu":
             keep_freed_memory()
-        _check_size(self.sampler if self.sampler is not None else dataset, args)
+        check_size(self.sampler if self.sampler is not None else dataset, args)
         if parse_flag_from_env("ACCELERATE_USE_FSDP"):
             model = shardable(model)
         else:
@@ -211,7 +213,7 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
     Raises:
         XcompatError: naming the tracker or the optimiser with the line that installs it, or what is wrong with the Hub.
     """
-    _optimiser(arguments, settings)
+    _try_out(arguments, settings)
     known = set(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in arguments.report_to or ():
         if name not in known:
@@ -221,6 +223,31 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
     if arguments.push_to_hub:
         with hub_errors(arguments.hub_model_id or "the account of training.push_to_hub"):
             HfApi(token=arguments.hub_token).whoami()
+
+
+def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
+    """Make optimiser and schedule of a single layer, and compile it if asked to: what they refuse is said before any training.
+
+    Raises:
+        XcompatError: naming the fields of the training section.
+    """
+    layer, steps = nn.Linear(1, 1), arguments.max_steps if arguments.max_steps > 0 else 1000
+    optimiser_of = _optimiser(arguments, settings)
+    fields = "optim, optim_args"
+    try:
+        optimiser = OptimiserFactory()(layer, **optimiser_of)
+        fields = "lr_scheduler_type, lr_scheduler_kwargs"
+        warmup, more = arguments.get_warmup_steps(steps), arguments.lr_scheduler_kwargs
+        assert not isinstance(more, str), "transformers has read it"
+        schedule = get_scheduler(arguments.lr_scheduler_type, optimiser, warmup, steps, more)
+        for factor in getattr(schedule, "lr_lambdas", ()):
+            float(factor(warmup) + factor(steps))
+        fields = "torch_compile_backend, torch_compile_mode"
+        if arguments.torch_compile:
+            torch.compile(layer, backend=arguments.torch_compile_backend or "inductor", mode=arguments.torch_compile_mode)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise XcompatError(f"{settings.name}: training ({fields}) cannot be used as it is given: {reason}") from None
 
 
 def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str, Any]:
@@ -247,8 +274,17 @@ def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str,
     }
 
 
-def _check_size(drawn: Any, arguments: TrainingArguments) -> None:  # noqa: ANN401 - any data set, or a sampler
-    if not hasattr(drawn, "__len__"):
+def check_size(drawn: object, arguments: TrainingArguments) -> None:
+    """Refuse data of which no batch can be made, or of which nobody knows when an epoch ends.
+
+    Args:
+        drawn: what samples are drawn from: a data set, a stream, or a sampler.
+        arguments: of :func:`training_arguments`.
+
+    Raises:
+        XcompatError: naming what to change in the training section.
+    """
+    if not isinstance(drawn, Sized):
         if arguments.max_steps <= 0:
             raise XcompatError("streaming pairs have no length; set training.max_steps")
         return

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -23,6 +23,13 @@ BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Field(ge=0, lt=1)),
 }
 """Bounds of ``TrainingArguments`` that transformers does not check, and outside of which training fails or does nothing."""
+_LEVELS = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
+CHOICES: dict[str, Any] = {
+    "log_level": _LEVELS,
+    "log_level_replica": _LEVELS,
+    "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
+}
+"""The same for fields that take one of a few words."""
 
 _JUDGED = "a stage is judged by its evaluation section, not by the Trainer; leave it out"
 _OURS = "every stage sets it itself; leave it out"
@@ -79,7 +86,7 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
     for key, value in given.items():
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
-        checked[key] = _check(f"training.{key}", hints.get(key, Any), value, BOUNDS.get(key))
+        checked[key] = _check(f"training.{key}", CHOICES.get(key, hints.get(key, Any)), value, BOUNDS.get(key))
         if key in REFUSED and not is_quick and not is_usual(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
