@@ -8,6 +8,8 @@ import mmap
 import shutil
 import sys
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from xcompat.data import load_pairs
 from xcompat.embedding_cache import EmbeddingCache
 from xcompat.encoders.base import Encoder
 from xcompat.errors import TrainingDivergedError, XcompatError
+from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report, render_markdown
@@ -473,6 +476,12 @@ class _KillAt(TrainerCallback):
             raise RuntimeError("killed")
 
 
+def _killed(train: Callable[..., Any], patch: pytest.MonkeyPatch, *arguments: Any) -> Any:
+    """Train until the end of step 5."""
+    patch.setattr("xcompat.training.trainer.DivergenceCallback", lambda: _KillAt(5))
+    return train(*arguments)
+
+
 @pytest.mark.parametrize(("method", "streaming"), [("phi", False), ("pair", False), ("pair", True)])
 def test_a_killed_run_ends_as_one_that_was_not(
     method: str, streaming: bool, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -490,18 +499,8 @@ def test_a_killed_run_ends_as_one_that_was_not(
         shutil.copytree(tmp_path / "whole" / "phi", tmp_path / "run" / "phi")
     # one stage alone would write into the run's own folder
     stages = stages if len(stages) > 1 else raw["stages"]
-    kill = _KillAt(5)
-    original = train_stage_module.train
-
-    def train_with_kill(*arguments: Any) -> Any:
-        import xcompat.training.trainer as trainer
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer, "DivergenceCallback", lambda: kill)
-            return original(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(train_stage_module, "train", train_with_kill)
+        patch.setattr(train_stage_module, "train", partial(_killed, train_stage_module.train, patch))
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(recipe_of(raw, stages=stages))
     checkpoints = tmp_path / "run" / method / "checkpoints"
@@ -547,15 +546,40 @@ def test_the_memory_of_a_stage_is_not_that_of_an_earlier_one(tmp_path: Path, mon
 def test_a_training_that_continues_knows_whose_memory_it_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xcompat.training.cost._forget_peak", lambda: True)
     monkeypatch.setattr("xcompat.training.cost._status", lambda: {"VmHWM": 7})
-    args: Any = SimpleNamespace(device=torch.device("cpu"))
+    args: Any = SimpleNamespace(device=torch.device("cpu"), train_batch_size=4, world_size=1, gradient_accumulation_steps=2)
     counted = {"tokens_seen": 0, "seconds_of_training": 1.0, "peak_memory": 9}
     for before, own in (([], True), ([counted], False), ([counted | {"peak_memory_is_of_training": True}], True)):
-        callback, state = CostCallback(tmp_path / "cost.json"), TrainerState(log_history=[*before])
+        callback, state = CostCallback(tmp_path / "cost.json"), TrainerState(log_history=[*before], global_step=5)
         callback.on_train_begin(args, state, TrainerControl())
         state.log_history.append({})
         callback.on_log(args, state, TrainerControl())
+        assert state.log_history[-1]["samples_seen"] == (40 if before else 0), "and steps instead of samples"
         assert state.log_history[-1]["peak_memory"] == (9 if before else 7)
         assert state.log_history[-1]["peak_memory_is_of_training"] is own, "an earlier version counted the whole process"
+
+
+def test_an_epoch_that_accumulation_does_not_divide_counts_its_samples(raw: dict[str, Any], tmp_path: Path) -> None:
+    training = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "max_steps": -1}
+    raw["stages"] = [{**raw["stages"][0], "data": {"embeddings_of": "images"}}]
+    run_recipe(recipe_of(raw, training=raw["training"] | training, evaluation=None))
+    cost = cost_of(tmp_path / "run")
+    assert cost is not None and cost.samples == 2 * 24, "each epoch has a step of 16 and one of 8"
+
+
+def test_the_time_of_a_stopped_training_counts(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw["evaluation"], raw["stages"] = None, raw["stages"][:1]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_stage_module, "train", partial(_killed, train_stage_module.train, patch))
+        with pytest.raises(RuntimeError, match="killed"):
+            run_recipe(recipe_of(raw))
+    state = last_complete_checkpoint(tmp_path / "run" / "checkpoints") / "trainer_state.json"
+    history = json.loads(state.read_text())
+    last = next(entry for entry in reversed(history["log_history"]) if "seconds_of_training" in entry)
+    last["seconds_of_training"] = 1000.0
+    state.write_text(json.dumps(history))
+    (state.parent / CHECKSUMS).unlink()  # it is another file now
+    run_recipe(recipe_of(raw))
+    assert 1000 < json.loads((tmp_path / "run" / "done.json").read_text())["seconds"] < 2000
 
 
 def test_a_damaged_cost_is_refused(tmp_path: Path) -> None:

@@ -165,8 +165,7 @@ class InterruptCallback(TrainerCallback):
             return  # the exchange waits for the GPU, as logging does anyway
         self.interrupted = self._any_asked(args)
         if self.interrupted:
-            control.should_save = True
-            control.should_training_stop = True
+            control.should_log = control.should_save = control.should_training_stop = True  # sums that a checkpoint goes on with
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Restore the signal handlers, and note a signal that came after the last step."""

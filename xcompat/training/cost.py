@@ -6,22 +6,27 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import find_batch_size
 from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from xcompat.distributed import is_main_process, sum_over_ranks, world_size
+from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.report.content import Cost
+from xcompat.training.checkpoints import STATE, newest_first
 from xcompat.training.record import damage_told
 
 FILE = "cost.json"
 _COST = TypeAdapter(Cost)
-TOKENS, SECONDS, MEMORY, OWN = "tokens_seen", "seconds_of_training", "peak_memory", "peak_memory_is_of_training"
+SAMPLES, TOKENS, SECONDS = "samples_seen", "tokens_seen", "seconds_of_training"
+MEMORY, OWN = "peak_memory", "peak_memory_is_of_training"
 """Keys of what is logged."""
 _IDS, _MASK = "input_ids", "attention_mask"
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -82,11 +87,12 @@ class CostCallback(TrainerCallback):
     def __init__(self, file: Path) -> None:
         self.file = file
         self._begun, self._before = 0.0, dict[str, float]()
-        self._tokens = torch.zeros((), dtype=torch.int64)
+        self._samples, self._tokens = 0, torch.zeros((), dtype=torch.int64)
         self._peak: PeakMemory | None = None
 
     def count(self, inputs: dict[str, Tensor]) -> None:
-        """Count the tokens of a batch, without padding and without waiting for the device."""
+        """Count the samples of a batch, and its tokens without padding, without waiting for the device."""
+        self._samples += find_batch_size(inputs) or 0
         for name, ids in inputs.items():
             if name.endswith(_IDS):
                 mask = inputs.get(name.removesuffix(_IDS) + _MASK)
@@ -95,16 +101,21 @@ class CostCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Start the clock, from where a checkpoint ends."""
-        self._before = _last(state)
+        self._before = _last(state.log_history)
+        if self._before:  # or a checkpoint of a version that counted steps
+            self._before = {SAMPLES: state.global_step * _per_step(args), **self._before}
         self._peak = PeakMemory(args.device)
         self._begun = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Add the sums so far to what was logged."""
-        before, tokens, peak = self._before, int(sum_over_ranks(self._tokens.to(args.device))), self._peak
+        seen = torch.stack([torch.tensor(self._samples, device=args.device), self._tokens.to(args.device)])
+        samples, tokens = sum_over_ranks(seen).tolist()
+        before, peak = self._before, self._peak
         assert peak is not None, "training has begun"
         was_own = bool(before.get(OWN, args.device.type == "cuda")) if before else True
         state.log_history[-1] |= {
+            SAMPLES: before.get(SAMPLES, 0) + samples,
             TOKENS: before.get(TOKENS, 0) + tokens,
             SECONDS: round(before.get(SECONDS, 0.0) + time.perf_counter() - self._begun, 3),
             MEMORY: max(before.get(MEMORY, 0), peak.bytes()),
@@ -120,15 +131,14 @@ class CostCallback(TrainerCallback):
         **_: Any,  # noqa: ANN401
     ) -> None:
         """Write the file."""
-        sums = _last(state)
+        sums = _last(state.log_history)
         if model is None or not sums or not is_main_process():
             return
         parameters = list(model.parameters())
-        per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         cost = Cost(
             trained_parameters=sum(each.numel() for each in parameters if each.requires_grad),
             parameters=sum(each.numel() for each in parameters),
-            samples=state.global_step * per_step,
+            samples=int(sums[SAMPLES]),
             tokens=int(sums[TOKENS]),
             peak_memory=int(sums[MEMORY]),
             device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type,
@@ -139,9 +149,26 @@ class CostCallback(TrainerCallback):
         write_json(self.file, cost._asdict())
 
 
-def _last(state: TrainerState) -> dict[str, float]:
+def _per_step(args: TrainingArguments) -> int:
+    return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+
+def _last(log_history: list[dict[str, float]]) -> dict[str, float]:
     """Return the sums that were logged last; none before the first line."""
-    return next((entry for entry in reversed(state.log_history) if SECONDS in entry), {})
+    return next((entry for entry in reversed(log_history) if SECONDS in entry), {})
+
+
+def seconds_before(checkpoints: Path) -> float:
+    """Return how long a training that continues was trained before.
+
+    Args:
+        checkpoints: the Trainer's output folder.
+    """
+    for checkpoint in newest_first(checkpoints):
+        with suppress(XcompatError):  # one that was cut off
+            state = read_json(checkpoint / STATE)
+            return float(_last(state["log_history"]).get(SECONDS, 0.0))
+    return 0.0
 
 
 class Solving:

@@ -43,7 +43,7 @@ class Done(BaseModel):
     """The record of a finished training.
 
     Args:
-        seconds: its duration.
+        seconds: its duration; of one that was stopped, with the training before the checkpoint that it continued from.
         model: digest of the weights.
         inputs: digests of the earlier stages' models that it was made from, by stage.
     """

@@ -27,7 +27,7 @@ from xcompat.report.content import Cost, LossPoint
 from xcompat.training.chains import hops_before, mapped_along
 from xcompat.training.chosen import choose_map
 from xcompat.training.contestants import EvaluationSet, display_name
-from xcompat.training.cost import cost_of
+from xcompat.training.cost import cost_of, seconds_before
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.headers import said_with_layout
 from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
@@ -150,13 +150,13 @@ class StageRun:
             self._require_same()
             console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.paths.folder)}[/]")
             return
-        started = time.perf_counter()
+        before, started = seconds_before(self.paths.checkpoints), time.perf_counter()
         model = self._make_model()
         if is_main_process():
             assert model is not None
             with atomic_path(self.paths.model) as temporary:
                 model.export(temporary)
-            seconds = round(time.perf_counter() - started, 3)
+            seconds = round(before + time.perf_counter() - started, 3)
             done = Done(seconds=seconds, model=weights_digest(self.paths.model), inputs=self.models.inputs())
             write_json(self.paths.folder / DONE, done.model_dump())
         barrier()

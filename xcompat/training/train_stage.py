@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from xcompat.data import load_pairs
+from xcompat.data import PairSource, load_pairs
 from xcompat.data.pairs import rows_of_ids
 from xcompat.data.schema import ID
 from xcompat.errors import XcompatError
@@ -69,17 +69,15 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
 
 def _check_size(settings: StageRecipe, models: StageModels, data: StageData, seed: int, arguments: TrainingArguments) -> None:
     """Refuse data that make no batch, as far as they can be counted before anything is embedded: not a corpus without copies."""
-    pairs = settings.data.pairs
     drawn: object
     if settings.data.images is not None:
         sampler = triplet_sampler(settings, data.images, seed)
         drawn = range(len(data.images) * max(1, settings.data.views)) if sampler is None else sampler
-    elif models.method.embeds_in_memory or (pairs is None and data.text_pairs is None):
-        return
+    elif settings.trains_on_captions and (source := settings.data.text_pairs or settings.data.pairs) is not None:
+        pairs = load_pairs(source) if isinstance(source, PairSource) else data.text_pairs
+        drawn = rows_of_ids(pairs) if settings.data.one_per_id else pairs
     else:
-        drawn = load_pairs(pairs) if data.text_pairs is None else data.text_pairs
-        if settings.data.one_per_id:
-            drawn = rows_of_ids(drawn)
+        return
     check_size(drawn, arguments)
 
 
