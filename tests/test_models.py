@@ -475,6 +475,18 @@ def test_unknown_value_of_an_option_names_the_nearest() -> None:
         xcompat.QueryMapConfig(shape="resdual")
 
 
+@pytest.mark.parametrize(("method", "option", "value"), [("contrast", "temperature", 0), ("bct", "logit_scale", float("nan"))])
+def test_a_value_out_of_range_is_refused(method: str, option: str, value: float) -> None:
+    with pytest.raises(XcompatError, match=f"Config, {option}: Input should be greater than 0 .found {value}"):
+        METHODS[method].config_class(**{option: value})
+
+
+@pytest.mark.parametrize("method", [name for name, model in METHODS.items() if model.compares_with_old])
+def test_a_method_for_an_old_model_is_not_made_without_one(method: str, folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match=r"Model is made for an old model; give old=load_embedder\(NAME\)"):
+        METHODS[method].from_encoder(folder_of["clip"])
+
+
 def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -90,19 +90,21 @@ class CompatModel(PushableModel, EmbedsBatches):
 
         Args:
             encoder: name, folder, source, or an encoder and its processor already loaded.
-            old: the old model, as ``describe_old`` gives it; None for a model that is compatible with nothing.
+            old: the old model, as ``describe_old`` gives it; None for a method that is trained without one.
             options: the method's configuration.
 
         Returns:
             The model in float32, in evaluation mode, the encoder's weights those given.
 
         Raises:
-            XcompatError: the old model is not described, or the method is trained without one, or does not read an option.
+            XcompatError: the old model is not described, is not given or not wanted, or the method does not read an option.
         """
         cls.config_class(**options)  # refuses names and values that there are none of, before they are compared
         cls.refuse_unread(options, on_captions=options.get("classes") is None)
         if old is not None and not cls.compares_with_old:
             raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
+        if old is None and cls.compares_with_old:
+            raise XcompatError(f"{cls.__name__} is made for an old model; give old=load_embedder(NAME).describe_old()")
         if old is not None and not isinstance(old, dict):
             raise XcompatError(
                 f"{cls.__name__} takes the old model as it is described: load_embedder({str(old)!r}).describe_old()"

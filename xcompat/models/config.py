@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from xcompat.errors import XcompatError, nearest
@@ -32,6 +32,13 @@ def _choices(config: type) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
+@cache
+def _ranges(config: type) -> dict[str, TypeAdapter[Any]]:
+    """Return what reads each option that declares a range."""
+    plain, full = (get_type_hints(config, localns={"torch": torch}, include_extras=more) for more in (False, True))
+    return {name: TypeAdapter(hint) for name, hint in full.items() if hint != plain[name] and name not in _TRANSFORMERS_KEYS}
+
+
 class CompatConfig(PreTrainedConfig):
     """What every compatible model's ``config.json`` says.
 
@@ -50,7 +57,7 @@ class CompatConfig(PreTrainedConfig):
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
 
     Raises:
-        XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
+        XcompatError: for an unknown key, or a value that a key cannot have, naming the nearest known one or the range.
     """
 
     model_type: ClassVar[str] = "xcompat"
@@ -74,6 +81,11 @@ class CompatConfig(PreTrainedConfig):
         for name, choices in _choices(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
             if (given := getattr(self, name)) not in choices:
                 raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), choices)}")
+        for name, reader in _ranges(type(self)).items():  # type: ignore[arg-type]
+            try:
+                reader.validate_python(given := getattr(self, name))
+            except ValidationError as error:
+                raise XcompatError(f"{type(self).__name__}, {name}: {error.errors()[0]['msg']} (found {given!r})") from None
         for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
             if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
                 raise XcompatError(
