@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.pairs import rows_of_ids
 from xcompat.data.schema import ID
+from xcompat.data.sources import local_files
 from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
@@ -68,17 +69,19 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
 
 
 def _check_size(settings: StageRecipe, models: StageModels, data: StageData, seed: int, arguments: TrainingArguments) -> None:
-    """Refuse data that make no batch, as far as they can be counted before anything is embedded: not a corpus without copies."""
-    drawn: object
+    """Refuse data that make no batch, as far as they can be counted now: not what is fetched, nor a corpus without copies."""
     if settings.data.images is not None:
         sampler = triplet_sampler(settings, data.images, seed)
-        drawn = range(len(data.images) * max(1, settings.data.views)) if sampler is None else sampler
-    elif settings.trains_on_captions and (source := settings.data.text_pairs or settings.data.pairs) is not None:
-        pairs = load_pairs(source) if isinstance(source, PairSource) else data.text_pairs
-        drawn = rows_of_ids(pairs) if settings.data.one_per_id else pairs
-    else:
+        check_size(len(data.images) * max(1, settings.data.views) if sampler is None else len(sampler), arguments)
+    source = settings.data.text_pairs or settings.data.pairs
+    if not settings.trains_on_captions or source is None:
         return
-    check_size(drawn, arguments)
+    if isinstance(source, PairSource) and source.streaming:
+        check_size(None, arguments)
+    elif local_files(source.path) is not None:
+        pairs = load_pairs(source) if isinstance(source, PairSource) else data.text_pairs
+        assert pairs is not None, "a source was named"
+        check_size(len(rows_of_ids(pairs) if settings.data.one_per_id else pairs), arguments)
 
 
 def fill_caches(settings: StageRecipe, models: StageModels, data: StageData, role: str) -> None:

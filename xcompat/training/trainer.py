@@ -87,7 +87,8 @@ class StageTrainer(Trainer):
         self.mini_batch_size = settings.mini_batch_size
         if args.device.type == "cpu":
             keep_freed_memory()
-        check_size(self.sampler if self.sampler is not None else dataset, args)
+        drawn = self.sampler if self.sampler is not None else dataset
+        check_size(len(drawn) if isinstance(drawn, Sized) else None, args)
         if parse_flag_from_env("ACCELERATE_USE_FSDP"):
             model = shardable(model)
         else:
@@ -274,22 +275,22 @@ def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str,
     }
 
 
-def check_size(drawn: object, arguments: TrainingArguments) -> None:
+def check_size(samples: int | None, arguments: TrainingArguments) -> None:
     """Refuse data of which no batch can be made, or of which nobody knows when an epoch ends.
 
     Args:
-        drawn: what samples are drawn from: a data set, a stream, or a sampler.
+        samples: their number in an epoch; None for a stream.
         arguments: of :func:`training_arguments`.
 
     Raises:
         XcompatError: naming what to change in the training section.
     """
-    if not isinstance(drawn, Sized):
+    if samples is None:
         if arguments.max_steps <= 0:
             raise XcompatError("streaming pairs have no length; set training.max_steps")
         return
     batch = arguments.train_batch_size * arguments.world_size
-    if len(drawn) < batch:
+    if samples < batch:
         raise XcompatError(
-            f"{len(drawn)} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"
+            f"{samples} training samples do not fill one batch of {batch}; lower training.per_device_train_batch_size"
         )
