@@ -253,7 +253,7 @@ def test_every_stage_is_checked_on_its_own_data_and_built_with_its_own_options(
     dimension that the recipe plans. Architectures from scratch are built at full size, without memory for their weights.
 
     What is not covered: data and models on the Hub; data in ``../shared`` and the embedded glyphs, which are large, and whose
-    recipes were run (stages are built, for made-up classes); batches of more samples or classes than are made; weights of any size.
+    recipes were run (stages are built, for made-up classes); batches larger than what is made; weights of any size.
     """
     monkeypatch.chdir(home(file, layouts))
     stages = [small_batches(stage) for stage in load_or_skip(file).stages]

@@ -20,7 +20,7 @@ from xcompat.training import run as run_module
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.paths import judged_files
-from xcompat.training.places import require_places
+from xcompat.training.places import alone_in, require_places
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, ZeroShotSettings
@@ -92,6 +92,16 @@ def test_a_recipe_may_get_and_lose_stages(recipe: Callable[..., Recipe]) -> None
         run_recipe(asked)
         assert list(load_report(asked.output_dir).seconds)[-1] == last
         assert asked is not longer or report_of(asked, "second").is_file()
+
+
+def test_two_launches_do_not_train_in_one_folder(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe()
+    with alone_in(asked.output_dir), monkeypatch.context() as patch:
+        patch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
+        with pytest.raises(XcompatError, match=f"another process is writing to {asked.output_dir}; wait until it is done"):
+            run_recipe(asked)
+        assert [path.name for path in asked.output_dir.iterdir()] == [".lock"]
+    run_recipe(asked)
 
 
 def report_of(run: Recipe, stage: str) -> Path:

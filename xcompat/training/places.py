@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import BaseFileLock
+
+from xcompat.distributed import from_main_process
 from xcompat.errors import XcompatError
 from xcompat.report import load_report, report_file, require_report_place
+from xcompat.retrieval.lock import lock_writer
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE, DONE, ENVIRONMENT, EVALUATED, OLD_MEMORY, RECIPE
 from xcompat.training.sequence import CSV_NAME
@@ -43,15 +47,44 @@ def require_places(recipe: Recipe) -> None:
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep the processes of another launch from training in a run's folder; they would remove each other's checkpoints.
+
+    Args:
+        folder: the run's; it is made.
+
+    Raises:
+        XcompatError: others are training there.
+    """
+    held: list[BaseFileLock] = []
+
+    def refusal() -> str | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            held.append(lock_writer(folder))
+        except XcompatError as error:
+            return str(error)
+        return None
+
+    if (refused := from_main_process(refusal)) is not None:  # all processes of this launch end alike
+        raise XcompatError(refused)
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
+
+
 def _require_own_report(recipe: Recipe) -> None:
     """Refuse a run's folder whose report is that of another recipe, of a map or of an evaluation."""
     folder, names = recipe.output_dir, {settings.name for settings in recipe.stages}
     judged: str | None = None
     with suppress(XcompatError):
         judged = next(reversed(load_report(folder).seconds), None)
-    is_own = judged in names or (folder / (judged or "") / RECIPE).is_file()
+    is_own = judged is not None and (judged in names or (folder / judged / RECIPE).is_file())
     is_damaged = judged is None and (folder / EVALUATED).is_file()  # a run's, and made again
-    is_of_one_stage = len(names) > 1 and (folder / RECIPE).is_file()
+    is_of_one_stage = len(names) > 1 and (folder / DONE).is_file()
     if is_of_one_stage or not (is_own or is_damaged):
         raise XcompatError(f"{folder} has a report that another recipe or command made, and would be replaced; {_ELSEWHERE}")
 

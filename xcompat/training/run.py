@@ -32,7 +32,7 @@ from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.headers import said_with_layout
 from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
 from xcompat.training.paths import check_paths, judged_files
-from xcompat.training.places import require_places
+from xcompat.training.places import alone_in, require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import (
     CHOICE,
@@ -70,7 +70,8 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         The folder of each evaluated stage's report.
 
     Raises:
-        XcompatError: a stage's folder was made by another recipe, or by none, data are missing, or training diverged.
+        XcompatError: a stage's folder was made by another recipe, or by none, data are missing, training diverged, or another
+            launch trains in the folder.
     """
     process_state()
     silence_libraries()
@@ -93,13 +94,14 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         for line in unread_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
     barrier()  # or the others would take what the first process writes for the user's own files
-    for run in runs:
-        with stage_line(f"{recipe.name}: {run.settings.name}"):
-            run.train_unless_done()
-            if run.settings.is_judged:
-                reports[run.settings.name] = run.evaluate_unless_done()
-    if is_main_process():
-        write_sequence(recipe.output_dir, reports, console)
+    with alone_in(recipe.output_dir):
+        for run in runs:
+            with stage_line(f"{recipe.name}: {run.settings.name}"):
+                run.train_unless_done()
+                if run.settings.is_judged:
+                    reports[run.settings.name] = run.evaluate_unless_done()
+        if is_main_process():
+            write_sequence(recipe.output_dir, reports, console)
     return reports
 
 
