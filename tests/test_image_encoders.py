@@ -31,6 +31,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.errors import XcompatError
+from xcompat.methods import METHODS
 from xcompat.models.base import CompatConfig, CompatModel
 
 SMALL_STEMS = {
@@ -54,6 +55,8 @@ MOBILENETS = ("mobilenet_v1_0.25_128", "mobilenet_v2_1.0_224")
 
 class Backbone(CompatModel):
     """The least that a method is: an encoder."""
+
+    compares_with_old = False
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -321,6 +324,12 @@ def test_a_folder_in_the_format_of_timm(tmp_path: Path, images: list[Image.Image
     assert torch.equal(processor.images(images), pixels) and processor.image_size == (224, 224)
     model.reset_classifier(0)
     assert torch.equal(encoder.image_features(pixels), model(pixels))
+
+
+def test_a_compatible_model_around_open_clip_is_no_encoder(folder_of: dict[str, str], tmp_path: Path) -> None:
+    METHODS["independent"].from_encoder(folder_of["open_clip"], classes=["ant", "bee"]).save_pretrained(tmp_path)
+    with pytest.raises(XcompatError, match=rf"around an encoder of open_clip, .* trained from \({folder_of['open_clip']}\)"):
+        load_encoder(str(tmp_path))
 
 
 def test_loading_names_what_is_missing(folders: dict[str, str], tmp_path: Path) -> None:

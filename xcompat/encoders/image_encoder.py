@@ -183,6 +183,7 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
     """
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **where)
+    _refuse_other_preprocessing(name, config)
     if getattr(config, "model_args", None):
         config.model_args.pop("num_classes", None)  # timm's own saving writes it there, and the wrapper gives it too
     loader = AutoModel if trust_remote_code and hasattr(config, "auto_map") else _model_class(config)
@@ -197,6 +198,17 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
     description = {"library": ImageEncoder.library, "name": name, "revision": revision, "config": config.to_dict()}
     processor = load_image_processor(name, revision, trust_remote_code, description, image_size)
     return measured(model, description | {"pooler": has_pooler}, processor)
+
+
+def _refuse_other_preprocessing(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a compatible model that was trained around an encoder without an image processor of transformers."""
+    inside: Any = getattr(config, "encoder", None)
+    library = inside.get("library") if isinstance(inside, dict) else None
+    if library is not None and library not in (ImageEncoder.library, "transformers"):
+        raise XcompatError(
+            f"{name} is a compatible model around an encoder of {library}, and no encoder for another method to train; "
+            f"name what it was trained from ({inside['name']}), or a compatible model around one of transformers"
+        )
 
 
 def measured(model: PreTrainedModel, description: dict[str, Any], processor: Processor) -> ImageEncoder:
