@@ -671,6 +671,8 @@ def test_every_method_runs_as_a_recipe(method: str, raw: dict[str, Any], tmp_pat
         caches = [EmbeddingCache(file.parent) for file in (tmp_path / "cache").rglob("cache.json")]
         assert cost.samples == max(map(len, caches)), "each text that is learned from, once"
         assert cost.trained_parameters == cost.parameters > 0 and cost.tokens == 0
+    else:
+        assert cost.samples == 6 * 8, "steps of whole batches"
 
 
 def test_phi_from_images_leaves_unreadable_ones_out(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def restored(site: Site, given: Sequence[tuple[str, str]]) -> Asked:
 def facets_of(shelf: Shelf) -> list[str]:
     """Return the filters that a gallery offers, as ``KEY=VALUE``; values that are no texts as JSON, as filters read them."""
     found = shelf.gallery().facets().items()
-    plain = [(key, value) for key, values in found for value in values if not isinstance(value, dict | list)]
+    typed = ((key, values) for key, values in found if "=" not in key)  # which a filter takes for its end
+    plain = [(key, value) for key, values in typed for value in values if not isinstance(value, dict | list)]
     spelled = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain]
     return list(dict.fromkeys(spelled))[:FACETS_SHOWN]  # the text "true" and a true value are one filter
 
