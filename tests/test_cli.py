@@ -762,6 +762,9 @@ def test_ctrl_c_keeps_a_checkpoint_and_starting_again_finishes(run: Run, recipe:
     assert kept is not None and str(int(kept.name.split("-")[1])) in error, "the checkpoint is of the step that was done last"
     step = int(kept.name.split("-")[1])
     assert step < 600 and not (tmp_path / "run" / "model").exists()
+    logged = json.loads((kept / "trainer_state.json").read_text())["log_history"]
+    counted = {entry["step"]: entry["samples_seen"] for entry in logged if "samples_seen" in entry}
+    assert counted[step] == step * counted[20] / 20, "what it goes on counting from"
     code, out, _ = run("train", file)
     assert code == 0 and f"checkpoint-{step}" in out.replace(" ", ""), "it goes on from there"
     assert (tmp_path / "run" / "model").exists()

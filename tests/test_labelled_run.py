@@ -693,7 +693,7 @@ def test_a_method_starts_from_what_is_left_of_the_old_model(image_folder_of: dic
         xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
 
 
-@pytest.mark.parametrize("method", ["l2", "contrast", "bt2", "mixbct"])
+@pytest.mark.parametrize("method", ["l2", "contrast", "bt2"])
 def test_what_could_not_be_embedded_is_not_trained_on(
     method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.test_data import check_test_sets
-from xcompat.training.trainer import training_arguments
+from xcompat.training.trainer import check_services, training_arguments
 
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
@@ -577,6 +577,8 @@ def test_the_time_of_a_stopped_training_counts(raw: dict[str, Any], tmp_path: Pa
     last = next(entry for entry in reversed(history["log_history"]) if "seconds_of_training" in entry)
     last["seconds_of_training"] = 1000.0
     state.write_text(json.dumps(history))
+    later = shutil.copytree(state.parent, state.parent.with_name("checkpoint-99"))
+    (later / state.name).write_text(state.read_text().replace("1000.0", "5000.0"))  # damaged: it is not what is continued from
     (state.parent / CHECKSUMS).unlink()  # it is another file now
     run_recipe(recipe_of(raw))
     assert 1000 < json.loads((tmp_path / "run" / "done.json").read_text())["seconds"] < 2000
@@ -762,14 +764,19 @@ def test_mistakes_stop_before_anything_is_trained(
             {"training": {"lr_scheduler_type": "cosine_with_min_lr"}},
             r"pair: training \(lr_scheduler_type, .*: One of min_lr or min",
         ),
-        ({"training": {"lr_scheduler_kwargs": {"num_cycles": 2}}}, r"\(lr_scheduler_type, lr_scheduler_kwargs\) .*'num_cycles'"),
+        (
+            {"training": {"lr_scheduler_kwargs": {"num_cycles": 2}}},
+            r"\(lr_scheduler_type, lr_scheduler_kwargs, warmup_steps\) .*'num_cycles'",
+        ),
         (
             {"training": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "x"}}},
-            r"\(lr_scheduler_type, lr_scheduler_kwargs\) cannot be used as it is given",
+            r"\(lr_scheduler_type, lr_scheduler_kwargs, warmup_steps\) cannot be used as it is given",
         ),
         ({"training": {"optim": "sgd", "optim_args": "momentum=0,nesterov=true"}}, r"\(optim, optim_args\) .*Nesterov momentum"),
         ({"training": {"torch_compile_mode": "fastest"}}, r"torch_compile_mode\) cannot be used as it is given: .*fastest"),
-        ({"training": {"torch_compile_backend": "mine"}}, r"torch_compile_mode\) cannot be used as it is given: .*mine"),
+        ({"training": {"torch_compile_backend": "mine"}}, r"torch_compile_mode\) cannot be used as it is given: .*MINE"),
+        ({"training": {"torch_compile_backend": "aot_eager_decomp_partition"}}, r"torch_compile_mode\) cannot be used as it is"),
+        ({"training": {"lr_scheduler_kwargs": "power=2"}}, r"\(lr_scheduler_type, .*: 'power=2' are no keys and values"),
     ],
 )
 def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
@@ -783,6 +790,19 @@ def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
         stage[name] = {**stage.get(name, {}), **more}
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(raw))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"lr_scheduler_type": "polynomial", "warmup_steps": 1000, "max_steps": -1, "num_train_epochs": 5000},
+        {"torch_compile_backend": "Eager"},
+        {"torch_compile_backend": "no"},
+    ],
+)
+def test_what_can_be_trained_with_passes_the_trial(training: dict[str, Any], raw: dict[str, Any], tmp_path: Path) -> None:
+    settings = recipe_of(raw, training=raw["training"] | training).stages[1]
+    check_services(settings, training_arguments(settings, 0, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -69,8 +70,6 @@ def test_the_report_of_another_recipe_is_not_replaced(
 ) -> None:
     asked = recipe(**OTHER_STAGES)
     run_recipe(recipe(**(made_by if isinstance(made_by, dict) else {})))
-    if made_by == TWO_STAGES:
-        shutil.rmtree(asked.output_dir / "second")
     if made_by == "no recipe":  # such as `xcompat evaluate --output`
         for file in ("recipe.yaml", "evaluated.json"):
             (asked.output_dir / file).unlink()
@@ -92,6 +91,39 @@ def test_a_recipe_may_get_and_lose_stages(recipe: Callable[..., Recipe]) -> None
         run_recipe(asked)
         assert list(load_report(asked.output_dir).seconds)[-1] == last
         assert asked is not longer or report_of(asked, "second").is_file()
+    shutil.rmtree(longer.output_dir / "third")
+    run_recipe(recipe(**TWO_STAGES))
+
+
+def test_a_method_that_was_changed_is_named(recipe: Callable[..., Recipe]) -> None:
+    run_recipe(recipe())
+    with pytest.raises(XcompatError, match="was made by a recipe that differs in method, name"):
+        run_recipe(recipe(method="procrustes"))
+
+
+def test_a_launch_that_waited_in_its_checks_does_not_go_on_with_what_another_made(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*_: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, "check_inputs", lambda *_: None)
+            run_recipe(recipe())
+
+    monkeypatch.setattr(run_module, "check_inputs", other)
+    with pytest.raises(XcompatError, match="was made by a recipe that differs in method, name"):
+        run_recipe(recipe(method="procrustes"))
+
+
+def test_a_finished_run_is_shown_where_nobody_may_write(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_recipe(recipe())
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("xcompat.training.places.lock_writer", refused)
+    run_recipe(recipe())
+    with pytest.raises(XcompatError, match=r"cannot write to .*run: Read-only file system"):
+        run_recipe(recipe(evaluation={"resamples": 200, "ks": [1]}))
 
 
 def test_two_launches_do_not_train_in_one_folder(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

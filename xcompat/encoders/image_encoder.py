@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImagePro
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.text_files import TEXTS
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 from xcompat.errors import XcompatError
 
@@ -204,10 +205,10 @@ def _refuse_other_preprocessing(name: str, config: PreTrainedConfig) -> None:
     """Refuse a compatible model that was trained around an encoder without an image processor of transformers."""
     inside: Any = getattr(config, "encoder", None)
     library = inside.get("library") if isinstance(inside, dict) else None
-    if library is not None and library not in (ImageEncoder.library, "transformers"):
+    if library in ("open_clip", TEXTS):
         raise XcompatError(
             f"{name} is a compatible model around an encoder of {library}, and no encoder for another method to train; "
-            f"name what it was trained from ({inside['name']}), or a compatible model around one of transformers"
+            f"name what it was trained from ({inside.get('name')}), or a compatible model around one of transformers"
         )
 
 

@@ -99,7 +99,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         Raises:
             XcompatError: the old model is not described, is not given or not wanted, or the method does not read an option.
         """
-        cls.config_class(**options)  # refuses names and values that there are none of, before they are compared
+        cls.config_class(**options).require_ranges()  # refuses names that there are none of, before they are compared
         cls.refuse_unread(options, on_captions=options.get("classes") is None)
         if old is not None and not cls.compares_with_old:
             raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")

@@ -57,7 +57,7 @@ class CompatConfig(PreTrainedConfig):
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
 
     Raises:
-        XcompatError: for an unknown key, or a value that a key cannot have, naming the nearest known one or the range.
+        XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
     """
 
     model_type: ClassVar[str] = "xcompat"
@@ -81,11 +81,6 @@ class CompatConfig(PreTrainedConfig):
         for name, choices in _choices(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
             if (given := getattr(self, name)) not in choices:
                 raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), choices)}")
-        for name, reader in _ranges(type(self)).items():  # type: ignore[arg-type]
-            try:
-                reader.validate_python(given := getattr(self, name))
-            except ValidationError as error:
-                raise XcompatError(f"{type(self).__name__}, {name}: {error.errors()[0]['msg']} (found {given!r})") from None
         for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
             if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
                 raise XcompatError(
@@ -93,6 +88,18 @@ class CompatConfig(PreTrainedConfig):
                     "as describe_old gives it"
                 )
         super().__post_init__(**kwargs)
+
+    def require_ranges(self) -> None:
+        """Refuse values out of the ranges that options declare; a model that was made with one can still be loaded.
+
+        Raises:
+            XcompatError: naming the option, its range and the value.
+        """
+        for name, reader in _ranges(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
+            try:
+                reader.validate_python(given := getattr(self, name))
+            except ValidationError as error:
+                raise XcompatError(f"{type(self).__name__}, {name}: {error.errors()[0]['msg']} (found {given!r})") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all keys, without where the model started from if it was made here."""

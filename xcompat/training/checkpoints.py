@@ -32,12 +32,6 @@ class CheckpointCallback(TrainerCallback):
         barrier()
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """Return the folders of all checkpoints in the Trainer's output folder, complete or not."""
-    numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
-    return sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-
-
 def last_complete_checkpoint(folder: Path) -> Path | None:
     """Return the folder of the newest complete and undamaged checkpoint, or None.
 
@@ -46,7 +40,8 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     Args:
         folder: the Trainer's output folder.
     """
-    for checkpoint in newest_first(folder):
+    numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
+    for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_main_process():
             clear_leftovers(checkpoint)  # of a process that was killed or could not clean up
             for file in listed(checkpoint, _UNFINISHED):

@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from xcompat.distributed import is_main_process, sum_over_ranks, world_size
-from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.report.content import Cost
-from xcompat.training.checkpoints import STATE, newest_first
+from xcompat.training.checkpoints import STATE, last_complete_checkpoint
 from xcompat.training.record import damage_told
 
 FILE = "cost.json"
@@ -96,7 +94,7 @@ class CostCallback(TrainerCallback):
         for name, ids in inputs.items():
             if name.endswith(_IDS):
                 mask = inputs.get(name.removesuffix(_IDS) + _MASK)
-                here = mask.sum() if mask is not None else torch.tensor(ids.numel())
+                here = mask.sum(dtype=torch.int64) if mask is not None else torch.tensor(ids.numel())
                 self._tokens = self._tokens.to(here.device) + here
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
@@ -164,11 +162,8 @@ def seconds_before(checkpoints: Path) -> float:
     Args:
         checkpoints: the Trainer's output folder.
     """
-    for checkpoint in newest_first(checkpoints):
-        with suppress(XcompatError):  # one that was cut off
-            state = read_json(checkpoint / STATE)
-            return float(_last(state["log_history"]).get(SECONDS, 0.0))
-    return 0.0
+    checkpoint = last_complete_checkpoint(checkpoints)
+    return float(_last(read_json(checkpoint / STATE)["log_history"]).get(SECONDS, 0.0)) if checkpoint is not None else 0.0
 
 
 class Solving:

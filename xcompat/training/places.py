@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import BaseFileLock
@@ -24,8 +24,8 @@ _ELSEWHERE = "move it, or choose another output_dir"
 def require_places(recipe: Recipe) -> None:
     """Refuse output folders with files that this recipe did not write.
 
-    A stage's own files have its ``recipe.yaml`` beside them. The run's report is that of its last stage, which may have been
-    another one when it was written: then that stage's folder is still there, or the recipe still has the stage.
+    A stage's own files have its ``recipe.yaml`` beside them. The run's report names its stages, of which the recipe still has the
+    last one, or one whose folder is there.
 
     Args:
         recipe: validated.
@@ -42,7 +42,7 @@ def require_places(recipe: Recipe) -> None:
             require_report_place(paths.report)
     begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
     if report_file(recipe.output_dir).is_file():  # the user may have deleted a run's stages to make them again
-        _require_own_report(recipe)
+        _require_own_report(recipe, begun)
     elif not begun:
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
 
@@ -60,11 +60,13 @@ def alone_in(folder: Path) -> Iterator[None]:
     held: list[BaseFileLock] = []
 
     def refusal() -> str | None:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             held.append(lock_writer(folder))
         except XcompatError as error:
             return str(error)
+        except OSError as error:
+            return f"cannot write to {folder}: {error.strerror}"
         return None
 
     if (refused := from_main_process(refusal)) is not None:  # all processes of this launch end alike
@@ -76,16 +78,18 @@ def alone_in(folder: Path) -> Iterator[None]:
             lock.release()
 
 
-def _require_own_report(recipe: Recipe) -> None:
+def _require_own_report(recipe: Recipe, begun: bool) -> None:
     """Refuse a run's folder whose report is that of another recipe, of a map or of an evaluation."""
     folder, names = recipe.output_dir, {settings.name for settings in recipe.stages}
-    judged: str | None = None
-    with suppress(XcompatError):
-        judged = next(reversed(load_report(folder).seconds), None)
-    is_own = judged is not None and (judged in names or (folder / judged / RECIPE).is_file())
-    is_damaged = judged is None and (folder / EVALUATED).is_file()  # a run's, and made again
+    try:
+        told = list(load_report(folder).seconds)
+    except XcompatError:  # damaged, or of another version: it is made again if it is a run's
+        is_own = begun or (folder / EVALUATED).is_file()
+    else:
+        kept = [name for name in told if (folder / name / RECIPE).is_file()]
+        is_own = bool(names & {*told[-1:], *kept})
     is_of_one_stage = len(names) > 1 and (folder / DONE).is_file()
-    if is_of_one_stage or not (is_own or is_damaged):
+    if is_of_one_stage or not is_own:
         raise XcompatError(f"{folder} has a report that another recipe or command made, and would be replaced; {_ELSEWHERE}")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xcompat.distributed import barrier, device, is_main_process, process_state
+from xcompat.distributed import barrier, device, from_main_process, is_main_process, process_state
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant, Contestants
@@ -77,13 +77,12 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     silence_libraries()
     reports = {}
     runs = [StageRun(recipe, settings) for settings in recipe.stages]
-    require_places(recipe)
+    _require_own_folders(recipe, runs)
     unfinished = [run for run in runs if not run.is_finished]
     with said_with_layout(recipe.layout):
         for run in unfinished:
             check_paths(run.settings, run.is_done)
     for run in runs:
-        run.require_own_folder()
         run.settings.require_old_queries()
     with said_with_layout(recipe.layout):
         check_test_sets([run.settings for run in unfinished])
@@ -94,7 +93,9 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         for line in unread_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
     barrier()  # or the others would take what the first process writes for the user's own files
-    with alone_in(recipe.output_dir):
+    writes = from_main_process(lambda: bool(unfinished))  # what is finished is shown, from storage that nobody writes to as well
+    with alone_in(recipe.output_dir) if writes else nullcontext():
+        _require_own_folders(recipe, runs)  # another launch may have been here meanwhile
         for run in runs:
             with stage_line(f"{recipe.name}: {run.settings.name}"):
                 run.train_unless_done()
@@ -103,6 +104,12 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         if is_main_process():
             write_sequence(recipe.output_dir, reports, console)
     return reports
+
+
+def _require_own_folders(recipe: Recipe, runs: Sequence[StageRun]) -> None:
+    for run in runs:
+        run.require_own_folder()
+    require_places(recipe)
 
 
 def embed_recipe(recipe: Recipe) -> None:
@@ -152,7 +159,8 @@ class StageRun:
             self._require_same()
             console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.paths.folder)}[/]")
             return
-        before, started = seconds_before(self.paths.checkpoints), time.perf_counter()
+        before = seconds_before(self.paths.checkpoints) if is_main_process() else 0.0
+        started = time.perf_counter()
         model = self._make_model()
         if is_main_process():
             assert model is not None

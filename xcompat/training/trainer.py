@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
@@ -232,20 +232,23 @@ def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
     Raises:
         XcompatError: naming the fields of the training section.
     """
-    layer, steps = nn.Linear(1, 1), arguments.max_steps if arguments.max_steps > 0 else 1000
+    layer, longer = nn.Linear(1, 1), 1000 + 2 * int(arguments.warmup_steps)  # than a warm-up of any length
+    steps = arguments.max_steps if arguments.max_steps > 0 else longer
     optimiser_of = _optimiser(arguments, settings)
     fields = "optim, optim_args"
     try:
         optimiser = OptimiserFactory()(layer, **optimiser_of)
-        fields = "lr_scheduler_type, lr_scheduler_kwargs"
+        fields = "lr_scheduler_type, lr_scheduler_kwargs, warmup_steps"
         warmup, more = arguments.get_warmup_steps(steps), arguments.lr_scheduler_kwargs
-        assert not isinstance(more, str), "transformers has read it"
+        if isinstance(more, str):
+            raise TypeError(f"{more!r} are no keys and values")
         schedule = get_scheduler(arguments.lr_scheduler_type, optimiser, warmup, steps, more)
         for factor in getattr(schedule, "lr_lambdas", ()):
             float(factor(warmup) + factor(steps))
         fields = "torch_compile_backend, torch_compile_mode"
-        if arguments.torch_compile:
-            torch.compile(layer, backend=arguments.torch_compile_backend or "inductor", mode=arguments.torch_compile_mode)
+        backend = DynamoBackend((arguments.torch_compile_backend or "inductor").upper())
+        if arguments.torch_compile and backend != DynamoBackend.NO:
+            torch.compile(layer, backend=backend.value.lower(), mode=arguments.torch_compile_mode)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise XcompatError(f"{settings.name}: training ({fields}) cannot be used as it is given: {reason}") from None
