@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.export import to_faiss
+from xcompat.files import read_json
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
@@ -96,6 +97,38 @@ def test_a_metric_is_two_more_transforms(factory: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
     assert (rows != own_rows).any(), "the metric finds others"
+
+
+@pytest.mark.parametrize("dim", [OLD_DIM, OLD_DIM // 2])
+def test_a_gallery_of_an_older_version_is_asked_without_the_metric(dim: int, tmp_path: Path) -> None:
+    """The metric was learned for the old model's gallery; an earlier one of fewer dimensions has the first of its own."""
+    older = Fingerprint.from_string("older")
+    model = with_memory(build("ridge"), 0)
+    assert model.config.old is not None
+    model.config.old["compatible_with"] = [{"name": older.name, "fingerprint": older.digest, "dim": dim}]
+    index = faiss.IndexFlatIP(dim)
+    index.add(unit(ROWS, dim, seed=1).numpy())
+    faiss.write_index(index, str(tmp_path / "old.faiss"))
+    gallery = Gallery.from_faiss(tmp_path / "gallery", tmp_path / "old.faiss", [str(row) for row in range(ROWS)], older)
+    to_faiss(model, gallery.path, tmp_path / "new.faiss")
+    queries = unit(20, NEW_DIM, seed=2).numpy()
+    _, rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries, 10)
+    assert rows.tolist() == [[int(hit.id) for hit in hits] for hits in gallery.search(queries, model, 10)]
+    assert "older" in read_json(tmp_path / "new.faiss.xcompat.json")["about"]["vectors"]
+
+
+def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
+    build("ridge").save_pretrained(tmp_path / "model")
+    model = METHODS["ridge"].from_pretrained(tmp_path / "model")
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(
+        XcompatError, match=r"model.safetensors was not made by `xcompat export faiss`; move it, or choose another"
+    ):
+        to_faiss(model, tmp_path / "old.faiss", tmp_path / "model" / "model.safetensors", overwrite=True)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    for _ in range(2):  # its own file is replaced there too
+        to_faiss(model, tmp_path / "old.faiss", tmp_path / "model" / "new.faiss")
 
 
 def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:

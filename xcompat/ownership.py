@@ -90,16 +90,18 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
         path: the file or folder that would be replaced.
         made_by: the command.
         overwrite: whether anything but what the command reads may be replaced; None for a command without that option.
-        read: what the command reads.
+        read: what the command reads; in a folder among it, nothing that another command made is replaced.
 
     Raises:
         XcompatError: names the first file that is in the way.
     """
     clear_leftovers(path.parent)  # puts a folder back that a killed writer was replacing
+    read = list(read)
     for source in read:
         if path.resolve() in (source.resolve(), *source.resolve().parents) or (path.exists() and path.samefile(source)):
             raise XcompatError(f"{path} is where `xcompat {made_by}` reads {source}; choose another place to write to")
-    if overwrite or not os.path.lexists(path):
+    kept = next((source for source in read if source.resolve() in path.resolve().parents), None)
+    if (overwrite and kept is None) or not os.path.lexists(path):
         return
     made = read_marker(path)
     theirs = made.files if made is not None and made.made_by == made_by else {}
@@ -109,7 +111,9 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
             file = path / name if path.is_dir() else path
             what = "has changed since it was made by" if name in theirs else "was not made by"
             mend = (
-                "move it, or choose another place" if overwrite is None else "move it, choose another place, or add --overwrite"
+                "move it, or choose another place"
+                if overwrite is None or kept is not None
+                else "move it, choose another place, or add --overwrite"
             )
             raise XcompatError(f"{file} {what} `xcompat {made_by}`; {mend}")
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from xcompat.errors import XcompatError
+from xcompat.export.modules import sources_of
+from xcompat.fingerprint import Fingerprint
 from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
 from xcompat.ownership import owned_path, require_replaceable
@@ -43,15 +45,16 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     """
     import faiss
 
-    steps = linear_steps(model)
-    index_file, length = index_of(Path(index), model)
-    require_replaceable(Path(out), MADE_BY, overwrite, [index_file])
+    index_file, length, version = index_of(Path(index), model)
+    steps = linear_steps(model, version)
+    read = [index_file, Path(index), *sources_of(model)]
+    require_replaceable(Path(out), MADE_BY, overwrite, read)
     stored = map_faiss(index_file)
     old_dim, new_dim = steps[0][0].shape
     if stored.d != old_dim:
         raise XcompatError(
             f"{index_file} holds vectors of {stored.d} dimensions, and the map leads to the {old_dim} of "
-            f"{model.compatible_with[0]}; name an index of that model"
+            f"{version}; name an index of that model"
         )
     transforms = _normalised_inputs(model, new_dim)
     for weight_dD, bias_d in steps:
@@ -65,8 +68,8 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     chained = faiss.IndexPreTransform(inner)
     for transform in reversed(transforms):
         chained.prepend_transform(transform)
-    about = {"queries": str(model.fingerprint()), "vectors": str(model.compatible_with[0])}
-    with owned_path(out, MADE_BY, overwrite, [index_file], about) as temporary:
+    about = {"queries": str(model.fingerprint()), "vectors": str(version)}
+    with owned_path(out, MADE_BY, overwrite, read, about) as temporary:
         write_faiss(chained, temporary)
 
 
@@ -81,11 +84,12 @@ def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss h
     return linear
 
 
-def index_of(source: Path, model: CompatModel) -> tuple[Path, float]:
+def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint]:
     """Return the index file of a gallery whose embeddings the model is compatible with; any other path unchanged.
 
     Returns:
-        The file, and the length to which the gallery brings queries; 1 where nothing says of another.
+        The file, the length to which the gallery brings queries, and whose vectors it holds; 1 and the model's old one where
+        nothing says of another.
 
     Raises:
         XcompatError: the gallery holds another model's embeddings, is not one index, or the index that it adopted has changed.
@@ -93,22 +97,28 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float]:
     if not source.is_dir():
         if source.is_file():  # opening a missing file raises later
             require_readable(source, vectors=False)
-        return source, 1.0
+        model.require_version(None)
+        return source, 1.0, model.compatible_with[0]
     manifest = read_manifest(source)
     for version in manifest.present():
         model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
         raise XcompatError(f"{source} is not one faiss index; make it one with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
-    length = manifest.version(record.version).length
+    stored = manifest.version(record.version)
     if record.adopted is not None:
         open_adopted(record, manifest.metric, source)  # it may have changed since, and its rows be of another model
-        return index_of(Path(record.adopted), model)[0], length
-    return require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE]), length
+        return index_of(Path(record.adopted), model)[0], stored.length, stored.fingerprint
+    file = require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE])
+    return file, stored.length, stored.fingerprint
 
 
-def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
+def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
     """Return W and b of each step x ↦ normalise(W·x + b) of a model's view: its map, and the metric if it has one.
+
+    Args:
+        model: a model of one linear layer.
+        version: whose galleries the queries search; None for the old model, the only one for which there is a metric.
 
     Returns:
         W (d, D) and b (d,) of the map, then W (d, d) and b (d,) of the metric, float32.
@@ -125,8 +135,11 @@ def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
     """
     if model.maps_galleries:
         raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery instead")
-    model.require_version(None)
-    layers, memory = list(model.own_view_layers or ()), model.memory
+    model.require_version(version)
+    nearest, dim = model.version_dims()[0]
+    if version not in (None, nearest):
+        dim = dict(model.version_dims())[version]
+    layers, memory = list(model.own_view_layers or ()), model.memory if version in (None, nearest) else None
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
             f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
@@ -138,8 +151,8 @@ def linear_steps(model: CompatModel) -> list[tuple[Tensor, Tensor]]:
             "a faiss index holds nothing that queries remember; leave that out with model.remember(model.memory.metric_alone())"
         )
     weights = layers[0].state_dict()
-    weight_dD = weights["weight"].float().cpu().contiguous()
-    steps = [(weight_dD, weights.get("bias", torch.zeros(len(weight_dD))).float().cpu())]
+    weight_dD = weights["weight"][:dim].float().cpu().contiguous()
+    steps = [(weight_dD, weights.get("bias", torch.zeros(dim))[:dim].float().cpu())]
     if memory is not None:
         matrix_dd = memory.metric.matrix_dd.float().cpu()
         steps.append((matrix_dd.T.contiguous(), -memory.metric.mean_d.float().cpu() @ matrix_dd))
