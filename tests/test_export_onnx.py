@@ -16,10 +16,13 @@ from conftest import TEXTS
 from PIL import Image
 
 from xcompat import Fingerprint, XcompatError, cli
+from xcompat.data import open_image
 from xcompat.encoders import load_processor
+from xcompat.encoders.standins import save_stand_in
 from xcompat.export import onnx_towers, to_onnx
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
+from xcompat.models.embedder import load_embedder
 
 OLD = Fingerprint.from_string("old")
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -74,9 +77,9 @@ def test_onnxruntime_embeds_what_the_model_embeds(
     np.testing.assert_allclose(run_onnx(tmp_path / "out" / "image.onnx", {"pixel_values": pixels}), expected, atol=1e-4)
     assert about["image"]["inputs"]["pixel_values"]["shape"] == ["batch", 3, *about["image"]["size"]]
     photo = Image.effect_noise((300, 200), 80).convert("RGB")
-    photo.save(tmp_path / "out" / "photo.jpg", quality=100)
-    with Image.open(tmp_path / "out" / "photo.jpg") as stored:
-        own = model.embed_images(model.processor.images(stored.convert("RGB")))
+    photo.putalpha(Image.linear_gradient("L").resize((300, 200)))  # what is transparent counts as white
+    photo.save(tmp_path / "out" / "photo.jpg", format="PNG")
+    own = model.embed_images(model.processor.images([open_image(str(tmp_path / "out" / "photo.jpg"))]))
     monkeypatch.chdir(tmp_path / "out")
     readme = (tmp_path / "out" / "README.md").read_text()
     if lines := re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
@@ -128,6 +131,21 @@ def test_a_file_that_does_not_agree_is_not_left(
     with pytest.raises(XcompatError, match="the image tower in ONNX gives embeddings .* from PyTorch's, where 1e-12 is allowed"):
         to_onnx(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> None:
+    new = load_embedder(save_stand_in(tmp_path / "new", "sentence-transformers", 16, 1))
+    config = METHODS["ridge"].config_class(encoder=new.describe_encoder(), old=describe_old(OLD, dim=8), embedding_dim=new.dim)
+    rows = torch.nn.functional.normalize(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), dim=-1)
+    model = METHODS["ridge"](config).fit([(rows[:, :16], rows[:, 16:])])
+    to_onnx(model.half(), tmp_path / "out")
+    batch = model.processor.texts(TEXTS)
+    expected = model.view(model.embed_texts(**batch))
+    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=2e-3)
+    assert model.dtype == torch.float16, "the model itself stays as it is"
+    readme = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert 'Before a query goes `"query: "`;' in readme, "the stand-in has no other prompt"
 
 
 def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xcompat.encoders.image_encoder import ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
+from xcompat.encoders.text_processor import TextProcessor
 from xcompat.encoders.transformers_encoder import TransformersProcessor
 from xcompat.errors import XcompatError
 from xcompat.export.modules import ImageTower, Space, TextTower, Tower, reading_back, sources_of
@@ -40,8 +41,8 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
 
     ``image.onnx`` and ``text.onnx`` output finished embeddings in the space. Texts may have any length if the model does not read
     its padding. The folder also holds the preprocessing in the format of the encoder's library, ``xcompat_onnx.json`` with
-    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search, and ``README.md`` with the lines of
-    Python that use them. LoRA is merged.
+    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search, and ``README.md``, which says how they
+    are used. LoRA is merged, and half precision made whole.
 
     Args:
         model: any model that embeds; a map is written with its frozen encoder.
@@ -59,6 +60,8 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()
+    if model.dtype != torch.float32:  # onnxruntime on a CPU adds up otherwise
+        model = copy.deepcopy(model).float()
     tower, processor = Tower(model, space), model.processor
     about = {
         "name": model.name_or_path or type(model).__name__,
@@ -98,7 +101,12 @@ def _readme(about: dict[str, Any], processor: Processor) -> str:
     """Return how to use the files, as Markdown."""
     of_transformers = isinstance(processor, TransformersProcessor) or type(processor) is ImageOnlyProcessor  # timm's is another
     template = markdown_templates(Path(__file__).parent).get_template("onnx_readme.md.j2")
-    return template.render(about={"image": None, "text": None} | about, images_by_transformers=of_transformers)
+    prompts, lower_case = {}, False
+    if isinstance(processor, TextProcessor):
+        given = {"a query": processor.query_prompt, "a passage": processor.passage_prompt}
+        prompts, lower_case = {of: prompt for of, prompt in given.items() if prompt}, processor.lower_case
+    described = {"image": None, "text": None} | about
+    return template.render(about=described, images_by_transformers=of_transformers, prompts=prompts, lower_case=lower_case)
 
 
 def _require_libraries() -> None:
