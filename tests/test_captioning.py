@@ -136,6 +136,20 @@ def test_another_captioner_in_the_same_folder_does_not_continue(
         write_captions(source, Captioner(str(folder), max_tokens=4), out)
 
 
+def test_a_file_that_appears_meanwhile_stays_and_a_folder_is_no_place(
+    captioner_folder: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
+    captioner = Captioner(captioner_folder, max_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(captioning, "barrier", lambda: out.with_name("out.jsonl.parts").exists() and out.write_text("mine"))
+        with pytest.raises(XcompatError, match="out.jsonl exists; name another file"):
+            write_captions(source, captioner, out)
+    assert out.read_text() == "mine"
+    with pytest.raises(XcompatError, match="is a folder; name a file for the captions"):
+        write_captions(source, captioner, tmp_path, overwrite=True)
+
+
 def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folder: str, photos: Path, tmp_path: Path) -> None:
     given = ["caption", str(photos), "--model", captioner_folder, "--max-tokens", "6"]
     result = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "one.jsonl")])

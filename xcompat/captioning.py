@@ -167,8 +167,7 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
     Raises:
         XcompatError: the file is there, its parts are of other images or of another captioner, or too many images are unreadable.
     """
-    if out.exists() and not overwrite:
-        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
+    _require_free(out, overwrite)
     images = load_pairs(source)
     folder = out.with_name(f"{out.name}.parts")
     _require_plan(folder, _plan(source, images, captioner))
@@ -187,10 +186,18 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
             rate_of(bar, task, rows_of(start), "images")
     barrier()
     if is_main_process():
+        _require_free(out, overwrite)  # captions may have taken hours
         _join(parts.values(), out, source.max_bad_share)
         shutil.rmtree(folder)
     barrier()
     return sum(row[CAPTION] is not None for _, row in json_lines(out))
+
+
+def _require_free(out: Path, overwrite: bool) -> None:
+    if out.is_dir():
+        raise XcompatError(f"{out} is a folder; name a file for the captions")
+    if out.exists() and not overwrite:
+        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
 
 
 def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, Any]:
