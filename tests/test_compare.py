@@ -291,6 +291,24 @@ def test_one_seed_gains_what_its_report_says(make: type, tmp_path: Path) -> None
         assert all(spread.std is None for spread in (row.old_gallery | row.own_gallery).values())
 
 
+def test_a_tie_of_stored_values_is_no_loss(contenders: list[Contender]) -> None:
+    """Reports hold float32: numbers that cancel in float64 leave some 1e-9 of them."""
+    with_tie = []
+    for each in contenders:
+        reports = {}
+        for seed, report in each.reports.items():
+            values = dict(report.average_precision)
+            values["old", "old", *MAP] = np.resize(np.float32([0.6, 0.4, 0.2]), N_ITEMS - 1)
+            values["new", "old", *MAP] = np.resize(np.float32([0.5, 0.2, 0.5]), N_ITEMS - 1)
+            reports[seed] = replace(report, average_precision=values)
+        with_tie.append(replace(each, reports=reports))
+    stored = [with_tie[0].reports[0].average_precision[query, "old", *MAP].astype(np.float64) for query in ("new", "old")]
+    assert (stored[0] - stored[1]).mean() != 0
+    gain = compare("study", with_tie, RESAMPLES).methods[0].gains[MAP]
+    assert (gain.mean, gain.queries_needed) == (0, None)
+    assert gain.low < 0 < gain.high
+
+
 def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Contender]) -> None:
     alone = [
         replace(each, reports={seed: replace(report, clusters={}) for seed, report in each.reports.items()})

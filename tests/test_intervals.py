@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
+from xcompat.evaluation import Difference, PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
 from xcompat.evaluation import intervals as module
+from xcompat.evaluation.cases import hangs_on
+from xcompat.evaluation.verification import share_per_query
 
 
 def naive_interval(values: np.ndarray, clusters: list, n_resamples: int, level: float, seed: int) -> tuple[float, float]:
@@ -114,6 +116,21 @@ def test_the_queries_needed_are_the_fewest_with_that_power(items: list, power: f
 
     assert power_of(needed) >= power - 1e-9
     assert needed == 1 or power_of(needed - 1) <= power + 1e-9
+
+
+def test_differences_that_cancel_but_for_rounding_are_none() -> None:
+    """Equal shares of pairs by other queries: their linearised numbers have means that rounding tells apart."""
+    pairs = np.array([1, 3, 3, 2])
+    (mine, share), (other, same) = (share_per_query(np.array(each), pairs) for each in ([1, 1, 0, 1], [0, 1, 2, 0]))
+    assert share == same and (mine - other).mean() != 0, "rounding is what this is about"
+    tie = paired_bootstrap(mine, other)
+    assert (tie.mean, tie.queries_needed) == (0, None)
+    assert tie.low < 0 < tie.high
+    assert paired_bootstrap(np.full(9, 1e-18), np.zeros(9)) == PairedDifference(0, 0, 0)
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50)) is None
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50) * 1e6) is None, "rounding grows with the numbers"
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50) + 1e-6) is not None
+    assert not hangs_on([Difference("image-to-image", "tar@far=1e-2", tie.mean, (tie.low, tie.high), tie.queries_needed)])
 
 
 def test_bad_input_is_refused() -> None:

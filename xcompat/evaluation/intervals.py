@@ -14,6 +14,8 @@ from xcompat.evaluation.identities import Ids, as_ids, id_codes
 _BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)
 POWER = 0.8
 """Probability with which :func:`queries_needed` queries tell a difference from none: Cohen's convention."""
+ROUNDING = 1e-12
+"""Most that rounding adds to a mean of float64 differences of numbers of about 1; one that is no larger counts as none."""
 Outcome = Literal["better", "worse", "cannot tell"]
 """Where an interval of a difference lies: above zero, below it, or on both sides."""
 
@@ -89,6 +91,7 @@ def paired_bootstrap(
     level: float = 0.95,
     seed: int = 0,
     clusters_Q: Ids | None = None,
+    rounding: float = ROUNDING,
 ) -> PairedDifference:
     """Return the mean of ``a - b`` with its interval, drawing the same queries for both.
 
@@ -99,9 +102,10 @@ def paired_bootstrap(
         level: the share of resampled differences inside.
         seed: of the draws.
         clusters_Q: as in :func:`bootstrap_interval`.
+        rounding: as in :func:`queries_needed`.
 
     Returns:
-        The difference.
+        The difference; its mean and ends are exactly 0 where only rounding keeps them from it.
 
     Raises:
         XcompatError: if the two do not have the same queries.
@@ -115,12 +119,17 @@ def paired_bootstrap(
         raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_Q1)} and {len(b_Q1)}")
     differences_Q1 = a_Q1 - b_Q1
     low, high = interval_bounds(resampled_means(differences_Q1, n_resamples, seed, clusters_Q), level)
-    needed = queries_needed(differences_Q1[:, 0], level, clusters_Q=clusters_Q)
-    return PairedDifference(float(differences_Q1.mean()), float(low[0]), float(high[0]), needed)
+    needed = queries_needed(differences_Q1[:, 0], level, clusters_Q=clusters_Q, rounding=rounding)
+    mean, lowest, highest = (_unless_rounding(end, differences_Q1, rounding) for end in (differences_Q1.mean(), low[0], high[0]))
+    return PairedDifference(mean, lowest, highest, needed)
 
 
 def queries_needed(
-    differences_Q: np.ndarray, level: float = 0.95, power: float = POWER, clusters_Q: Ids | None = None
+    differences_Q: np.ndarray,
+    level: float = 0.95,
+    power: float = POWER,
+    clusters_Q: Ids | None = None,
+    rounding: float = ROUNDING,
 ) -> int | None:
     """Estimate how many queries like these it takes until the interval of their mean difference excludes zero.
 
@@ -136,6 +145,7 @@ def queries_needed(
         level: of the interval.
         power: probability that the interval excludes zero.
         clusters_Q: as in :func:`bootstrap_interval`.
+        rounding: the error that the numbers carry, for numbers of about 1; a mean that is no larger is zero.
 
     Returns:
         The number of queries; None if the mean is zero, or there is but one cluster.
@@ -150,7 +160,7 @@ def queries_needed(
     from scipy.special import ndtri
 
     differences_Q = _column(differences_Q)[:, 0]
-    codes_Q, mean = cluster_codes(clusters_Q, len(differences_Q)), float(differences_Q.mean())
+    codes_Q, mean = cluster_codes(clusters_Q, len(differences_Q)), _unless_rounding(differences_Q.mean(), differences_Q, rounding)
     n_clusters = int(codes_Q.max()) + 1
     if mean == 0 or n_clusters == 1:
         return None
@@ -216,6 +226,11 @@ def interval_bounds(means_RK: np.ndarray, level: float) -> tuple[np.ndarray, np.
         raise XcompatError(f"level must lie between 0 and 1, such as 0.95, not {level}")
     low_K, high_K = np.quantile(means_RK, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return low_K, high_K
+
+
+def _unless_rounding(mean: float, differences: np.ndarray, rounding: float) -> float:
+    """Return a mean of differences, or 0 if it may be what rounding leaves of differences that cancel."""
+    return 0.0 if abs(mean) <= rounding * max(1.0, float(np.abs(differences).max())) else float(mean)
 
 
 def _column(values_Q: np.ndarray) -> np.ndarray:

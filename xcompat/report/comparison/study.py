@@ -22,6 +22,7 @@ Key = tuple[str, str]
 _OWN_CASES = ("old/old", "new/old", "new/new")
 _COMMON_CASES = ("old/old", "independent/old", "independent/independent")
 _SAME = 0.005  # embedding again on another machine changes a few ranks; another model or test set, more than half a point
+_ROUNDING = 2.0**-23  # of a difference of two numbers of about 1, which reports hold as float32
 
 
 class Spread(NamedTuple):
@@ -273,7 +274,8 @@ def _differences(
         if key in other:
             known_Q = np.isfinite(values_Q)
             together = clusters[key[0]][known_Q] if key[0] in clusters else None
-            found[key] = paired_bootstrap(values_Q[known_Q], other[key][known_Q], n_resamples, clusters_Q=together)
+            mine_Q, other_Q = values_Q[known_Q], other[key][known_Q]
+            found[key] = paired_bootstrap(mine_Q, other_Q, n_resamples, clusters_Q=together, rounding=_ROUNDING)
     return found
 
 
