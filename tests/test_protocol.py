@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ import pytest
 from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     Contestants,
+    EmbeddedImages,
     EmbeddedPairs,
+    EmbeddedTemplates,
+    EmbeddedTexts,
     EvaluationOptions,
+    TemplateProtocol,
     ZeroShot,
     bootstrap_interval,
     class_embeddings,
@@ -242,6 +247,67 @@ def test_cut_offs_beyond_the_gallery_are_left_out(models: Contestants[EmbeddedPa
     assert result.notes[0] == "R@61, R@100 left out of image-to-text: the gallery has only 61 items."
     with pytest.raises(XcompatError, match="none of ks"):
         evaluate(models, EvaluationOptions(ks=(100,), n_resamples=20))
+
+
+def images_of(labels: str, searched: str, **changes: Any) -> EmbeddedImages:
+    """Each class is a direction; queries are images of their own unless changes say so."""
+    sides = [np.array([np.eye(4)["abcd".index(label)] for label in of_side]) for of_side in (labels, searched)]
+    ids = [f"q{row}" for row in range(len(labels))], [f"g{row}" for row in range(len(searched))]
+    given: dict[str, Any] = dict(zip(("query_ids", "gallery_ids"), ids, strict=True)) | changes
+    fingerprint = Fingerprint.from_string("images")
+    return EmbeddedImages("images", fingerprint, *sides, query_labels=list(labels), gallery_labels=list(searched), **given)
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        (images_of("aabbccdd", "abcd"), [1, 3]),
+        (images_of("aabb", "aabb", query_ids=range(4), gallery_ids=range(4)), [1]),  # three besides itself
+        (images_of("aabb", "aabb", query_ids=[*range(3), 9], gallery_ids=range(4)), [1, 3]),  # the last query is not in it
+        (images_of("aabb", "aabb", query_cameras="vwvw", gallery_cameras="vwvw"), [1]),  # none of its class and camera
+        (images_of("aabd", "aabb", query_ids=[*range(3), 9], gallery_ids=range(4)), [1]),  # the last query has no match
+    ],
+)
+def test_places_that_every_image_is_found_in_are_left_out(model: EmbeddedImages, kept: list[int]) -> None:
+    (direction,) = model.directions((1, 3, 4, 5))
+    assert direction.ks == kept
+    names = ", ".join(f"CMC@{k}" for k in (1, 3, 4, 5) if k not in kept)
+    assert [note.partition(" left out of ")[0] for note in direction.notes] == [names]
+    with pytest.raises(XcompatError, match="image-to-image: none of ks=\\(4, 9\\) lies from 1"):
+        model.directions((4, 9))
+
+
+def test_a_better_model_is_compatible_where_a_cut_off_shows_nothing() -> None:
+    """Of four passages, ten are always found: recall ties for ever, and what asks for the place does not."""
+    generator, ids = np.random.default_rng(0), [f"q{row}" for row in range(40)]
+    truth_QD = np.eye(4)[np.arange(40) % 4]
+    old, new = (
+        EmbeddedTexts(
+            name,
+            Fingerprint.from_string(name),
+            truth_QD + noise * generator.normal(size=(40, 4)),
+            np.eye(4),
+            ids,
+            list("wxyz"),
+            {each: {"wxyz"[row % 4]: 1} for row, each in enumerate(ids)},
+        )
+        for name, noise in (("old", 3), ("new", 0.1))
+    )
+    result = evaluate(Contestants(old, new), EvaluationOptions(ks=(1, 10), n_resamples=20))
+    assert result.criterion.backward_compatible
+    judged_by = [name for name in result.cases[0].metrics if not name.startswith("negative")]
+    assert judged_by == ["ndcg@1", "mrr@1", "recall@1", "ndcg@10", "mrr@10", "map"]
+    assert result.notes == ["R@10 left out of text-to-text: the gallery has only 4 items."]
+
+
+def test_subjects_are_not_identified_at_cut_offs_beyond_the_gallery() -> None:
+    rows = np.arange(6)
+    protocol = TemplateProtocol(
+        rows, rows, gallery_G=rows[:3], gallery_subjects_G=rows[:3], probes_Q=rows[3:], probe_subjects_Q=rows[:3]
+    )
+    model = EmbeddedTemplates("faces", Fingerprint.from_string("faces"), np.eye(6), rows, protocol)
+    (direction,) = model.directions((1, 2, 3))
+    assert (direction.ks, direction.notes) == ([1, 2], ("CMC@3 left out of identification: the gallery has only 3 items.",))
 
 
 def test_models_must_agree_on_the_items(models: Contestants[EmbeddedPairs]) -> None:

@@ -13,6 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
+from xcompat.metric_names import metric_name
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,36 @@ class Direction:
     without_match: str = ""
     notes: tuple[str, ...] = ()
     is_ranked: bool = True
+
+
+def telling_cut_offs(
+    name: str, metric: str, ks: Sequence[int], n_gallery: int, n_searched: int | None = None
+) -> tuple[list[int], tuple[str, ...]]:
+    """Return the cut-offs that can tell two models apart: below the number of items that a query searches, which all find.
+
+    Args:
+        name: of the direction.
+        metric: of the cut-offs.
+        ks: the cut-offs.
+        n_gallery: items in the gallery.
+        n_searched: the most of them that a query searches, where its own item is none; None: all.
+
+    Returns:
+        Those that are kept, and a note on those that are not.
+    """
+    n_searched = n_gallery if n_searched is None else n_searched
+    kept = [int(k) for k in ks if 1 <= k < n_searched]
+    left_out = ", ".join(metric_name(f"{metric}@{k}") for k in ks if k not in kept)
+    but = " that count for a query" if n_searched < n_gallery else ""
+    return kept, (f"{left_out} left out of {name}: the gallery has only {n_searched} items{but}.",) if left_out else ()
+
+
+def require_cut_offs(name: str, kept: Sequence[int], ks: Sequence[int], n_searched: int) -> None:
+    """Refuse a ranking of which :func:`telling_cut_offs` keeps no cut-off."""
+    if not kept:
+        raise XcompatError(
+            f"{name}: none of ks={tuple(ks)} lies from 1 to below the gallery's {n_searched} items; use more items"
+        )
 
 
 class Found(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,7 +11,7 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
@@ -101,7 +102,30 @@ class EmbeddedImages:
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Return the one direction: images search images."""
         without_match = "queries have no image of their class in the gallery"
-        return [Direction(IMAGE_TO_IMAGE, "cmc", ks or _KS, len(self.gallery_embeds_GD), without_match=without_match)]
+        ks, n_gallery, n_searched = ks or _KS, len(self.gallery_embeds_GD), self._most_searched()
+        kept, notes = telling_cut_offs(IMAGE_TO_IMAGE, "cmc", ks, n_gallery, n_searched)
+        require_cut_offs(IMAGE_TO_IMAGE, kept, ks, n_searched)
+        return [Direction(IMAGE_TO_IMAGE, "cmc", kept, n_gallery, without_match=without_match, notes=notes)]
+
+    def _most_searched(self) -> int:
+        """Return the most gallery items that count for a query with a match: its own do not, nor its class's of its camera."""
+
+        def alike(*what: str) -> np.ndarray:
+            """Return how many gallery items equal each query in all of these."""
+            asked, searched = (
+                list(
+                    zip(*(as_ids(ids, len(ids), each) for each in what for ids in [getattr(self, f"{side}_{each}")]), strict=True)
+                )
+                for side in ("query", "gallery")
+            )
+            counts = Counter(searched)
+            return np.array([counts[one] for one in asked])
+
+        n_Q, matches_Q = len(self.gallery_embeds_GD) - alike("ids"), alike("labels") - alike("labels", "ids")
+        if self.query_cameras is not None:
+            of_camera_Q = alike("labels", "cameras") - alike("labels", "cameras", "ids")
+            n_Q, matches_Q = n_Q - of_camera_Q, matches_Q - of_camera_Q
+        return int(n_Q[matches_Q > 0].max(initial=0)) or len(self.gallery_embeds_GD)  # no match at all is said when ranked
 
     def compared(self, gallery: EmbeddedImages) -> tuple[Embeddings, Embeddings]:
         """Return the queries, and another model's gallery, as rows that are compared by cosine (:func:`lifted`)."""

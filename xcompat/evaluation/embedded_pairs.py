@@ -9,12 +9,11 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot, zero_shot_metric
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
-from xcompat.metric_names import metric_name
 
 _KS = (1, 5, 10, 50)
 _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}
@@ -135,16 +134,11 @@ class EmbeddedPairs:
         """Return a direction with the cut-offs below the size of the gallery; queries of one id are a cluster."""
         (_, query_ids), (_, gallery_ids) = (self._side(side) for side in _SIDES[name])
         n_gallery = len(gallery_ids)
-        kept = [int(k) for k in ks if 1 <= k < n_gallery]
-        if not kept:
-            raise XcompatError(
-                f"{name}: none of ks={tuple(ks)} lies from 1 to below the gallery's {n_gallery} items; use more items"
-            )
+        kept, notes = telling_cut_offs(name, "recall", ks, n_gallery)
+        require_cut_offs(name, kept, ks, n_gallery)
         codes_Q, codes_G = id_codes(as_ids(query_ids, len(query_ids), "old"), as_ids(gallery_ids, n_gallery, "old"))
         if not np.isin(codes_Q, codes_G).any():
             raise XcompatError(f"{name}: no query id occurs in the gallery; image_ids and text_ids must name the same items")
-        left_out = ", ".join(metric_name(f"recall@{k}") for k in ks if k not in kept)
-        notes = (f"{left_out} left out of {name}: the gallery has only {n_gallery} items.",) if left_out else ()
         return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
 
     def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
@@ -201,9 +201,11 @@ class EmbeddedTemplates:
             notes = ()
         if protocol.gallery_G is not None:
             without_match, subjects_Q = "probes have no template of their subject in the gallery", protocol.probe_subjects_Q
-            found.append(
-                Direction(IDENTIFICATION, "cmc", ks or _KS, len(protocol.gallery_G), subjects_Q, without_match, notes=notes)
-            )
+            ks, n_gallery = ks or _KS, len(protocol.gallery_G)
+            kept, left_out = telling_cut_offs(IDENTIFICATION, "cmc", ks, n_gallery)
+            require_cut_offs(IDENTIFICATION, kept, ks, n_gallery)
+            notes = (*notes, *left_out)
+            found.append(Direction(IDENTIFICATION, "cmc", kept, n_gallery, subjects_Q, without_match, notes=notes))
         return found
 
     def find(self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions) -> Found:

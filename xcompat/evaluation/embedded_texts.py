@@ -9,7 +9,7 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found
+from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, telling_cut_offs
 from xcompat.evaluation.graded import Qrels, graded_per_query, unusable
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.scores import Embeddings
@@ -81,6 +81,7 @@ class EmbeddedTexts:
             ("Relevant passages that are not in the gallery, which count and no query can find", found.unknown_items),
         ]
         notes = tuple(f"{said}: {len(names)}, such as {names[0]!r}." for said, names in counted if names)
+        notes += telling_cut_offs(TEXT_TO_TEXT, "recall", ks or _KS, len(self.text_ids))[1]
         missing = "queries have no judgement"
         return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
 
@@ -96,11 +97,12 @@ class EmbeddedTexts:
             chunk_size=options.chunk_size,
             shared=options.shared,
         )
+        kept, _ = telling_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
+        told = {f"recall@{k}" for k in kept}  # nDCG and MRR ask where an item is, which tells at any cut-off
+        values = {metric: of_J for metric, of_J in found.values.items() if metric in told or not metric.startswith("recall@")}
         ranks_Q = np.full(len(self.query_ids), -1, dtype=np.int64)
         ranks_Q[found.rows_J] = found.first_hit_ranks_J
-        return Found(
-            ranks_Q, {metric: _spread(values_J, found.rows_J, len(ranks_Q)) for metric, values_J in found.values.items()}
-        )
+        return Found(ranks_Q, {metric: _spread(of_J, found.rows_J, len(ranks_Q)) for metric, of_J in values.items()})
 
     def passages(self) -> Embeddings:
         """Return the embeddings of the passages, or refuse where there are none."""
