@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import tar_at_far, tpir_at_far, verification
+from xcompat.evaluation import (
+    Contestants,
+    EmbeddedImages,
+    EvaluationOptions,
+    evaluate,
+    tar_at_far,
+    tpir_at_far,
+    verification,
+)
+from xcompat.fingerprint import Fingerprint
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
@@ -190,3 +200,22 @@ def test_copies_tie_whatever_they_are_copies_of() -> None:
     own, strange = [*range(20)], [*range(100, 120)]  # the gallery calls the second half by other names
     assert tar_at_far(rows, gallery, [*own, *range(20, 40)], [*own, *strange], fars=(0.0, 0.005)) == {0.0: 0.0, 0.005: 0.0}
     assert tpir_at_far(rows, gallery, [*own, *range(20, 40)], [*own, *strange], fars=(0.0, 0.5)) == {0.0: 0.0, 0.5: 0.0}
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_copies_tie_in_an_evaluation_by_either_metric(metric: Literal["cosine", "l2"]) -> None:
+    """Whatever a query's class has in the gallery, a copy of another class is there too, and nothing can be accepted."""
+    rows, half = np.random.default_rng(0).normal(size=(60, 32)), [*range(60)]
+    names = [f"q{row}" for row in range(120)], [f"g{row}" for row in range(120)]
+    twice = np.concatenate([rows, rows])
+    strange = [100 + row for row in half]
+    verified = EmbeddedImages(
+        "m", Fingerprint.from_string("m"), rows, twice, names[0][:60], names[1], half, [*half, *np.roll(half, 1)], metric=metric
+    )
+    case = evaluate(Contestants(verified, verified), EvaluationOptions(n_resamples=2, fars=(0.0, 1e-3))).cases[0]
+    assert [case.metrics[name] for name in ("tar@far=0e+0", "tar@far=1e-3")] == [0, 0]
+    identified = EmbeddedImages(
+        "m", Fingerprint.from_string("m"), twice, rows, names[0], names[1][:60], [*half, *strange], half, metric=metric
+    )
+    case = evaluate(Contestants(identified, identified), EvaluationOptions(n_resamples=2, fpirs=(0.0, 0.1))).cases[0]
+    assert [case.metrics[name] for name in ("tpir@fpir=0e+0", "tpir@fpir=1e-1")] == [0, 0]

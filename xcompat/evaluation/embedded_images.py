@@ -141,7 +141,7 @@ class EmbeddedImages:
         queries_QD, gallery_GD = self.compared(gallery)
         queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
-        pairs = LabelledPairs(queries, searched, options.chunk_size)
+        pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
         ranked = rank(pairs, options.shared)
         values, shares = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}, {}
         if options.fars:

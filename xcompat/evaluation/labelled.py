@@ -11,7 +11,7 @@ import torch
 from xcompat.distributed import my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
-from xcompat.evaluation.scores import Embeddings, ExactRows, blocks
+from xcompat.evaluation.scores import Embeddings, ExactRows, blocks, copy_score
 
 LEFT_OUT = -(2.0**53)
 """Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""
@@ -70,13 +70,19 @@ class LabelledPairs:
         gallery: G items; they have ids exactly if the queries do, and cameras likewise.
         chunk_size: queries per block; memory grows with it, scores do not change.
         called: names of the two sides' labels in messages.
+        are_lifted: whether the rows are those of :func:`~xcompat.evaluation.scores.lifted`, whose copies score otherwise.
 
     Raises:
         XcompatError: if shapes, labels, ids or numbers are unusable.
     """
 
     def __init__(
-        self, queries: Items, gallery: Items, chunk_size: int = 1024, called: tuple[str, str] = ("query labels", "gallery labels")
+        self,
+        queries: Items,
+        gallery: Items,
+        chunk_size: int = 1024,
+        called: tuple[str, str] = ("query labels", "gallery labels"),
+        are_lifted: bool = False,
     ) -> None:
         if chunk_size < 1:
             raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
@@ -91,7 +97,7 @@ class LabelledPairs:
                 "bring the queries into the gallery's space first (the model's view)"
             )
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
-        self.chunk_size = chunk_size
+        self.chunk_size, self.copy_score = chunk_size, copy_score(self.queries.dim, are_lifted)
         self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
         # Sorted by class, the positives of a block of queries are one range of the gallery, and only that range is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")

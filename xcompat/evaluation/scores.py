@@ -153,14 +153,14 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
     return lifts[0], lifts[1]
 
 
-def copy_score(dim: int) -> float:
+def copy_score(dim: int, are_lifted: bool = False) -> float:
     """Return the lowest score that a row of D dimensions can have with a copy of itself.
 
     Rounding to the grid moves the score of a row with its copy to either side of :data:`UNIT`, by less than √D + 1 grid steps. So
     the scores of two different pairs of copies may differ although both cosines are 1. (Two copies of one item always tie for the
-    same query.)
+    same query.) Copies that are :func:`lifted` have the score 0, and the same rounding.
     """
-    return UNIT - (math.sqrt(dim) + 1) * _GRID
+    return (0 if are_lifted else UNIT) - (math.sqrt(dim) + 1) * _GRID
 
 
 def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
