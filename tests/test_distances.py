@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from xcompat.errors import XcompatError
+from xcompat.evaluation import ranking_per_query
 from xcompat.evaluation.scores import lifted
 from xcompat.fingerprint import Fingerprint
 from xcompat.methods import BctModel, FctModel, IndependentModel, OcaModel
@@ -87,6 +88,28 @@ def test_cosines_of_lifted_rows_are_distances(seed: int, scale: float, shift: fl
     longest = max(np.sum((row - gallery.mean(axis=0)) ** 2) for row in (*queries, *gallery))
     np.testing.assert_allclose(-cosines * 4.5 * longest, naive, rtol=1e-6, atol=1e-9 * longest)
     assert np.array_equal(lifts[1][0], lifts[1][1])
+
+
+@pytest.mark.parametrize("side", ["gallery", "query"])
+def test_a_row_far_out_is_refused_where_it_would_spoil_the_ranks_of_others(side: str) -> None:
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(200, 16))
+    asking, labels = rows + 0.15 * generator.normal(size=rows.shape), [*range(200)]
+    usual = np.median(np.linalg.norm(rows, axis=1))
+
+    def found(times: float) -> np.ndarray:
+        far = np.eye(16)[:1] * times * usual
+        sides = (asking, np.concatenate([rows, far])) if side == "gallery" else (np.concatenate([asking, far]), rows)
+        named = [[*labels, -1][: len(each)] for each in sides]
+        return ranking_per_query(*lifted(*sides), *named).first_hit_ranks_Q[:200]
+
+    squared = np.square(asking[:, None] - rows[None]).sum(axis=2)
+    exact = (squared < np.diag(squared)[:, None]).sum(axis=1)
+    assert (found(400) == exact).all()
+    with pytest.raises(XcompatError, match=f"{side} row 200 lies [0-9,]+ times as far out"):
+        found(10_000)
+    strangers = 1e4 * asking  # all queries of another model: far out, and none beside another
+    lifted(strangers, rows)
 
 
 def test_rows_that_are_all_equal_are_lifted_too() -> None:

@@ -29,6 +29,9 @@ UNIT = _GRID**2
 _NORM_ROWS = 1024
 _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster than a whole product
 _MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one: 128 MB
+_FARTHEST = 500
+"""Most times that a row may be farther from the gallery's middle than rows usually are, to be ranked with others by L2."""
+_SAMPLE = 4096  # most rows of a side, spread evenly, that say what is usual
 SCORE_BITS = 54
 """Bits of a score, with its sign, in a sort key; of the others, 8 hold the row and 1 a mark."""
 
@@ -134,12 +137,16 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
     Returns:
         float64 ``(Q, D + 4)`` and ``(G, D + 4)``.
 
+    Raises:
+        XcompatError: if a row lies so far out that the grid is too coarse for the distances of the others.
+
     Example:
         >>> queries, gallery = lifted(np.array([[0.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
         >>> (queries @ gallery.T / 2.25)[0].argsort()[::-1].tolist()
         [1, 0]
     """
     sides = [np.asarray(as_rows(rows_ND, "embeddings"), dtype=np.float64) for rows_ND in (queries_QD, gallery_GD)]
+    _require_alike(*sides)
     sides = [rows_ND - sides[1].mean(axis=0) for rows_ND in sides]
     longest = max(float(np.square(rows_ND).sum(axis=1).max()) for rows_ND in sides) ** 0.5 or 1.0
     lifts = []
@@ -151,6 +158,25 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
         more_N4[:, 2 + one] = np.sqrt(np.maximum(1.25 - 2 * n_N - n_N**2, 0))
         lifts.append(np.concatenate([scaled_ND, more_N4], axis=1))
     return lifts[0], lifts[1]
+
+
+def _require_alike(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
+    """Refuse rows beside which others are too close together to be ranked.
+
+    A squared distance is rounded by some 2.7e-8 of that of the farthest row, so at :data:`_FARTHEST` by 0.7 % of the usual one.
+    """
+    samples = [rows_ND[:: -(-len(rows_ND) // _SAMPLE)] for rows_ND in (queries_QD, gallery_GD)]
+    middle_D = np.median(samples[1], axis=0)
+    # queries of a model that the gallery was not made for may all be far out, which spoils no rank
+    usual = max(float(np.median(np.linalg.norm(some_SD - middle_D, axis=1))) for some_SD in samples)
+    for what, rows_ND in (("query", queries_QD), ("gallery", gallery_GD)):
+        far_N = np.linalg.norm(rows_ND - middle_D, axis=1)
+        row = int(far_N.argmax())
+        if usual > 0 and far_N[row] > _FARTHEST * usual:
+            raise XcompatError(
+                f"{what} row {row} lies {far_N[row] / usual:,.0f} times as far out as rows usually do (at most {_FARTHEST}), and "
+                "beside it the others cannot be ranked by L2 distance; leave it out, or compare by cosine"
+            )
 
 
 def copy_score(dim: int, are_lifted: bool = False) -> float:
