@@ -21,15 +21,17 @@ from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
 from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.evaluation import Contestants, cmc
+from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.files import read_json
+from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.candidates import Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.progress import notice_once
 from xcompat.report import load_report
+from xcompat.training.contestants import best_rows
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
 from xcompat.training.judging import embed_new, make_report
@@ -734,6 +736,22 @@ def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
             assert hit.is_hit == (hit.caption == example.query_text)
             red = np.asarray(hit.image)[..., 0].mean()
             assert CLASSES[round((red - 40) / 40)] == hit.caption, "each class has its own amount of red"
+
+
+def test_examples_show_as_many_pictures_as_they_can_of_those_that_count(folders: dict[str, str]) -> None:
+    """The picture itself, and others that may not be found, come first in a ranking and take nobody's place."""
+    images = load_labelled(LabelledSource(path=folders["test"]))
+    test, ids, classes = LabelledTestSet(images, images), list(images.dataset["id"]), images.class_names()
+    rows = np.random.default_rng(0).normal(size=(len(ids), 8))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    model = EmbeddedImages("m", Fingerprint.from_string("m"), rows, rows, ids, ids, classes, classes)
+    for example in test.examples(model, model, model, 3, 0):
+        assert [len(row.hits) for row in example.rows] == [5, 5]
+    best = np.argsort(-rows @ rows[0], kind="stable").tolist()
+    assert best_rows(rows, rows[0]) == best[:5]
+    assert best_rows(rows, rows[0], lambda row: row not in best[:6]) == best[6:11]
+    unreadable = np.where(np.arange(len(rows))[:, None] == best[1], np.nan, rows)
+    assert best_rows(unreadable, rows[0], lambda row: row in best[:4]) == [best[0], *best[2:4]], "fewer than are shown"
 
 
 def test_a_name_stands_for_one_picture_in_queries_and_gallery(

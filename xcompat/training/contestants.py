@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,12 +50,18 @@ class EvaluationSet(Protocol):
         """Return its queries by direction, such as ``text-to-image``."""
 
 
-def best_rows(gallery_ND: Embeddings, query_D: Embeddings) -> list[int]:
-    """Return the rows that one query finds first, the best one first, for an example search."""
+def best_rows(gallery_ND: Embeddings, query_D: Embeddings, counts: Callable[[int], bool] | None = None) -> list[int]:
+    """Return the rows that one query finds first, the best one first, for an example search.
+
+    Args:
+        gallery_ND: ``(N, D)`` embeddings; an unreadable picture, a row of NaN, is never found.
+        query_D: ``(D,)`` embedding.
+        counts: whether a row may be found; None: each may.
+    """
     scores_N = np.asarray(gallery_ND) @ np.asarray(query_D)
-    scores_N = np.where(np.isfinite(scores_N), scores_N, -np.inf)  # an unreadable picture is never found
-    found: list[int] = np.argsort(-scores_N, kind="stable")[:HITS_SHOWN].tolist()
-    return found
+    order_N = np.argsort(-np.where(np.isfinite(scores_N), scores_N, -np.inf), kind="stable")
+    found = map(int, order_N[: np.isfinite(scores_N).sum()])
+    return list(islice(found if counts is None else filter(counts, found), HITS_SHOWN))
 
 
 def require_cosine(embedder: FrozenModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,7 @@ class LabelledTestSet(EvaluationSet):
         query_ids, gallery_ids = self.queries.dataset[ID], self.gallery_ids
         taken_by, cameras = self.queries.cameras(), self.gallery.cameras()
 
-        def counts(query: int, image: int) -> bool:
+        def counts(image: int, query: int) -> bool:
             same_camera = taken_by is not None and cameras is not None and taken_by[query] == cameras[image]
             return gallery_ids[image] != query_ids[query] and not (same_camera and found[image] == asked[query])
 
@@ -211,8 +211,7 @@ class LabelledTestSet(EvaluationSet):
             for label, (queries_QD, gallery_GD) in sides.items():
                 hits = [
                     Hit(open_image(self.gallery.dataset[image][IMAGE]), found[image], found[image] == asked[query])
-                    for image in best_rows(gallery_GD, queries_QD[query])
-                    if counts(query, image)
+                    for image in best_rows(gallery_GD, queries_QD[query], partial(counts, query=query))
                 ]
                 rows.append(ExampleRow(label, hits))
             examples.append(Example(asked[query], rows))
