@@ -21,6 +21,7 @@ from xcompat.evaluation import (
     EmbeddedImages,
     EmbeddedTemplates,
     EvaluationOptions,
+    TemplateProtocol,
     bootstrap_interval,
     cmc,
     evaluate,
@@ -385,6 +386,39 @@ def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
     }
     assert "Templates without an image that can be read, left out: 1." in found.notes
     assert all("tpir@far=1e-2" in case.metrics for case in found.cases if case.direction == "identification")
+
+
+_PAIRS = {"pairs_P2": np.array([[0, 1], [2, 3], [4, 5]])}
+_GALLERY = {"gallery_G": np.array([0, 1]), "gallery_subjects_G": np.array([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("lists", "gone"),
+    [
+        (_PAIRS | {"same_P": np.array([True, True, False])}, "no pair of two subjects is left"),
+        (_PAIRS | {"same_P": np.array([False, False, True])}, "no pair of one subject is left"),
+        (
+            _GALLERY | {"probes_Q": np.array([2, 3, 5]), "probe_subjects_Q": np.array([0, 1, 9])},
+            "no probe whose subject is not in the gallery is left",
+        ),
+        (
+            _GALLERY | {"probes_Q": np.array([2, 5]), "probe_subjects_Q": np.array([8, 0])},
+            "no probe whose subject is in the gallery is left",
+        ),
+    ],
+)
+def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any], gone: str) -> None:
+    embeds, rows = np.random.default_rng(0).normal(size=(6, 4)), np.arange(6)
+    whole = TemplateProtocol(rows, rows, **lists, names_T=rows + 100)
+    cut = embeds.copy()
+    cut[5] = np.nan
+    old, new = (
+        EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole)
+        for name, each in (("old", embeds), ("new", cut))
+    )
+    evaluate(Contestants(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
+    with pytest.raises(XcompatError, match=f"no image of the templates 105 can be read, and without them {gone}"):
+        Contestants(old, new).without_unreadable()
 
 
 def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ _KS = (1, 5, 10)
 _FARS, _FPIRS = (1e-4,), (1e-2,)
 _ROWS = 256
 """Templates whose pairs are scored together."""
+_NAMED = 5  # most templates that a message names
 _IMAGES = 2**16
 """Most images, but for one template, whose embeddings are held in float64."""
 
@@ -45,6 +46,7 @@ class TemplateProtocol:
         is_open: whether subjects are searched for that the gallery lacks, as it is meant to be. Else there are no impostors, and
             the threshold of identification is that of all wrong items.
         n_lost: templates that were left out, as none of their images can be read.
+        names_T: int64 ``(T,)`` what messages call the templates; None: by their numbers.
     """
 
     templates_N: NDArray[np.int64]
@@ -57,6 +59,7 @@ class TemplateProtocol:
     probe_subjects_Q: NDArray[np.int64] | None = None
     is_open: bool = True
     n_lost: int = 0
+    names_T: NDArray[np.int64] | None = None
 
     @property
     def n_templates(self) -> int:
@@ -64,7 +67,14 @@ class TemplateProtocol:
         return int(self.templates_N.max()) + 1
 
     def keep(self, mask_N: NDArray[np.bool_]) -> TemplateProtocol:
-        """Return the same templates of fewer images; those that have none any more are left out of every list."""
+        """Return the same templates of fewer images; those that have none any more are left out of every list.
+
+        Args:
+            mask_N: bool ``(N,)`` the images that are kept.
+
+        Raises:
+            XcompatError: naming the templates without which a list has nothing left to measure.
+        """
         left_N, given_T = self.templates_N[mask_N], np.unique(self.templates_N)
         there_T = np.zeros(self.n_templates, dtype=bool)
         there_T[left_N] = True
@@ -73,7 +83,28 @@ class TemplateProtocol:
             if (listed := getattr(self, templates)) is not None:
                 kept = there_T[listed].reshape(len(listed), -1).all(axis=1)
                 changed |= {templates: listed[kept], beside: getattr(self, beside)[kept]}
-        return replace(self, **changed, n_lost=self.n_lost + len(given_T) - int(there_T.sum()))
+        kept = replace(self, **changed, n_lost=self.n_lost + len(given_T) - int(there_T.sum()))
+        if gone := [what for what, there in self._measurable().items() if there and not kept._measurable()[what]]:
+            lost_T = given_T[~there_T[given_T]]
+            names = ", ".join(map(str, (lost_T if self.names_T is None else self.names_T[lost_T])[:_NAMED].tolist()))
+            more = f" and {len(lost_T) - _NAMED} more" if len(lost_T) > _NAMED else ""
+            raise XcompatError(
+                f"no image of the templates {names}{more} can be read, and without them no {' and no '.join(gone)} is left; "
+                "mend their images, or add templates that have some"
+            )
+        return kept
+
+    def _measurable(self) -> dict[str, bool]:
+        """Return what every list must hold, by what people call it, and whether it is there."""
+        found = dict[str, bool]()
+        if self.same_P is not None:
+            found |= {"pair of one subject": bool(self.same_P.any()), "pair of two subjects": not self.same_P.all()}
+        if self.gallery_subjects_G is not None and self.probe_subjects_Q is not None:
+            known_Q = np.isin(self.probe_subjects_Q, self.gallery_subjects_G)
+            found["probe whose subject is in the gallery"] = bool(known_Q.any())
+            if self.is_open:
+                found["probe whose subject is not in the gallery"] = not known_Q.all()
+        return found
 
     def subjects_of_pairs(self) -> NDArray[np.int64]:
         """Return a number for each pair of one subject, equal for pairs that hang together by templates, as one subject's do."""

@@ -112,4 +112,4 @@ def _numbered(lists: TemplateLists) -> TemplateProtocol:
         read |= {"gallery_G": np.searchsorted(ids_T, lists.gallery.templates_T), "gallery_subjects_G": lists.gallery.subjects_T}
         read |= {"probes_Q": np.searchsorted(ids_T, lists.probes.templates_T), "probe_subjects_Q": lists.probes.subjects_T}
         read["is_open"] = not bool(np.isin(lists.probes.subjects_T, lists.gallery.subjects_T).all())
-    return TemplateProtocol(templates_N, lists.members.media_N, **read)
+    return TemplateProtocol(templates_N, lists.members.media_N, **read, names_T=ids_T)
