@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from test_map_vectors import json_lines, made, normalised, parquet
 from transformers import AutoModel
 from typer.testing import CliRunner
@@ -229,8 +230,9 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "too few": ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
     "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix of numbers"),
     "nothing": (None, "returned"),
-    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], "row 1 of an answer of letters holds values that are not finite"),
-    "long": ([[1.0, 0.0], [2.0, 0.0]], "row 1 of an answer of letters is of length 2, not 1"),
+    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], "row 1 of the texts, 'b', as letters embeds it holds values that are not finite"),
+    "long": ([[1.0, 0.0], [2.0, 0.0]], "row 1 of the texts, 'b', as letters embeds it is of length 2, not 1"),
+    "with gradients": (torch.ones(2, 1, requires_grad=True), "returned no matrix of numbers .RuntimeError: .*detach"),
     "other": ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
 }
 
@@ -240,6 +242,43 @@ def test_answers_that_are_no_embeddings_are_one_line(what: str) -> None:
     answer, said = ANSWERS[what]
     with pytest.raises(XcompatError, match=said):
         Provider(lambda texts: answer, "letters").ask(["a", "b"], 2)
+
+
+def test_a_text_without_an_embedding_is_named_by_its_row(tmp_path: Path) -> None:
+    def embed(texts: list[str]) -> list[list[float]]:
+        return [[0.0, 0.0] if text == TEXTS[50] else [1.0, 0.0] for text in texts]
+
+    with pytest.raises(XcompatError, match=f"row 50 of the texts, '{TEXTS[50]}', as zeros embeds it holds zeros alone"):
+        Provider(embed, "zeros", batch=8).embed_texts(TEXTS, tmp_path / "cache", "texts")
+
+
+ONE_OF_MANY = """
+import json, sys
+import numpy as np
+from xcompat.distributed import end_processes, rank
+from xcompat.embedding_provider import Provider
+
+asked = []
+def embed(texts):
+    asked.extend(texts)
+    return np.eye(30)[[int(text) for text in texts]]
+
+cache = Provider(embed, "numbers", batch=8).embed_texts([str(row) for row in range(30)], sys.argv[1], "texts")
+assert cache[:].argmax(1).tolist() == list(range(30)), cache[:].argmax(1)
+open(f"{sys.argv[1]}-{rank()}.json", "w").write(json.dumps(asked))
+end_processes()
+"""
+
+
+def test_processes_ask_for_the_first_texts_once(tmp_path: Path) -> None:
+    for lost in (None, "plan.json"):
+        if lost:  # only cache.json says what was begun, and a shard that is not the first is missing
+            for name in (lost, "shard-00001.npy"):
+                (tmp_path / "cache" / name).unlink()
+        done = warm.run("-c", ONE_OF_MANY, tmp_path / "cache", folder=tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+        asked = [json.loads((tmp_path / f"cache-{rank}.json").read_text()) for rank in range(2)]
+        assert sorted(int(text) for each in asked for text in each) == list(range(8, 16) if lost else range(30))
 
 
 def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples
+from xcompat.distributed import from_main_process, process_state
 from xcompat.embedding_cache import CacheInfo, EmbeddingCache
 from xcompat.encoders.base import Space
 from xcompat.errors import XcompatError, nearest, what_failed
@@ -25,10 +26,11 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
 from xcompat.progress import Waiting, console, literal
-from xcompat.vectors import require_unit
+from xcompat.vectors import first_not_unit
 
 BYTES_PER_TOKEN = 4  # of UTF-8, about, in tokenizers of today
 ATTEMPTS = 4
+SHOWN = 40  # characters of a text in a message
 LONGEST_WAIT = 60  # seconds between two attempts
 KEPT = "what it has answered is kept: start again to continue"
 
@@ -75,30 +77,39 @@ class Provider:
         Raises:
             XcompatError: the function failed, or returned something else than embeddings; or there are no texts.
         """
-        path, answered = Path(path), list[NDArray[np.float32]]()
-        dim = read_json(path / "plan.json").get("dim") if (path / "plan.json").exists() else None
-        if dim is None and len(texts):  # the first answer says
+        process_state()  # must come first: shards are dealt only to processes that have joined the group
+        path, answered = Path(path), dict[int, NDArray[np.float32]]()
+
+        def first_answer() -> int:
             self._announce(texts[:])
-            answered = [self.ask(list(texts[: self.batch]), mend=KEPT)]
-            dim = answered[0].shape[1]
+            answered[0] = self.ask(list(texts[: self.batch]), mend=KEPT)
+            return answered[0].shape[1]
+
+        begun = from_main_process(lambda: _begun_with(path))
+        dim = from_main_process(first_answer) if begun is None and len(texts) else begun
 
         def embed_shards(shards: Sequence[slice], _: Waiting) -> Iterator[Batches]:
-            if not answered:
+            if begun is not None:
                 self._announce(text for shard in shards for text in texts[shard])
             for shard in shards:
-                rows_BD = answered.pop() if answered else self.ask(list(texts[shard]), dim, KEPT)
+                rows_BD = answered.pop(shard.start, None)  # of the first process, which has the first shard
+                if rows_BD is None:
+                    rows_BD = self.ask(list(texts[shard]), dim, KEPT, shard.start)
                 yield iter([(np.arange(len(rows_BD)), torch.from_numpy(rows_BD))])
 
         info = CacheInfo(self.fingerprint.digest, self.name, data_digest, "texts", len(texts), dim or 1, self.batch)
         return fill_cache(info, path, embed_shards, BadSamples())
 
-    def ask(self, texts: list[str], dim: int | None = None, mend: str = "ask again later") -> NDArray[np.float32]:
+    def ask(
+        self, texts: list[str], dim: int | None = None, mend: str = "ask again later", before: int = 0
+    ) -> NDArray[np.float32]:
         """Embed one batch.
 
         Args:
             texts: B texts.
             dim: the dimension of earlier answers; None for any.
             mend: what helps if the function fails each time.
+            before: number of the first text, for messages.
 
         Returns:
             (B, D) float32.
@@ -113,7 +124,7 @@ class Provider:
             answer = retrying(self._call, texts)
         except Exception as error:  # whatever a library of a service raises
             raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {mend}") from error
-        return self._checked(answer, len(texts), dim)
+        return self._checked(answer, texts, dim, before)
 
     def _call(self, texts: list[str]) -> Any:  # noqa: ANN401 - whatever the function returns
         time.sleep(max(0.0, self._earliest - time.monotonic()))
@@ -121,16 +132,18 @@ class Provider:
             self._earliest = time.monotonic() + 60 / self.requests_per_minute
         return self.embed(texts)
 
-    def _checked(self, answer: Any, count: int, dim: int | None) -> NDArray[np.float32]:  # noqa: ANN401 - any answer
+    def _checked(self, answer: Any, texts: list[str], dim: int | None, before: int) -> NDArray[np.float32]:  # noqa: ANN401
         try:
             rows_BD = np.array(answer, np.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors that have gradients
             raise XcompatError(f"{self.name} returned no matrix of numbers ({what_failed(error)}); return a row a text") from None
-        if rows_BD.ndim != 2 or len(rows_BD) != count or not rows_BD.size:
-            raise XcompatError(f"{self.name} returned shape {rows_BD.shape} for {count} texts; return a row for each of them")
+        if rows_BD.ndim != 2 or len(rows_BD) != len(texts) or not rows_BD.size:
+            raise XcompatError(f"{self.name} returned shape {rows_BD.shape} for {len(texts)} texts; return a row for each")
         if dim is not None and rows_BD.shape[1] != dim:
             raise XcompatError(f"{self.name} returned {rows_BD.shape[1]} dimensions, and {dim} before; name one model")
-        require_unit(torch.from_numpy(rows_BD), f"an answer of {self.name}")
+        if (found := first_not_unit(torch.from_numpy(rows_BD))) is not None:
+            row, wrong = found
+            raise XcompatError(f"row {before + row} of the texts, {texts[row][:SHOWN]!r}, as {self.name} embeds it {wrong}")
         return rows_BD
 
     def _announce(self, texts: Iterable[str]) -> None:
@@ -199,7 +212,7 @@ class ServedMap:
         size, dim = self.provider.batch, self.model.config.embedding_dim
         rows_BD = np.empty((len(asked), dim), np.float32)
         for start in range(0, len(asked), size):
-            answer = self.provider.ask(asked[start : start + size])
+            answer = self.provider.ask(asked[start : start + size], before=start)
             if answer.shape[1] != dim:
                 wrong = f"{self.provider.name} returned {answer.shape[1]} dimensions, and the map takes {dim}"
                 raise XcompatError(f"{wrong}; name the function that it was made with")
@@ -207,6 +220,13 @@ class ServedMap:
         own_BD = torch.from_numpy(rows_BD).to(self.model.device)
         with torch.inference_mode():
             return self.model.stored(own_BD) if space == "stored" else own_BD
+
+
+def _begun_with(path: Path) -> int | None:
+    """Return the dimension of a cache that was begun or finished; None if there is none."""
+    written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
+    fields = read_json(written[0]) if written else None
+    return fields.get("dim") if isinstance(fields, dict) else None
 
 
 def asking(source: Embedder | ServedMap) -> CompatModel | Embedder:

@@ -91,18 +91,33 @@ def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
     Raises:
         XcompatError: naming the first one.
     """
+    if (found := first_not_unit(embeds_BD)) is not None:
+        row, wrong = found
+        raise XcompatError(f"row {before + row} of {where} {wrong}")
+
+
+def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
+    """Find the first embedding that is not finite or not of length 1.
+
+    Args:
+        embeds_BD: float32 embeddings.
+
+    Returns:
+        Its row, and what is wrong and how to mend it; None if there is none.
+    """
     import torch
 
     lengths_B = torch.linalg.vector_norm(embeds_BD, dim=1)
     wrong = torch.nonzero(~((lengths_B - 1).abs() < UNIT))  # NaN too
-    if len(wrong):
-        row, length = int(wrong[0]), float(lengths_B[wrong[0]])
-        what, mend = f"is of length {length:.4g}, not 1", "divide embeddings by their norm, here and in your service"
-        if not embeds_BD[row].isfinite().all():
-            what, mend = "holds values that are not finite", "leave such items out"
-        elif not length:
-            what, mend = "holds zeros alone", "leave such items out"
-        raise XcompatError(f"row {before + row} of {where} {what}; {mend}")
+    if not len(wrong):
+        return None
+    row, length = int(wrong[0]), float(lengths_B[wrong[0]])
+    what, mend = f"is of length {length:.4g}, not 1", "divide embeddings by their norm, here and in your service"
+    if not embeds_BD[row].isfinite().all():
+        what, mend = "holds values that are not finite", "leave such items out"
+    elif not length:
+        what, mend = "holds zeros alone", "leave such items out"
+    return row, f"{what}; {mend}"
 
 
 def is_table(path: Path) -> bool:
