@@ -418,6 +418,19 @@ def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: P
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
+def test_unread_pictures_of_all_processes_count_together(old_folder: str, tmp_path: Path, images: list[Image.Image]) -> None:
+    images[0].save(tmp_path / "0.png")
+    paths = [str(tmp_path / name) for name in ("0.png", "lost.png", "0.png", "gone.png")]
+    pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
+    code = (
+        "from xcompat import cli; from xcompat.engines import commands, sources; "
+        "commands.MOST_UNREAD = 0.3; sources.PART_ROWS = 2; cli.main()"
+    )
+    command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
+    done = warm.run("-c", code, "embed", *command, folder=tmp_path, ranks=2)
+    assert done.returncode != 0 and "2 of 4 pictures cannot be read, such as '1'; mend or remove them" in done.stderr
+
+
 # ------------------------------------------------------------------------------------------------------ engines
 
 

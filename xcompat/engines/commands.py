@@ -196,11 +196,12 @@ def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
                 failed = done.error or _too_many(found.unread + unread, source, example)
                 if failed is not None:
                     break
-    for failure in _shared([failed]):
-        if failure is not None:
-            raise XcompatError(f"{failure}; what is made is kept: start again to continue")
+    failures = list(_shared([failed]))
     unread, cut = (sum(_shared([count])) for count in (unread, cut))
     unread, example = unread + found.unread, next(filter(None, _shared([example])), None)
+    for failure in (*failures, _too_many(unread, source, example)):  # of each process, and of all together
+        if failure is not None:
+            raise XcompatError(f"{failure}; what is made is kept: start again to continue")
     if unread:
         notice(f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}: they are left out")
     if cut:
