@@ -274,6 +274,25 @@ def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: 
     assert (files_in(out) if out.is_dir() else out.read_text()) == before
 
 
+@pytest.mark.parametrize("address", ["{tmp_path}/items", "file://{tmp_path}/items", "s3://bucket/items"])
+def test_what_is_made_is_never_read_as_a_source(
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    stand_in_for_a_bucket(tmp_path, monkeypatch)
+    address = address.format(tmp_path=tmp_path)
+    inside = f"{address}/deeper/out" if address.startswith("s3") else source / "deeper" / "out"
+    code, _, error = run(address, "--model", model, "--out", inside)
+    assert code == 2 and f"deeper/out lies in {address}, and later runs would read it as rows" in error
+    assert not (source / "deeper" / "out").exists() and len(error.splitlines()) == 1
+    assert run(source, "--model", model, "--out", tmp_path / "out")[0] == 0
+    shutil.copytree(tmp_path / "out", source / "out")  # as earlier releases took it
+    code, _, error = run(address, "--model", model, "--out", tmp_path / "other")
+    assert (
+        code == 2 and f"out was written by `xcompat embed` and lies in {address}" in error and not (tmp_path / "other").exists()
+    )
+    assert len(read_source(str(source / "out")).parts) == 5, "named itself it is a source as any other"
+
+
 def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, source: Path, tmp_path: Path) -> None:
     table = pq.read_table(source / "deeper" / "b.parquet")
     rows = table["vector"].to_pylist()

@@ -22,9 +22,9 @@ from xcompat.distributed import (
     world_size,
 )
 from xcompat.engines.kinds import read_source
-from xcompat.engines.parquet import FOOTERS_AT_ONCE
+from xcompat.engines.parquet import FOOTERS_AT_ONCE, ParquetFiles
 from xcompat.engines.parts import Job
-from xcompat.engines.places import is_local, located, names_in, opened, path_in, write_to
+from xcompat.engines.places import PLAN, is_local, located, names_in, opened, path_in, require_outside, write_to
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
@@ -34,8 +34,6 @@ from xcompat.progress import console, literal, notice, progress_bar, rate_of, si
 from xcompat.threads import map_in_threads
 from xcompat.vectors import EMBEDDING_COLUMNS, ID
 
-PLAN = "_plan.json"
-"""A name that readers of folders of Parquet leave out."""
 MOST_UNREAD = 0.01
 """A larger share of pictures that cannot be read stops the run."""
 
@@ -80,6 +78,8 @@ def embed(
     process_state()
     silence_libraries()
     source = read_source(uri)
+    if isinstance(source.reader, ParquetFiles):  # versions of a Lance table know their files
+        require_outside(out, source.uri)
     column, reads = _column(source, column)
     id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)
     if id_column == column:

@@ -17,6 +17,8 @@ from xcompat.vectors import PARQUET
 if TYPE_CHECKING:
     from pyarrow import fs
 
+PLAN = "_plan.json"
+"""What says, in a folder that ``xcompat embed`` writes, what it holds; readers of folders of Parquet leave such a name out."""
 ICEBERG = ".metadata.json"
 """How the names of files end that describe a version of an Iceberg table."""
 LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
@@ -71,6 +73,12 @@ def files_at(uri: str) -> list[fs.FileInfo]:
                 f"{uri} is a {name} table, and rows that it has no more are in its files too; write its rows as Parquet, or map "
                 "them with a reader of such tables (docs/engines.md)"
             )
+    for info in inside:
+        if info.base_name == PLAN and info.path != f"{path.rstrip('/')}/{PLAN}":
+            raise XcompatError(
+                f"{info.path.removesuffix(f'/{PLAN}')} was written by `xcompat embed` and lies in {uri}, as whose rows it would "
+                "be read; move it out of there, or name the folders with the rows one by one"
+            )
     files = [info for info in inside if info.type == fs.FileType.File and _is_data(PurePosixPath(info.path), path)]
     if not files:
         raise XcompatError(f"{uri} holds no files *{PARQUET}; name a file, or a folder of them")
@@ -86,6 +94,17 @@ def names_in(uri: str) -> list[str]:
         raise XcompatError(f"{uri} is a file; name a folder for --out")
     names = (info.base_name for info in system.get_file_info(fs.FileSelector(path, allow_not_found=True)))
     return sorted(name for name in names if not name.startswith("."))
+
+
+def require_outside(out: str, uri: str) -> None:
+    """Refuse a folder of what is made below the one that is read: later runs would read it too.
+
+    Raises:
+        XcompatError: it lies there.
+    """
+    (system, path), (of_source, source) = located(out), located(uri)
+    if system == of_source and PurePosixPath(source) in PurePosixPath(path).parents:
+        raise XcompatError(f"{out} lies in {uri}, and later runs would read it as rows; name a folder outside with --out")
 
 
 def path_in(uri: str, name: str) -> str:
