@@ -489,6 +489,18 @@ def test_an_engine_that_is_not_installed_is_one_line(
     assert code == 2 and f"pip install 'xcompat[{engine}]'" in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("there", "workers"), [(0, []), (1, ["--workers", "2"])])
+def test_daft_is_not_asked_for_more_gpus_than_there_are(
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int, workers: list[str]
+) -> None:
+    pytest.importorskip("daft")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    command = (source, "--model", model, "--out", tmp_path / "out", "--engine", "daft", "--gpus-per-worker", 1)
+    code, _, error = run(*command, *workers)
+    assert code == 2 and f"this machine has {there} GPUs, too few for {there + 1} workers with 1 each" in error
+    assert len(error.splitlines()) == 1
+
+
 class DyingJob(Job):
     """Notes who works, waits for a second worker, and kills the one that is first in the middle of part 2."""
 

@@ -27,18 +27,25 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
         What became of each part, in any order.
 
     Raises:
-        XcompatError: Daft is not installed, or a worker died.
+        XcompatError: Daft is not installed, this machine has not enough GPUs, or a worker died.
     """
     os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")  # nothing is told to anybody unless the user says so
     try:
         import daft
+        from daft.runners import get_or_infer_runner_type
     except ImportError:
         raise XcompatError("--engine daft needs Daft: pip install 'xcompat[daft]'") from None
     import torch
 
     there = torch.cuda.device_count()
     gpus = gpus if gpus is not None else min(there, 1)
-    count = min(workers or (int(there / gpus) if gpus else usable_cores()), len(parts))
+    most = int(there / gpus) if gpus else usable_cores()
+    if gpus and most < (workers or 1) and (workers is None or get_or_infer_runner_type() != "ray"):  # whose GPUs are elsewhere
+        raise XcompatError(
+            f"this machine has {there} GPUs, too few for {workers or 1} workers with {gpus:g} each; lower --workers or "
+            "--gpus-per-worker, or say --workers for a cluster with DAFT_RUNNER=ray"
+        )
+    count = min(workers or most, len(parts))
     threads = max(1, usable_cores() // count)
 
     @daft.cls(use_process=True, max_concurrency=count, gpus=gpus)
