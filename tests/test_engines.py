@@ -24,7 +24,7 @@ from pyarrow import fs
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.embedding import embed_in_memory
-from xcompat.engines import TableModel, models, places, sources
+from xcompat.engines import TableModel, models, places, sources, tables
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parts import Job
 from xcompat.engines.sources import Part
@@ -173,6 +173,25 @@ def test_texts_and_pictures_are_embedded(old_folder: str, folder_of: dict[str, s
     embedder = load_embedder(old_folder)
     np.testing.assert_allclose(np.stack(embedded["embedding"].to_numpy()), embed_in_memory(embedder, texts), atol=1e-5)
     assert embedded.schema.field("embedding").type.list_size == embedder.dim
+
+
+@pytest.mark.parametrize("reads", ["texts", "images"])
+def test_what_the_model_makes_nothing_finite_of_is_no_picture_that_cannot_be_read(
+    old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch, reads: Any
+) -> None:
+    for name in ("0.png", "1.png"):
+        images[0].save(tmp_path / name)
+    rows = ["one", "two", "three"] if reads == "texts" else [str(tmp_path / name) for name in ("lost.png", "0.png", "1.png")]
+    function, embed_contents = TableModel.open(old_folder, reads), tables.embed_contents
+
+    def spoilt(*given: Any) -> Any:
+        embedded = embed_contents(*given)
+        embedded.embeds_ND[2, 5] = np.nan
+        return embedded
+
+    monkeypatch.setattr(tables, "embed_contents", spoilt)
+    with pytest.raises(XcompatError, match=r"row 3: .* makes an embedding of it that is not finite; leave such rows out"):
+        function(pa.table({function.column: rows}))
 
 
 def test_pictures_come_as_bytes_paths_or_both(old_folder: str, images: list[Image.Image], tmp_path: Path) -> None:

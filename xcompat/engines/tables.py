@@ -102,7 +102,7 @@ class TableModel:
 
         Raises:
             XcompatError: the column is missing or of another kind, or a row has nothing in it, or a vector that is not finite,
-                zero, or of another length than the model takes.
+                zero, or of another length than the model takes, or the model makes something that is not finite of it.
             FingerprintMismatchError: another model lies here under the name.
         """
         import pyarrow as pa
@@ -111,8 +111,9 @@ class TableModel:
             raise XcompatError(f"there is no column {self.column!r}; {nearest(self.column, table.column_names)}")
         model = self._model()
         read = [self.column, *([SCALE] if SCALE in table.column_names and self.reads == "vectors" else [])]
-        made, before = [], 0
+        made, before = list[pa.Array](), 0
         for batch in table.select(read).combine_chunks().to_batches(max_chunksize=ROWS[self.reads]):
+            unread_N = np.zeros(len(batch), bool)
             if isinstance(model, Mapping):
                 embeds_ND = self._mapped(model, batch, before)
             else:
@@ -120,9 +121,10 @@ class TableModel:
                 names = [f"row {before + row + 1:,} of column {self.column!r}" for row in range(len(rows))]
                 embedded = embed_contents(model, Contents(rows, names if self.reads == "images" else None))
                 embeds_ND = embedded.embeds_ND
+                unread_N = np.array([name in embedded.unread for name in names], bool)
                 for name, reason in embedded.unread.items():
                     notice(f"skipped {name}: {reason}")
-            made.append(self._as_arrow(embeds_ND))
+            made.append(self._as_arrow(embeds_ND, unread_N, before))
             before += len(batch)
         column, place = pa.chunked_array(made, self.field.type), table.schema.get_field_index(EMBEDDING)
         return table.append_column(self.field, column) if place < 0 else table.set_column(place, self.field, column)
@@ -152,11 +154,16 @@ class TableModel:
             raise XcompatError(f"column {self.column!r} row {before + row + 1:,} has nothing to embed; leave such rows out")
         return column
 
-    def _as_arrow(self, embeds_ND: NDArray[np.float32]) -> pa.Array:
+    def _as_arrow(self, embeds_ND: NDArray[np.float32], unread_N: NDArray[np.bool_], before: int) -> pa.Array:
         import pyarrow as pa
 
+        wrong = np.flatnonzero(~np.isfinite(embeds_ND).all(axis=1) & ~unread_N)
+        if len(wrong):
+            raise XcompatError(
+                f"column {self.column!r} row {before + int(wrong[0]) + 1:,}: {self.made.name} makes an embedding of it that is "
+                "not finite; leave such rows out, or mend the model"
+            )
         values = pa.array(np.ascontiguousarray(embeds_ND, self.dtype).reshape(-1))
-        unread_N = np.isnan(embeds_ND[:, 0])
         return pa.FixedSizeListArray.from_arrays(values, self.dim, mask=pa.array(unread_N) if unread_N.any() else None)
 
 
