@@ -323,6 +323,34 @@ def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, sourc
     assert len(files_in(tmp_path / "out")) == 5, "the plan and four parts"
 
 
+@pytest.mark.parametrize("while_read", [False, True])
+def test_a_file_that_changes_meanwhile_is_noticed(
+    run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_read: bool
+) -> None:
+    make, tables_of = Job._make, Job._tables
+
+    def replaced() -> None:
+        pq.write_table(lists(vectors[::-1])[130:ROWS], source / "new", row_group_size=20)
+        (source / "new").rename(source / "deeper" / "b.parquet")
+
+    def before(self: Job, part: Part) -> Any:
+        if part.number == 3 and not while_read:
+            replaced()
+        return make(self, part)
+
+    def between(self: Job, part: Part) -> Iterator[pa.Table]:
+        for table in tables_of(self, part):
+            if part.number == 3 and while_read:
+                replaced()
+            yield table
+
+    monkeypatch.setattr(Job, "_make", before)
+    monkeypatch.setattr(Job, "_tables", between)
+    code, _, error = run(source, "--model", model, "--out", tmp_path / "out")
+    assert code == 2 and "b.parquet, 60 rows from 1 on: the file has changed since this began" in error
+    assert sorted(files_in(tmp_path / "out")) == ["_plan.json", *(f"part-{number:06}.parquet" for number in range(3))]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xcompat.engines.places import files_at, opened
+from xcompat.engines.places import files_at, opened, state_of
 from xcompat.engines.sources import Part, Source, cut
 from xcompat.errors import XcompatError, what_failed
 
@@ -33,9 +33,15 @@ class ParquetFiles:
         """Read a part, as :class:`~xcompat.engines.sources.Reader` says."""
         import pyarrow.parquet as pq
 
+        self._require_unchanged(part)
         with opened(self.uri, part.file) as file:
             content = pq.ParquetFile(file, buffer_size=2**20)
             yield from content.iter_batches(rows, range(*part.groups), wanted(content.schema_arrow.names))
+        self._require_unchanged(part)
+
+    def _require_unchanged(self, part: Part) -> None:
+        if state_of(self.uri, part.file) != part.state:
+            raise XcompatError("the file has changed since this began; name another folder with --out, and begin again")
 
 
 def require(uri: str) -> None:
@@ -70,24 +76,26 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
 
     footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
     parts, schema = list[Part](), None
-    for info, footer in zip(files, footers, strict=True):
+    for info, (state, footer) in zip(files, footers, strict=True):
         own = footer.schema.to_arrow_schema()
         if check is not None:
             check(info.path, own)
         schema = schema or own
-        parts += cut(len(parts), info.path, (footer.row_group(group).num_rows for group in range(footer.num_row_groups)))
+        groups = (footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+        parts += cut(len(parts), info.path, state, groups)
     if not parts or schema is None:
         raise XcompatError(f"{uri} holds no rows; there is nothing to embed")
     told = "\n".join(f"{info.path} {info.size} {info.mtime_ns}" for info in files)
     return Source(uri, schema, parts, hashlib.sha256(told.encode()).hexdigest(), ParquetFiles(uri))
 
 
-def _footer(uri: str, path: str) -> pq.FileMetaData:
+def _footer(uri: str, path: str) -> tuple[str, pq.FileMetaData]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
+        state = state_of(uri, path)
         with opened(uri, path) as file:
-            return pq.read_metadata(file)
+            return state, pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
         raise XcompatError(f"{path} cannot be read ({what_failed(error)}); mend it, or write it again") from error

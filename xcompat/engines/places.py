@@ -122,6 +122,15 @@ def opened(uri: str, path: str) -> Any:  # noqa: ANN401 - Arrow's file, which ha
     return located(uri)[0].open_input_file(path)
 
 
+def state_of(uri: str, path: str) -> str:
+    """Return what tells a file in the file system of a URI from a later one in its place.
+
+    It is looked at by itself: where object stores list many files, their dates may be more exact.
+    """
+    info = _info(located(uri)[0], path, uri)
+    return f"{info.size} {info.mtime_ns}"
+
+
 @contextmanager
 def write_to(uri: str, name: str) -> Iterator[IO[bytes]]:
     """Open a new file in a folder; nobody sees it before it is whole.

@@ -25,6 +25,7 @@ class Part:
         first: the number of its first row in there.
         rows: how many it has.
         groups: the first row group and the one after the last, where the file has such.
+        state: what tells the file from a later one in its place; empty where the source keeps versions.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Part:
     first: int
     rows: int
     groups: Sequence[int] = ()
+    state: str = ""
 
     @property
     def name(self) -> str:
@@ -83,12 +85,13 @@ class Source:
         return sum(part.rows for part in self.parts)
 
 
-def cut(number: int, file: str, pieces: Iterable[int]) -> Iterator[Part]:
+def cut(number: int, file: str, state: str, pieces: Iterable[int]) -> Iterator[Part]:
     """Cut what is read as a whole into parts of about :data:`PART_ROWS` rows.
 
     Args:
         number: of the first part.
         file: what the rows are in.
+        state: of the file.
         pieces: rows of each piece, of which none is cut: row groups.
 
     Yields:
@@ -97,8 +100,8 @@ def cut(number: int, file: str, pieces: Iterable[int]) -> Iterator[Part]:
     begun, first, rows, piece = 0, 0, 0, -1
     for piece, more in enumerate(pieces):
         if rows and rows + more > PART_ROWS:
-            yield Part(number, file, first, rows, (begun, piece))
+            yield Part(number, file, first, rows, (begun, piece), state)
             number, begun, first, rows = number + 1, piece, first + rows, 0
         rows += more
     if rows:
-        yield Part(number, file, first, rows, (begun, piece + 1))
+        yield Part(number, file, first, rows, (begun, piece + 1), state)
