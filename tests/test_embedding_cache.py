@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from xcompat import embedding_cache, files
 from xcompat.data import load_pairs
 from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.embedding_cache import StackedCaches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder
 
@@ -78,6 +81,31 @@ def test_what_is_damaged_is_named_and_embedded_again(
     said = [line for line in capsys.readouterr().out.splitlines() if "shard-" in line]
     assert len(said) == len(asked) and all(line.endswith("; this part is embedded again") for line in said)
     assert np.array_equal(EmbeddingCache(cache)[:], whole)
+
+
+def test_a_cache_that_was_read_pickles_without_its_rows(cache: Path) -> None:
+    opened = EmbeddingCache(cache)
+    closed, whole = len(pickle.dumps(opened)), opened[:]
+    assert len(pickle.dumps(opened)) == closed
+    stacked = StackedCaches([opened, opened])
+    for each, rows in ((opened, whole), (stacked, np.concatenate([whole, whole]))):
+        assert np.array_equal(pickle.loads(pickle.dumps(each))[:], rows)  # noqa: S301 - it is ours
+    assert len(pickle.dumps(stacked)) < 3 * closed
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([-1], "numbers from 0 to 22, not -1"),
+        ([0, 23], "numbers from 0 to 22, not 23"),
+        ([True, False] + [False] * 21, "not values of bool; of a mask np.flatnonzero makes them"),
+        ([0.0], "not values of float64"),
+    ],
+)
+def test_what_is_no_row_of_a_cache_is_one_line(cache: Path, rows: list[Any], said: str) -> None:
+    with pytest.raises(XcompatError, match=said):
+        EmbeddingCache(cache)[np.array(rows)]
+    assert EmbeddingCache(cache)[np.array([])].shape[0] == 0
 
 
 def test_images_are_embedded_again(embedder: Embedder, pairs_folder: str, tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ class EmbeddingCache:
         self.info = read_info(self.path)
         self._shards: dict[int, NDArray[Any]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the opened shards: another process opens them itself, and pickled they would be all their rows."""
+        return self.__dict__ | {"_shards": {}}
+
     def _shard(self, shard: int) -> NDArray[Any]:
         if shard not in self._shards:
             try:
@@ -102,15 +106,31 @@ class EmbeddingCache:
         return self.info.rows
 
     def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read."""
-        if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(self.info.rows))
-        fetched = np.empty((len(rows), self.info.dim), dtype=np.float32)
-        part_of_row, row_of_part = np.divmod(np.asarray(rows), self._part_rows)
+        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read.
+
+        Raises:
+            XcompatError: a number is no row's, or they are no numbers, such as a mask.
+        """
+        rows_N = np.arange(*rows.indices(self.info.rows)) if isinstance(rows, slice) else np.asarray(rows)
+        self._require_rows(rows_N)
+        fetched = np.empty((len(rows_N), self.info.dim), dtype=np.float32)
+        part_of_row, row_of_part = np.divmod(rows_N, self._part_rows)
         for part in np.unique(part_of_row).tolist():
             here = part_of_row == part
             fetched[here] = self._part(part)[row_of_part[here]]
         return fetched
+
+    def _require_rows(self, rows_N: NDArray[Any]) -> None:
+        """Refuse a mask, whose 0 and 1 would be rows, and numbers from the end, which no shard has."""
+        if not rows_N.size:
+            return
+        if rows_N.dtype.kind not in "iu":
+            found, mend = f"values of {rows_N.dtype}", "; of a mask np.flatnonzero makes them"
+        elif len(wrong := rows_N[(rows_N < 0) | (rows_N >= self.info.rows)]):
+            found, mend = f"{wrong[0]}", ""
+        else:
+            return
+        raise XcompatError(f"rows of an embedding cache are numbers from 0 to {self.info.rows - 1:,}, not {found}{mend}")
 
     @property
     def _part_rows(self) -> int:
