@@ -90,7 +90,7 @@ def test_another_table_in_the_place_of_the_first_is_noticed(embed: Run, model: s
     shutil.rmtree(place)
     write_lance(place, vectors[::-1])
     code, _, error = embed(place, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and "was begun with another files" in error
+    assert code == 2 and f"items.lance?version=4 has changed since {tmp_path / 'out'} was begun" in error
 
 
 @pytest.mark.parametrize(

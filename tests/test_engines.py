@@ -262,10 +262,11 @@ def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: 
     [
         ("other model", "was begun with another fingerprint"),
         ("other dtype", "was begun with another dtype ('float32', now 'float16'); choose another folder"),
-        ("other files", "was begun with another files"),
+        ("other files", "items has changed since "),
         ("no plan", "holds part-000000.parquet, which `xcompat embed` did not write; choose another folder"),
         ("no json", "holds a _plan.json that `xcompat embed` did not write"),
         ("other part", "part-000002.parquet is not what `xcompat embed` writes there; move it away"),
+        ("one part more", "part-000009.parquet is no part of what `xcompat embed` makes there; move it away"),
         ("a file", "is a file; name a folder for --out"),
     ],
 )
@@ -284,6 +285,8 @@ def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: 
         (out / "_plan.json").write_text("mine")
     elif spoil == "other part":
         shutil.copy(out / "part-000001.parquet", out / "part-000002.parquet")
+    elif spoil == "one part more":
+        shutil.copy(out / "part-000001.parquet", out / "part-000009.parquet")
     else:
         shutil.rmtree(out)
         out.write_text("mine")
@@ -473,7 +476,7 @@ def test_keys_in_an_address_are_nowhere_to_be_read(
     plan.write_text(plan.read_text().replace("***", "ME:OLD"))  # as earlier releases wrote it
     assert "all were there" in run(*command)[1]
     os.utime(source / "a.parquet", (1, 1))
-    assert "was begun with another files" in run(*command)[2], "the same address, by other keys"
+    assert "items has changed since s3://***@bucket/there was begun" in run(*command)[2], "the same address, by other keys"
 
 
 def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: Path, tmp_path: Path) -> None:

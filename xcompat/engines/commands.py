@@ -32,7 +32,7 @@ from xcompat.errors import XcompatError, without_secrets
 from xcompat.files import clear_leftovers
 from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import map_in_threads
-from xcompat.vectors import EMBEDDING_COLUMNS, ID
+from xcompat.vectors import EMBEDDING_COLUMNS, ID, PARQUET
 
 MOST_UNREAD = 0.01
 """A larger share of pictures that cannot be read stops the run."""
@@ -155,18 +155,25 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
             raise XcompatError(
                 f"{out} was begun with {of}, and this is {uri}; name the first to continue, or choose another folder"
             )
+        if key == "files":  # a digest says nothing to anybody
+            raise XcompatError(f"{uri} has changed since {out} was begun; choose another folder")
         raise XcompatError(
             f"{out} was begun with another {key.replace('_', ' ')} ({begun[key]!r}, now {plan[key]!r}); choose another folder"
         )
 
 
 def _found(job: Job, parts: list[Part]) -> _Found:
-    """Look at what is there; refuse a file that another made.
+    """Look at what is there; refuse a file that another made, and one that readers of the folder would take for a part.
 
     A part without a file is to be made, and so is one that leaves out a picture that can be read now. The others stay, with what
     they lack: where few pictures are damaged most parts lack one, and a run that goes on would begin anew.
     """
     there = set(names_in(job.out))
+    for name in sorted(there - {part.name for part in parts}):
+        if name.endswith(PARQUET) and not name.startswith("_"):
+            raise XcompatError(
+                f"{path_in(job.out, name)} is no part of what `xcompat embed` makes there; move it away, and start again"
+            )
     made = [part for part in parts if part.name in there]
     todo, unread, example = [part for part in parts if part.name not in there], 0, None
     for part, written in zip(made, map_in_threads(job.written, made, FOOTERS_AT_ONCE), strict=True):
