@@ -166,6 +166,10 @@ def test_a_map_of_other_items_is_no_better_than_chance() -> None:
 def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "LEARNED", 200)
     assert agree(seen()).learned_at_most == 200
+    pairs = seen()
+    shuffled = PairedEmbeddings(pairs.new_ND[np.random.default_rng(1).permutation(len(pairs))], pairs.old_Nd)
+    chance, part, _ = said_of(agree(shuffled))
+    assert chance.startswith("! No better than chance") and part.startswith("What was tried learned from 200 at most")
     with pytest.raises(XcompatError, match="it takes 40, and there are 39"):
         agree(seen(39))
 

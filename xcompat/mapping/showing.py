@@ -57,7 +57,7 @@ def said_of(choice: Choice) -> list[str]:
             f"items on both sides{'' if choice.of_agreement else ', and the right classes or captions'}?"
         )
     if choice.learned_at_most is not None:
-        held = [f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are."]
+        held.append(f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are.")
     if choice.too_few_for_ridge is not None:
         held.append(
             f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
