@@ -305,6 +305,18 @@ def test_parquet(tmp_path: Path, kind: str, streaming: bool) -> None:
     assert open_image(rows[2]["image"]).tobytes() == open_image(images[2]).tobytes()
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_paths_in_tables_of_several_folders_are_relative_to_their_own(tmp_path: Path, streaming: bool) -> None:
+    for number, name in enumerate("ab"):
+        folder = make_folder(tmp_path / name, 0)
+        (folder / "pics" / "x.png").write_bytes(png(number))
+        pd.DataFrame({"image": ["pics/x.png"], "caption": [name], "id": [name]}).to_parquet(folder / "table.parquet")
+    paths = [str(tmp_path / name / "table.parquet") for name in "ab"]
+    rows = list(load_pairs(PairSource(path=paths, streaming=streaming)))
+    assert [row["id"] for row in rows] == ["a", "b"]
+    assert [row["image"]["path"] for row in rows] == [str(tmp_path / name / "pics" / "x.png") for name in "ab"]
+
+
 def test_saved_datasets(tmp_path: Path) -> None:
     columns = {"image": [{"bytes": png(n), "path": None} for n in range(3)], "info": [{"title": f"t{n}"} for n in range(3)]}
     features = datasets.Features({"image": datasets.Image(), "info": {"title": datasets.Value("string")}})

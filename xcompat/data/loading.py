@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -232,18 +232,32 @@ def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
     import datasets
 
     files = files_with(paths, (".parquet",))
-    try:
-        names = [str(file) for file in files]
-        dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=source.streaming)
-    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise XcompatError(f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; write it again") from error
+    dataset = _tables(files, source.streaming)
     column = source.image_column or next((name for name in EXTRA_IMAGE_COLUMNS if name in (dataset.column_names or [])), "")
     feature = (dataset.features or {}).get(column)
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
-        folder = str(files[0].parent.resolve())  # paths in a table are relative to the table
-        dataset = dataset.map(_absolute, features=dataset.features, batched=True, fn_kwargs={"column": column, "folder": folder})
+        features = dataset.features
+        folders = [(folder, list(inside)) for folder, inside in groupby(files, lambda file: str(file.parent.resolve()))]
+        parts = [dataset] if len(folders) == 1 else [_tables(inside, source.streaming, features) for _, inside in folders]
+        dataset = datasets.concatenate_datasets(
+            [  # paths in a table are relative to the table
+                part.map(_absolute, features=features, batched=True, fn_kwargs={"column": column, "folder": folder})
+                for part, (folder, _) in zip(parts, folders, strict=True)
+            ]
+        )
     return _standardise(dataset, source)
+
+
+def _tables(files: list[Path], streaming: bool, features: datasets.Features | None = None) -> AnyDataset:
+    """Read Parquet files one after the other, with the types of the first unless others are given."""
+    import datasets
+
+    try:
+        names = [str(file) for file in files]
+        return datasets.load_dataset("parquet", data_files=names, split="train", streaming=streaming, features=features)
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise XcompatError(f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; write it again") from error
 
 
 def _absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
