@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FILE = "arrow_file"  # key of a record for the state of the Arrow file beside it
-FORMAT = 1  # raise it when the builders write something else, so that caches of older versions are not reused
+FORMAT = 2  # raise it when the builders write something else, so that caches of older versions are not reused
 ROWS = 256  # per batch: a column of images of some megabytes must stay under Arrow's 2 GB
 
 

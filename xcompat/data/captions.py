@@ -51,7 +51,7 @@ def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Ite
     Raises:
         XcompatError: the file cannot be read, is empty, lacks a column or an id, or names images that do not exist.
     """
-    table = _read_table(file, exact=metadata)
+    table = _read_table(file)
     where, columns = str(file), [str(column) for column in table.columns]
     image = pick_column(source.image_column, IMAGE_COLUMNS, columns, "image_column", where)
     caption = pick_column(source.caption_column, CAPTION_COLUMNS, columns, "caption_column", where) if source.captions else None
@@ -61,6 +61,7 @@ def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Ite
     lists = [value for value in table[image] if not isinstance(value, str | int)]
     if lists:
         raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
+    table[image] = table[image].map(str)  # JSON may call an image 123
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     first = table.drop_duplicates(image)
     names = [str(name) for name in first[image]]
@@ -217,8 +218,8 @@ def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
     return found.pop()
 
 
-def _read_table(file: Path, exact: bool = False) -> pd.DataFrame:
-    """Read a table of strings, so that ids keep their leading zeros; ``exact`` leaves numbers of JSON as they are."""
+def _read_table(file: Path) -> pd.DataFrame:
+    """Read a table of strings, so that ids keep their leading zeros; numbers of JSON stay as they are written."""
     import pandas as pd
 
     if has_suffix(file, (coco.SUFFIX,)):
@@ -229,7 +230,7 @@ def _read_table(file: Path, exact: bool = False) -> pd.DataFrame:
     require_table(file)
     try:
         if has_suffix(file, (".jsonl", ".jsonl.gz")):
-            table = pd.DataFrame([row for _, row in json_lines(file)], dtype=object if exact else None)
+            table = pd.DataFrame([row for _, row in json_lines(file)], dtype=object)
         else:
             table = pd.read_csv(file, **csv_options(file))
     except XcompatError:
