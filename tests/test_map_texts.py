@@ -21,7 +21,9 @@ from xcompat.cli import app
 from xcompat.embedding_provider import ATTEMPTS, Provider, load_function
 from xcompat.mapping import PairedEmbeddings, agreement
 from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, agree
+from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.from_texts import pairs_of_texts
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models.embedder import load_embedder
 
@@ -100,6 +102,25 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     for option in ("--old-model", "--new-model"):
         with pytest.raises(XcompatError, match="is a model already"):
             mapped(*command, "--overwrite", option, new)
+
+
+def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_letters(tmp_path, monkeypatch)
+    old = tmp_path / "old"
+    old.mkdir()
+    np.save(old / "image_embeds.npy", made()[: len(IDS)])
+    (old / "image_ids.txt").write_text("\n".join(IDS[: len(made())]))
+    np.save(old / "text_embeds.npy", rotated(np.array(Service()(TEXTS)), 4))
+    (old / "text_ids.txt").write_text("\n".join([IDS[0], IDS[0], *IDS[2:]]))
+    texts = Texts(written(tmp_path), "letters_service:embed")
+    pairs = pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache").pairs
+    np.testing.assert_array_equal(pairs.old_Nd, np.load(old / "text_embeds.npy")[2:])
+    np.testing.assert_allclose(pairs.new_ND[:], Service()(TEXTS[2:]), atol=1e-3)
+    assert pairs.notes[0].startswith("58 of the 60 texts")
+    assert "Left out are 1 whose id several embeddings have, such as 'text 0'" in pairs.notes[1]
+    (old / "text_ids.txt").write_text("\n".join(name for name in IDS[:30] for _ in range(2)))
+    with pytest.raises(XcompatError, match="names 'text 0' 2 times, so no row is that of a text"):
+        pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache")
 
 
 def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
@@ -301,11 +322,15 @@ def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
             load_function(name)
 
 
-def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letters_service.py").write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_map_texts import Service\nembed = Service()\n"
     )
+
+
+def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_letters(tmp_path, monkeypatch)
     old = parquet(tmp_path / "old.parquet", rotated(np.array(Service()(TEXTS)), 4), IDS)
     report = mapped(
         *("--old", old, "--new", "letters-3-large", "--texts", written(tmp_path), "--out", tmp_path / "map"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Source = Side | Embedder | Provider
 """One side: its stored embeddings, or what embeds."""
 TEXTS = "text"
+OWN_ID = "give each text an id of its own on both sides"
 DIGESTED = 4096  # texts read at a time
 
 
@@ -103,9 +105,12 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
                 "order of the texts"
             )
         return np.arange(len(ids))
-    place = {name: row for row, name in enumerate(source.ids)}
+    count = Counter(source.ids)  # of texts that share an id none can be told from the others
+    place = {name: row for row, name in enumerate(source.ids) if count[name] == 1}
     places_N = np.array([place.get(name, -1) for name in ids], np.int64)
     if (places_N < 0).all():
+        if shared := next((name for name in ids if name in count), None):
+            raise XcompatError(f"{source.path} names {shared!r} {count[shared]} times, so no row is that of a text; {OWN_ID}")
         raise XcompatError(f"{source.path} and {texts} share no id ({source.ids[0]!r}, {ids[0]!r}); each text has its id in both")
     return places_N
 
@@ -115,7 +120,13 @@ def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Pat
     if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
         return ()
     stored = f"the {len(source.embeds_ND):,} embeddings of {source.path}"
-    return (f"{len(kept_N):,} of the {len(ids):,} texts of {texts} have one of {stored}.",)
+    used = f"{len(kept_N):,} of the {len(ids):,} texts of {texts} have one of {stored}."
+    count, given = Counter(source.ids), set(ids)
+    shared = [name for name, times in count.items() if times > 1 and name in given]
+    if not shared:
+        return (used,)
+    alike = f"Left out are {len(shared):,} whose id several embeddings have, such as {shared[0]!r}: {OWN_ID}."
+    return used, alike
 
 
 def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:
