@@ -123,6 +123,21 @@ def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path,
         pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache")
 
 
+def test_classes_beside_vectors_of_texts_are_what_a_query_should_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_letters(tmp_path, monkeypatch)
+    old = tmp_path / "old"
+    old.mkdir()
+    np.save(old / "text_embeds.npy", rotated(np.array(Service()(TEXTS)), 4)[::-1])
+    (old / "text_ids.txt").write_text("\n".join(IDS[::-1]))
+    (old / "labels.txt").write_text("\n".join(text.split()[-1] for text in TEXTS[::-1]))
+    asked = ("--texts", written(tmp_path), "--embed-with", "letters_service:embed")
+    report = mapped("--old", old, "--new", "letters", *asked, "--out", tmp_path / "map")
+    assert report["classes"] == len(THINGS) and "cmc@1" in next(iter(report["floor"].values())) and not report["of_agreement"]
+    pairs = pairs_of_texts(old, Path("letters"), Texts(tmp_path / "passages.jsonl", asked[-1]), tmp_path / "cache").pairs
+    assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
+    assert pairs.labels_N.tolist() == [sorted(THINGS).index(text.split()[-1]) for text in TEXTS]
+
+
 def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", made())
     with pytest.raises(XcompatError, match="both sides are embeddings"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.arrays import numbered
 from xcompat.data import load_items_of_text
 from xcompat.data.schema import ID, TEXT
 from xcompat.embedding import embed_texts
@@ -81,9 +82,11 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextP
     asked = new_source.for_queries() if isinstance(new_source, Embedder) else new_source
     old_Nd = _embeddings(old_source, taken, old_places_N[kept_N], cache_dir)
     new_ND = _embeddings(asked, taken, new_places_N[kept_N], cache_dir)
-    notes = _notes(old_source if isinstance(old_source, Side) else new_source, ids, kept_N, texts.path)
+    stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
+    labels_N = _classes(stored, places_N[kept_N])
+    notes = _notes(stored, ids, kept_N, texts.path)
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, notes=notes), old_model, new_model)
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model)
 
 
 def _source(path: Path) -> Source:
@@ -113,6 +116,13 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
             raise XcompatError(f"{source.path} names {shared!r} {count[shared]} times, so no row is that of a text; {OWN_ID}")
         raise XcompatError(f"{source.path} and {texts} share no id ({source.ids[0]!r}, {ids[0]!r}); each text has its id in both")
     return places_N
+
+
+def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the class of each text, if what is stored has classes."""
+    if not isinstance(source, Side) or source.labels is None:
+        return None
+    return numbered([source.labels[row] for row in places_N.tolist()])[1]
 
 
 def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
