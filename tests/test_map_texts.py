@@ -142,6 +142,9 @@ def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", made())
     with pytest.raises(XcompatError, match="both sides are embeddings"):
         mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", "--texts", written(tmp_path), "--out", tmp_path / "map")
+    asked = ("--texts", written(tmp_path), "--embed-with", "letters_service:embed")
+    with pytest.raises(XcompatError, match=r"--embed-with embeds the texts as --new, and .*a.npy holds embeddings already"):
+        mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", *asked, "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="name them with --texts"):
         mapped("--old", tmp_path / "a.npy", "--new", "x", "--embed-with", "a:b", "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="--requests-per-minute is 0"):

@@ -200,9 +200,14 @@ def require_sides(
         new_model: the model of the queries beside stored embeddings.
 
     Raises:
-        XcompatError: naming what is missing.
+        XcompatError: naming what is missing, or a side that is both stored and to be embedded by a service.
     """
     is_service = texts is not None and texts.embed_with is not None
+    if is_service and holds_embeddings(new):
+        raise XcompatError(
+            f"--embed-with embeds the texts as --new, and {new} holds embeddings already: leave --embed-with out, or name the "
+            "service's model as --new"
+        )
     for side in (old,) if is_service else (old, new):
         if texts is None or holds_embeddings(side):
             require_side(side)
