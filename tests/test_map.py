@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -415,6 +416,18 @@ def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
     command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
     for codec, said in {"SQ8": "without classes or captions nothing is remembered", "SQ9": "no memory codec 'SQ9'"}.items():
         assert said in str(CliRunner().invoke(app, [*command, "--memory-codec", codec]).exception)
+
+
+def test_what_is_said_of_classes_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    pairs = made()
+    bare = [tmp_path / f"{name}.npy" for name in ("old", "new")]
+    for file, embeds in zip(bare, (pairs.old_Nd, pairs.new_ND), strict=True):
+        np.save(file, embeds)
+    ids = [str(row) for row in range(len(pairs))]
+    both = [captioned(tmp_path / file.stem, np.load(file), np.load(file), ids, ids) for file in bare]
+    for (old, new), said in itertools.product((bare, both), ("known", "open")):
+        command = ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out"), "--searched-classes", said]
+        assert f"--searched-classes {said}: no classes are given" in str(CliRunner().invoke(app, command).exception)
 
 
 def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def map_embeddings(asked: Asked) -> bool:
     with stage("read" if texts is None else "embed", seconds):
         pairs = (found := _pairs(asked.old, asked.new, out, texts)).pairs
     remembering.require(pairs)
+    _require_classes(asked.searched, pairs)
     described, encoder = _described_old(asked.old_model, asked.old, found), _described_new(asked.new_model, found)
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
@@ -122,6 +123,12 @@ def map_embeddings(asked: Asked) -> bool:
         write_json(temporary / "report.json", document)
     _say(decided, out)
     return decided.beats
+
+
+def _require_classes(searched: Searched, pairs: Paired) -> None:
+    """Refuse what is said of classes where none are known."""
+    if searched != "unknown" and (not isinstance(pairs, PairedEmbeddings) or pairs.labels_N is None):
+        raise XcompatError(f"--searched-classes {searched}: no classes are given, as in labels.txt; leave it out, or give them")
 
 
 def _say(decided: _Decision, out: Path) -> None:
