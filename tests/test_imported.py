@@ -340,6 +340,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "three layers": (MLP | {"4.weight": numbers(OLD, OLD)}, "holds the layers 0, 2, 4; no map here is of that form"),
     "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "holds the layers 0, 1; no map here is of that form"),
     "layers beside": (MLP | {"W": W}, "holds 'W' beside layers of nn.Sequential"),
+    "a bias of columns": (MLP | {"0.bias": numbers(9, 1)}, r"0.bias in .* has the shape \(9, 1\); a bias is one row of numbers"),
+    "a bias alone": (MLP | {"2.bias": np.float32(1)}, r"2.bias in .* has the shape \(\); a bias is one row"),
     "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"holds layers of \(9, 24\) and \(15, 9\), which map no"),
 }
 
@@ -354,7 +356,13 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
         arrays(path)
     else:
         saved(path, arrays)
-    given = {"another activation": "relu", "a norm": "relu", "layers that do not fit": "relu"}.get(what)
+    given = {
+        "another activation": "relu",
+        "a norm": "relu",
+        "layers that do not fit": "relu",
+        "a bias of columns": "relu",
+        "a bias alone": "relu",
+    }.get(what)
     with pytest.raises(XcompatError, match=said) as refused:
         read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)

@@ -226,6 +226,9 @@ def _two_layers(path: Path, arrays: Mapping[str, Tensor]) -> tuple[tuple[Tensor,
             "an activation between them, or is XBT's φ"
         )
     first, last = (arrays[f"{layer}.weight"] for layer in layers)
+    for name, bias in arrays.items():
+        if name.endswith(".bias") and bias.ndim != 1:
+            raise XcompatError(f"{name} in {path} has the shape {tuple(bias.shape)}; a bias is one row of numbers")
     return (first, last), [arrays.get(f"{layer}.bias") for layer in layers]
 
 
